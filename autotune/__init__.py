@@ -1,0 +1,1 @@
+"""Tunes: profiles an engine offline, steers it online, exports what it found."""

@@ -1,0 +1,1 @@
+"""Arrival processes, length distributions and trace readers, all seeded."""

@@ -1,0 +1,1 @@
+"""Each benchmark prints a table, then one JSON line last."""

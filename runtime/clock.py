@@ -1,0 +1,44 @@
+"""Time, as an argument. Nothing below the engine reads a clock of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds on an arbitrary, never decreasing scale."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    __slots__ = ()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that stands still until told: for tests and simulation."""
+
+    __slots__ = ("_now",)
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> float:
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}; a clock cannot run backwards")
+        self._now += seconds
+        return self._now
+
+    def advance_to(self, when: float) -> float:
+        """Move to ``when``; a time already past leaves the clock where it is."""
+        self._now = max(self._now, when)
+        return self._now

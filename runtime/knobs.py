@@ -1,0 +1,132 @@
+"""The four live knobs and their start-up ceilings.
+
+``Knobs`` change while the engine runs; ``KnobLimits`` do not (buffers, KV pool and graphs are sized by them).
+Both are frozen, and neither is ever written back into the other. Everything that handles knobs, from the command
+line to the exporters, is derived from ``fields(Knobs)`` and the :class:`KnobSpec` beside each field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class KnobSpec:
+    """What there is to know about one knob. ``log`` says that ratios matter, not differences."""
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    log: bool
+    integer: bool
+    doc: str
+
+    def check(self, value: object, high: float | None = None, *, where: str = "") -> float:
+        """Return ``value`` as the knob's type, or raise ``ValueError`` naming field, value and bounds."""
+        top = self.high if high is None else high
+        name = f"{where}{self.name}"
+        allowed = f"it must be {'a whole number ' if self.integer else ''}between {self.low:g} and {top:g} {self.unit}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r}; {allowed}")
+        if not math.isfinite(value) or (self.integer and value != int(value)) or not self.low <= value <= top:
+            raise ValueError(f"{name} is {value}; {allowed}")
+        return int(value) if self.integer else float(value)
+
+
+def _knob(default: float, *, unit: str, low: float, high: float, log: bool, integer: bool, doc: str) -> Any:
+    return field(
+        default=default,
+        metadata={"unit": unit, "low": low, "high": high, "log": log, "integer": integer, "doc": doc},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """One setting of the four knobs; passed to every ``schedule()`` call, so a change holds from the next step on."""
+
+    max_batch_size: int = _knob(
+        256, unit="sequences", low=1, high=65536, log=True, integer=True, doc="most sequences (or items) in one step"
+    )
+    max_wait_ms: float = _knob(
+        0.0,
+        unit="ms",
+        low=0,
+        high=60000,
+        log=False,
+        integer=False,
+        doc="hold new prompts until the oldest has waited this long, or they fill the budget or the slots",
+    )
+    token_budget: int = _knob(
+        2048, unit="tokens", low=1, high=1048576, log=True, integer=True, doc="most tokens (decode + prefill) in a step"
+    )
+    chunk_size: int = _knob(
+        2048,
+        unit="tokens",
+        low=1,
+        high=1048576,
+        log=True,
+        integer=True,
+        doc="most prompt tokens of one sequence in one step",
+    )
+
+    def __post_init__(self) -> None:
+        for spec in KNOBS:
+            object.__setattr__(self, spec.name, spec.check(getattr(self, spec.name)))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], *, where: str = "knobs.") -> Knobs:
+        """Knobs from a parsed file. Unknown names raise and list the valid ones; missing names take the default."""
+        known = {spec.name: spec for spec in KNOBS}
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{where}{name} is not a knob; the knobs are {', '.join(known)}")
+        return cls(**{name: known[name].check(value, where=where) for name, value in values.items()})  # type: ignore[arg-type]  # checked by each spec
+
+    def with_(self, **changes: float) -> Knobs:
+        """A copy with some knobs changed; unknown names raise ``ValueError``."""
+        known = [spec.name for spec in KNOBS]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{name} is not a knob; the knobs are {', '.join(known)}")
+        return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks types
+
+    def as_dict(self) -> dict[str, float]:
+        return {spec.name: getattr(self, spec.name) for spec in KNOBS}
+
+    def __str__(self) -> str:
+        return " ".join(f"{spec.name}={getattr(self, spec.name):g}" for spec in KNOBS)
+
+
+KNOBS: tuple[KnobSpec, ...] = tuple(KnobSpec(name=f.name, **f.metadata) for f in fields(Knobs))
+"""The spec of every knob, in the order of the fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnobLimits:
+    """Start-up ceilings, one for each knob. Knobs move below them, never above."""
+
+    max_batch_size: int = 1024
+    max_wait_ms: float = 10000.0
+    token_budget: int = 8192
+    chunk_size: int = 8192
+
+    def __post_init__(self) -> None:
+        for spec in KNOBS:
+            object.__setattr__(self, spec.name, spec.check(getattr(self, spec.name), where="limits."))
+
+    def check(self, knobs: Knobs) -> Knobs:
+        """Return ``knobs``, or raise ``ValueError`` naming the first one above its ceiling."""
+        for spec in KNOBS:
+            spec.check(getattr(knobs, spec.name), high=getattr(self, spec.name))
+        return knobs
+
+    def clamp(self, knobs: Knobs) -> Knobs:
+        """``knobs`` with every value above its ceiling lowered to it."""
+        return Knobs(**{s.name: min(getattr(knobs, s.name), getattr(self, s.name)) for s in KNOBS})
+
+    def as_dict(self) -> dict[str, float]:
+        return {spec.name: getattr(self, spec.name) for spec in KNOBS}

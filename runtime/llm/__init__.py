@@ -1,0 +1,1 @@
+"""Continuous (iteration-level) batching of language models."""

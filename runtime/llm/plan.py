@@ -1,0 +1,114 @@
+"""What a step is to do (StepPlan) and what it did (StepResult): plain data, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from runtime.records import FinishReason, LimitedBy
+from runtime.request import Sequence
+
+
+class Chunk(NamedTuple):
+    """``count`` tokens of ``sequence`` from position ``start`` on. ``samples``: its last token yields a new one."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+class DecodeSet:
+    """The sequences that decode, in the order they joined. A plan holds this and the version it saw."""
+
+    __slots__ = ("_at", "_rows", "members", "version")
+
+    def __init__(self) -> None:
+        self.members: dict[Sequence, None] = {}
+        self.version = 0
+        self._rows: tuple[Sequence, ...] = ()
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.members)
+
+    def rows(self, version: int) -> tuple[Sequence, ...]:
+        """The members at ``version``. Rebuilt only when membership changed; a stale version raises RuntimeError."""
+        if version != self.version:
+            raise RuntimeError(f"stale plan: made at version {version} of the decode set, which is now {self.version}")
+        if self._at != version:
+            self._rows, self._at = tuple(self.members), version
+        return self._rows
+
+
+class StepPlan(NamedTuple):
+    """One step. Decode rows come first (one token each), then prompt chunks.
+
+    ``step`` is the scheduler's decode index g: a decoding sequence s has computed ``s.computed + step − s.joined`` tokens,
+    and this step computes the next one. ``decode_context`` is the sum over decodes of the context they read, their new token
+    included. ``repeat`` > 1 (simulation only): that many identical decode steps may be run in one go. An empty plan with a
+    finite ``wake_at`` means: nothing before then, unless something arrives.
+    """
+
+    step: int
+    n_decode: int
+    decode_context: int
+    chunks: tuple[Chunk, ...]
+    decodes: DecodeSet
+    version: int
+    repeat: int
+    wake_at: float
+    epoch: int
+    budget_used: int
+    limited_by: LimitedBy
+    preemptions: int
+
+    @property
+    def empty(self) -> bool:
+        return not self.n_decode and not self.chunks
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+    def decode_rows(self) -> tuple[Sequence, ...]:
+        return self.decodes.rows(self.version)
+
+
+class Token(NamedTuple):
+    """One sampled token. ``logprob`` and ``top`` (token id, log-probability pairs) only when asked for."""
+
+    sequence: Sequence
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepResult(NamedTuple):
+    """What the executor did. ``ends``: end time of each of the 1…repeat steps. ``tokens``: what was sampled (live only).
+
+    ``stopped``: sequences that end with this step for a reason other than max_tokens. ``failed``: sequences whose
+    computation failed, with the cause; they yielded no token. ``oom_tokens``: 0, or the size in tokens of the smallest
+    step that ran out of memory, which lowers the engine's effective limits.
+    """
+
+    ends: Seq[float]
+    tokens: Seq[Token] = ()
+    stopped: Seq[tuple[Sequence, FinishReason]] = ()
+    failed: Seq[tuple[Sequence, BaseException]] = ()
+    oom_tokens: int = 0
+    oom_sequences: int = 0
+
+
+class Executor(Protocol):
+    """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step."""
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult: ...
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget what is kept for ``sequence``: it has ended."""
+        ...

@@ -1,0 +1,158 @@
+"""Raw timestamps of steps and requests, and the only definitions of every latency metric.
+
+All times are seconds on the engine's clock. A record stores when things happened; each metric is derived here and
+nowhere else, so that the engine, the simulator, the bench and the dashboard cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class FinishReason(StrEnum):
+    """How a request ended."""
+
+    LENGTH = "length"  # max_tokens reached
+    STOP = "stop"  # end-of-sequence token, stop id or stop string
+    CANCELLED = "cancelled"  # by the client
+    TIMEOUT = "timeout"  # its own timeout passed
+    REJECTED = "rejected"  # not accepted at arrival
+    ERROR = "error"  # the step that ran it failed
+
+
+class LimitedBy(StrEnum):
+    """What kept a step from holding more."""
+
+    DEMAND = "demand"  # nothing: everything there was to do is in the step
+    SLOTS = "slots"  # max_batch_size
+    BUDGET = "budget"  # token_budget, or the step policy's smaller one
+    CHUNK = "chunk"  # chunk_size
+    KV = "kv"  # no free KV blocks
+    WAIT = "wait"  # the wait window holds new prompts back
+
+
+class StepRecord(NamedTuple):
+    """One engine step (or ``steps`` identical decode steps, when a simulation fast-forwards).
+
+    Token counts are those of ONE step; ``start`` and ``end`` enclose all ``steps``. ``decode_context`` is the sum of
+    context lengths read by the decodes of the first of them. ``prefill_attention`` is the number of (query, key) pairs
+    of the prefill chunks: for a chunk of n tokens behind s computed ones, n·s + n·(n+1)/2. ``prefill_context`` is the
+    sum over chunks of s + n. ``epoch`` numbers the knob setting the step was scheduled under. ``waiting`` counts
+    requests and ``waiting_tokens`` prompt tokens still queued after scheduling. ``sampled`` is how many tokens came out.
+    """
+
+    start: float
+    end: float
+    steps: int
+    decodes: int
+    decode_context: int
+    chunks: int
+    prefill_tokens: int
+    prefill_context: int
+    prefill_attention: int
+    sampled: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    kv_free_blocks: int
+    preemptions: int
+    epoch: int
+    budget_used: int
+    limited_by: LimitedBy
+    failed: int = 0
+
+    @property
+    def duration(self) -> float:
+        """Seconds of one step."""
+        return (self.end - self.start) / self.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed in one step."""
+        return self.decodes + self.prefill_tokens
+
+
+class RequestRecord(NamedTuple):
+    """One request that has ended. ``token_times`` holds the time of each output token, ascending.
+
+    ``scheduled`` is when it first entered a step, None if it never did. ``epoch_first`` and ``epoch_last`` are the knob
+    settings in force when it was first scheduled and when it ended (-1: never scheduled).
+    """
+
+    id: str
+    arrival: float
+    scheduled: float | None
+    finished: float
+    token_times: Sequence[float]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    reason: FinishReason
+    request_class: str
+    tenant: str
+    priority: int
+    epoch_first: int
+    epoch_last: int
+    cause: str = ""
+
+    @property
+    def queue_time(self) -> float | None:
+        """First scheduled − arrival, s. None if it never entered a step."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: first token − arrival, s. None without a token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token: (last − first) / (tokens − 1), s. None with fewer than two tokens."""
+        n = len(self.token_times)
+        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies: the gaps between neighbouring tokens, s."""
+        times = self.token_times
+        return [b - a for a, b in pairwise(times)]
+
+    @property
+    def itl_p99(self) -> float | None:
+        """The request's own 99th percentile gap (nearest rank; the largest when there are fewer than 100), s."""
+        return percentile(self.itl, 99)
+
+    @property
+    def e2e(self) -> float | None:
+        """End to end: last token − arrival, s. None without a token."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
+    @property
+    def spans_change(self) -> bool:
+        """Whether the knobs changed while it ran."""
+        return self.epoch_first != self.epoch_last
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ran to its natural end."""
+        return self.reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+    @property
+    def offered(self) -> bool:
+        """Whether it counts in attainment: everything but what the client itself cancelled."""
+        return self.reason is not FinishReason.CANCELLED
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    """The ``q``-th percentile (0–100) by nearest rank, None of nothing. No interpolation: it is a value that occurred."""
+    if not 0 <= q <= 100:
+        raise ValueError(f"q is {q}; a percentile is between 0 and 100")
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]

@@ -1,0 +1,138 @@
+"""What a client asks for (Request, SamplingParams) and what the scheduler keeps of it (Sequence)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep all tokens; ``min_p`` drops tokens less likely than
+    ``min_p`` times the likeliest. ``repetition_penalty`` above 1 divides positive (multiplies negative) logits of tokens
+    already in prompt or output (Keskar et al. 2019). ``seed`` makes the request's own draws repeatable whatever else is
+    in the batch. ``max_tokens`` None fills what the context leaves. ``logprobs`` n returns the chosen token's
+    log-probability and those of the n likeliest (of the unmodified distribution).
+    """
+
+    max_tokens: int | None = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _within("max_tokens", self.max_tokens, 1, None, integer=True, optional=True)
+        _within("temperature", self.temperature, 0, 100)
+        _within("top_k", self.top_k, 0, None, integer=True)
+        _within("top_p", self.top_p, 0, 1, open_low=True)
+        _within("min_p", self.min_p, 0, 1)
+        _within("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _within("seed", self.seed, -(2**63), 2**63 - 1, integer=True, optional=True)
+        _within("logprobs", self.logprobs, 0, 100, integer=True, optional=True)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; every stop string must be non-empty text")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _within(
+    name: str,
+    value: Any,
+    low: float,
+    high: float | None,
+    *,
+    integer: bool = False,
+    optional: bool = False,
+    open_low: bool = False,
+) -> None:
+    if value is None and optional:
+        return
+    kind = int if integer else (int, float)
+    bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
+    if bad or value < low or (open_low and value == low) or (high is not None and value > high):
+        bound = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high is None else f" and at most {high:g}")
+        raise ValueError(f"{name} is {value!r}; it must be {'a whole number ' if integer else ''}{bound}")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One accepted request: token ids in, and everything that says how to treat it.
+
+    ``arrival`` is on the engine's clock. ``deadline`` (absolute, same clock) orders requests; passing it cancels nothing.
+    ``expires`` (absolute) ends the request with TIMEOUT, whatever its state. ``block_hashes`` are the chained hashes of the
+    prompt's full KV blocks, empty when prefixes are not to be shared.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    arrival: float
+    priority: int = 0
+    tenant: str = ""
+    request_class: str = "default"
+    deadline: float | None = None
+    expires: float | None = None
+    block_hashes: tuple[int, ...] = ()
+    prompt_len: int = -1  # for simulations, whose prompts have a length but no tokens
+
+    def __post_init__(self) -> None:
+        if self.prompt_len < 0:
+            self.prompt_len = len(self.prompt)
+
+
+class Sequence:
+    """The scheduler's state of one request. Only the scheduler writes here, but for ``output`` and ``data``.
+
+    ``output`` (token ids) belongs to whoever samples; ``data`` to the executor. While a sequence decodes, ``computed``,
+    ``generated`` and ``token_times`` stand still as of ``joined`` (the scheduler's step index) and are brought up to date
+    when it leaves: that is what keeps a decode step's cost independent of the batch.
+    """
+
+    __slots__ = (
+        "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
+        "preemptions", "request", "scheduled", "state", "target", "token_times",
+    )  # fmt: skip
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.blocks: list[int] = []  # KV blocks held, in order of position
+        self.hashes: list[int] = list(request.block_hashes)  # of the known full blocks, prompt then output
+        self.computed = 0  # tokens whose KV is in the pool
+        self.target = request.prompt_len  # tokens to compute before the next one is sampled
+        self.generated = 0  # output tokens sampled
+        self.cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.joined = -1  # step index at which it began to decode, -1 when it does not
+        self.preemptions = 0
+        self.scheduled: float | None = None
+        self.epoch_first = -1
+        self.token_times: list[float] = []
+        self.output: list[int] = []
+        self.state = "waiting"  # waiting | prefill | decode | finished
+        self.key: tuple[float, ...] = ()
+        self.cause = ""
+        self.data: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request.id} {self.state} computed={self.computed}/{self.target} out={self.generated}>"
+
+
+TokenHasher = Callable[[Sequence], None]
+"""Extends ``Sequence.hashes`` over the tokens it has generated, so that its output can be shared as a prefix too."""

@@ -1,0 +1,183 @@
+"""Service-level objectives: what a request was promised, and how many promises were kept.
+
+The one spelling is ``ttft=500ms,tpot=50ms@99%``: targets joined by commas, each with a unit (ms or s), and after an
+``@`` the share of requests that must meet them all (99% unless said). The objective used everywhere is goodput (requests
+per second that met every target); the share is the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from runtime.records import RequestRecord
+
+METRICS = ("ttft", "tpot", "itl", "e2e")
+_TARGET = re.compile(r"^\s*([A-Za-z0-9_]+)\s*=\s*([0-9.eE+]+)\s*([A-Za-zµ]*)\s*$")
+_UNITS = {"ms": 1.0, "s": 1000.0}
+_EXAMPLE = "ttft=500ms,tpot=50ms@99%"
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Targets in milliseconds (None: not promised) and the share of requests that must meet them all jointly.
+
+    ``itl_ms`` bounds the request's own 99th percentile gap between tokens. A request with one output token has no TPOT
+    and no ITL and cannot violate them.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    itl_ms: float | None = None
+    e2e_ms: float | None = None
+    attainment: float = 0.99
+
+    def __post_init__(self) -> None:
+        if all(target is None for target in self.targets_ms.values()):
+            raise ValueError(f"an SLO needs at least one of {', '.join(METRICS)}; for example {_EXAMPLE}")
+        for name, target in self.targets_ms.items():
+            if target is not None and not (math.isfinite(target) and target > 0):
+                raise ValueError(f"{name}_ms is {target}; it must be a time above 0")
+        if not 0 < self.attainment <= 1:
+            raise ValueError(f"attainment is {self.attainment}; it must be above 0 and at most 1 (0.99 is 99%)")
+
+    @property
+    def targets_ms(self) -> dict[str, float | None]:
+        return {name: getattr(self, f"{name}_ms") for name in METRICS}
+
+    @classmethod
+    def parse(cls, text: str) -> SLO:
+        """Read ``ttft=500ms,tpot=50ms@99%``. Raises ``ValueError`` that quotes the part it could not read."""
+        body, at, share = text.partition("@")
+        attainment = 0.99
+        if at:
+            try:
+                attainment = float(share.strip().removesuffix("%")) / (100 if share.strip().endswith("%") else 1)
+            except ValueError:
+                raise ValueError(f'"@{share}" is not a share; write @99% or @0.99') from None
+            if not 0 < attainment <= 1:
+                raise ValueError(f'"@{share}" is not a share; it must be above 0% and at most 100%')
+        targets: dict[str, float] = {}
+        for part in body.split(","):
+            match = _TARGET.match(part)
+            if match is None:
+                raise ValueError(f'"{part.strip()}" is not a target; write {_EXAMPLE}')
+            name, number, unit = match.groups()
+            if name not in METRICS:
+                raise ValueError(f'"{name}" is not a metric; the metrics are {", ".join(METRICS)}')
+            if name in targets:
+                raise ValueError(f'"{name}" is given twice')
+            try:
+                value = float(number)
+            except ValueError:
+                raise ValueError(f'"{part.strip()}": {number} is not a number') from None
+            if not unit:
+                raise ValueError(f'"{part.strip()}" has no unit; write {name}={number}ms or {name}={value / 1000:g}s')
+            if unit not in _UNITS:
+                raise ValueError(f'"{part.strip()}": {unit} is not a unit; the units are {", ".join(_UNITS)}')
+            if value <= 0:
+                raise ValueError(f'"{part.strip()}" must be above 0')
+            targets[name] = value * _UNITS[unit]
+        return cls(**{f"{name}_ms": value for name, value in targets.items()}, attainment=attainment)
+
+    @classmethod
+    def of(cls, value: SLO | str) -> SLO:
+        return cls.parse(value) if isinstance(value, str) else value
+
+    def __str__(self) -> str:
+        targets = ",".join(f"{name}={value:g}ms" for name, value in self.targets_ms.items() if value is not None)
+        return f"{targets}@{self.attainment * 100:g}%"
+
+    def violated(self, record: RequestRecord) -> tuple[str, ...]:
+        """The metrics of ``record`` that missed their target. A request that did not complete misses ``completion``."""
+        if not record.completed:
+            return ("completion",)
+        measured = {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e}
+        if self.itl_ms is not None:
+            measured["itl"] = record.itl_p99
+        return tuple(
+            name
+            for name, target in self.targets_ms.items()
+            if target is not None and (value := measured[name]) is not None and value * 1000 > target
+        )
+
+    def met(self, record: RequestRecord) -> bool:
+        """Whether ``record`` completed and met every target."""
+        return not self.violated(record)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """A kind of request with its own promise. ``weight`` is its worth relative to other classes."""
+
+    name: str
+    slo: SLO
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a request class needs a name")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight of class {self.name} is {self.weight}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """How many of the offered requests kept every promise. Cancelled ones are left out and counted apart.
+
+    ``low`` and ``high`` are the 95% Wilson score interval of the share (Wilson 1927): a few hundred requests do not pin
+    a 99% share, and the interval says how far off it may be.
+    """
+
+    met: int
+    offered: int
+    cancelled: int
+    violations: Mapping[str, int]
+
+    @property
+    def share(self) -> float:
+        return self.met / self.offered if self.offered else 0.0
+
+    @property
+    def low(self) -> float:
+        return wilson_interval(self.met, self.offered)[0]
+
+    @property
+    def high(self) -> float:
+        return wilson_interval(self.met, self.offered)[1]
+
+
+def attainment(records: Iterable[RequestRecord], slo: SLO | Mapping[str, SLO]) -> Attainment:
+    """Attainment of ``records`` under one SLO, or under one for each class (``default`` for classes not named)."""
+    met = offered = cancelled = 0
+    violations: dict[str, int] = {}
+    for record in records:
+        if not record.offered:
+            cancelled += 1
+            continue
+        offered += 1
+        target = slo if isinstance(slo, SLO) else slo.get(record.request_class, slo.get("default"))
+        if target is None:
+            raise ValueError(f"no SLO for class {record.request_class}, and no default")
+        missed = target.violated(record)
+        met += not missed
+        for name in missed:
+            violations[name] = violations.get(name, 0) + 1
+    return Attainment(met, offered, cancelled, violations)
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a share, (0, 1) without trials."""
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "wilson_interval"]
+assert {f.name for f in fields(SLO)} == {*(f"{m}_ms" for m in METRICS), "attainment"}

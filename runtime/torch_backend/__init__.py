@@ -1,0 +1,1 @@
+"""The torch backend: the only place that imports torch and transformers."""
