@@ -1,0 +1,93 @@
+# The only prerequisites are make, git and Python 3.11 or newer with the venv module.
+#   make run      install into .venv and profile this machine
+#   make test     install into .venv and run the tests (the default tier: no GPU, no network)
+#   make help     the rest
+
+PYTHON ?=
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+# Options for `make run`, such as ARGS="--slo ttft=500ms,tpot=50ms --budget 2m", and for the test targets, such as ARGS="-k slo -x".
+ARGS ?=
+
+# One thread in each of two test processes: more threads on the small matrices of the tests only fight each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+
+.DELETE_ON_ERROR:
+.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-trace-fit clean
+
+help:
+	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
+	@echo "make test              install, then the default test tier (ARGS=... are given to pytest)"
+	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
+	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles"
+	@echo "make format            put the source into ruff's format"
+	@echo "make bench-engine      this engine against transformers' own two ways to generate"
+	@echo "make bench-overhead    what scheduling costs in a step"
+	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
+	@echo "make clean             remove .venv and every cache"
+
+run: $(STAMP)
+	$(VENV)/bin/autotune profile $(ARGS)
+
+test: $(STAMP)
+	$(PYTEST) -n 2 $(ARGS)
+
+# One after the other and in one process: these time things and fill the machine.
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(ARGS)
+
+test-integration: test-slow
+
+check: lint types test
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench-engine: $(STAMP)
+	$(PY) -m benchmarks.engine $(ARGS)
+
+bench-overhead: $(STAMP)
+	$(PY) -m benchmarks.overhead $(ARGS)
+
+bench-trace-fit: $(STAMP)
+	$(PY) -m benchmarks.trace_fit $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(STAMP)
+
+# Installed again only when pyproject.toml changed: the install is editable, so a change of the source needs nothing.
+# The stamp is written last, so an interrupted install is taken up again. An .venv made with another Python is kept.
+$(STAMP): pyproject.toml
+	@set -e; \
+	if ! $(PY) -c 'import pip' 2>/dev/null; then \
+	  chosen=; \
+	  for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.11 python3.12 python3.13 python3.14); do \
+	    if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      chosen="$$candidate"; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$$chosen" ]; then \
+	    found="$$($(or $(PYTHON),python3) --version 2>&1 || true)"; \
+	    echo "error: this needs Python 3.11 or newer with its venv module; found: $$found." >&2; \
+	    echo "       Install one (on Debian and Ubuntu also its python3-venv package), or name it: make PYTHON=/path/to/python3.12 ..." >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "creating $(VENV) with $$("$$chosen" --version)"; \
+	  "$$chosen" -m venv --clear $(VENV); \
+	fi; \
+	echo "installing into $(VENV): torch is large, a minute or more the first time"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'; \
+	touch $(STAMP)
