@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.records import FinishReason, RequestRecord
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -34,8 +36,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, "texts"))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, "token ids"))
         _within("max_tokens", self.max_tokens, 1, None, integer=True, optional=True)
         _within("temperature", self.temperature, 0, 100)
         _within("top_k", self.top_k, 0, None, integer=True)
@@ -46,10 +48,19 @@ class SamplingParams:
         _within("logprobs", self.logprobs, 0, 100, integer=True, optional=True)
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop is {self.stop!r}; every stop string must be non-empty text")
+        for token_id in self.stop_token_ids:
+            _within("stop_token_ids", token_id, 0, None, integer=True)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _as_tuple(name: str, value: Any, items: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be a list of {items}") from None
 
 
 def _within(
@@ -108,7 +119,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
-        "preemptions", "request", "scheduled", "state", "target", "token_times",
+        "pending", "preemptions", "request", "scheduled", "state", "target", "token_times",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -126,9 +137,32 @@ class Sequence:
         self.token_times: list[float] = []
         self.output: list[int] = []
         self.state = "waiting"  # waiting | prefill | decode | finished
-        self.key: tuple[float, ...] = ()
+        self.key = 0.0  # its place in the waiting order
+        self.pending = 0  # tokens to compute when it was queued, less those in the prefix cache
         self.cause = ""
         self.data: Any = None
+
+    def record(self, reason: FinishReason, finished: float, epoch: int) -> RequestRecord:
+        """The record of this sequence, which has just ended; ``epoch`` is the knob setting in force."""
+        request = self.request
+        return RequestRecord(
+            id=request.id,
+            arrival=request.arrival,
+            scheduled=self.scheduled,
+            finished=finished,
+            token_times=self.token_times,
+            prompt_tokens=request.prompt_len,
+            output_tokens=self.generated,
+            cached_tokens=self.cached,
+            preemptions=self.preemptions,
+            reason=reason,
+            request_class=request.request_class,
+            tenant=request.tenant,
+            priority=request.priority,
+            epoch_first=self.epoch_first,
+            epoch_last=epoch if self.epoch_first >= 0 else -1,
+            cause=self.cause,
+        )
 
     def __repr__(self) -> str:
         return f"<Sequence {self.request.id} {self.state} computed={self.computed}/{self.target} out={self.generated}>"

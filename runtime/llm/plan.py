@@ -15,7 +15,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # this chunk's tokens; tuple.count is of no use here
     samples: bool
 
 

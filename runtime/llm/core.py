@@ -1,0 +1,217 @@
+"""One step of the engine: schedule, execute, update. No thread and no clock of its own.
+
+The live engine, the simulator and the tests drive this same class. Time comes in as an argument and comes back from the
+executor.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple, Protocol
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.plan import Executor, StepPlan, StepResult
+from runtime.llm.scheduler import Finished, Scheduler
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import Request, Sequence
+from runtime.tunable import SchedulerView, StepPolicy
+
+log = logging.getLogger(__name__)
+
+
+class Output(Protocol):
+    """Receives sampled tokens between execute and update, and says which sequences stop with them."""
+
+    def process(self, result: StepResult) -> Seq[tuple[Sequence, FinishReason]]: ...
+
+
+class StepOutcome(NamedTuple):
+    """What a call of :meth:`EngineCore.step` did.
+
+    ``record`` and ``result`` are None when there was nothing to run before ``wake_at`` (inf: only an arrival can give it
+    work). ``finished`` holds every request that ended, timeouts included. ``end`` is the time after the step.
+    """
+
+    record: StepRecord | None
+    result: StepResult | None
+    finished: Seq[Finished]
+    wake_at: float
+    end: float
+
+
+class EngineCore:
+    """The engine without its thread. ``set_knobs`` may be called from any thread, everything else from one."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        knobs: Knobs | None = None,
+        limits: KnobLimits | None = None,
+        output: Output | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.limits = limits or KnobLimits()
+        self.effective_limits = self.limits
+        self.policy: StepPolicy | None = None
+        self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self._output = output
+        self._expiries: list[tuple[float, int, Sequence]] = []
+        self._added = 0
+
+    @property
+    def setting(self) -> tuple[int, Knobs]:
+        """(epoch, knobs) in force, as one reference."""
+        return self._setting
+
+    @property
+    def knobs(self) -> Knobs:
+        return self._setting[1]
+
+    @property
+    def epoch(self) -> int:
+        return self._setting[0]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next live request times out; inf if none does."""
+        heap = self._expiries
+        while heap and heap[0][2].state == "finished":
+            heapq.heappop(heap)
+        return heap[0][0] if heap else inf
+
+    def set_knobs(self, knobs: Knobs) -> int:
+        """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.
+
+        Raises ``ValueError`` above ``limits``. Between ``effective_limits`` and ``limits`` they are lowered to the former.
+        """
+        knobs = self.effective_limits.clamp(self.limits.check(knobs))
+        epoch, current = self._setting
+        if knobs != current:
+            self._setting = (epoch + 1, knobs)
+        return self._setting[0]
+
+    def add(self, request: Request) -> Sequence:
+        """Queue ``request``; raises ``ValueError`` if it can never run."""
+        sequence = self.scheduler.add(request)
+        if request.expires is not None:
+            self._added += 1
+            heapq.heappush(self._expiries, (request.expires, self._added, sequence))
+            if len(self._expiries) > 1024 and len(self._expiries) > 2 * self._live():
+                self._expiries = [entry for entry in self._expiries if entry[2].state != "finished"]
+                heapq.heapify(self._expiries)
+        return sequence
+
+    def _live(self) -> int:
+        return self.scheduler.running + len(self.scheduler.waiting)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
+        """End ``sequence`` from outside a step, whatever its state. None if it has already ended."""
+        record = self.scheduler.finish(sequence, reason, now, cause)
+        if record is not None:
+            self.executor.release(sequence)
+        return record
+
+    def view(self, now: float) -> SchedulerView:
+        return self.scheduler.view(now, self.knobs, self.epoch, self.effective_limits)
+
+    def step(self, now: float, until: float = inf) -> StepOutcome:
+        """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick)."""
+        finished: list[Finished] = []
+        while (expiry := self.next_expiry) <= now:
+            sequence = heapq.heappop(self._expiries)[2]
+            record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
+            if record is not None:
+                finished.append((sequence, record))
+        epoch, knobs = self._setting
+        plan = self.scheduler.schedule(now, knobs, epoch=epoch, budget=self._policy_budget(now))
+        if plan.empty:
+            return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
+        try:
+            result = self.executor.execute(plan, now, min(until, expiry))
+        except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
+            log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
+            result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])
+        if self._output is not None:
+            stopped = self._output.process(result)
+            if stopped:
+                result = result._replace(stopped=[*result.stopped, *stopped])
+        ended = self.scheduler.update(plan, result)
+        for sequence, _ in ended:
+            self.executor.release(sequence)
+        finished += ended
+        if result.oom_tokens:
+            self._shrink(result.oom_tokens)
+        return StepOutcome(self._record(plan, result, now), result, finished, plan.wake_at, result.ends[-1])
+
+    def _policy_budget(self, now: float) -> int | None:
+        if self.policy is None or not self.scheduler.has_work:
+            return None
+        try:
+            return max(0, int(self.policy.budget(self.view(now))))
+        except Exception:
+            log.exception("the step policy failed and has been taken off; the knobs alone hold now")
+            self.policy = None
+            return None
+
+    def _shrink(self, tokens: int) -> None:
+        """A step of ``tokens`` ran out of memory: keep below half of it from now on."""
+        most = max(1, tokens // 2)
+        old = self.effective_limits
+        self.effective_limits = replace(
+            old,
+            token_budget=min(old.token_budget, most),
+            max_batch_size=min(old.max_batch_size, most),
+            chunk_size=min(old.chunk_size, most),
+        )
+        if self.effective_limits != old:
+            log.warning(
+                "a step of %d tokens ran out of memory; token_budget may now be at most %d",
+                tokens,
+                self.effective_limits.token_budget,
+            )
+            self.set_knobs(self.knobs)
+
+    def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
+        scheduler = self.scheduler
+        tokens = context = attention = sampled = 0
+        for chunk in plan.chunks:
+            tokens += chunk.count
+            context += chunk.start + chunk.count
+            attention += chunk.count * chunk.start + chunk.count * (chunk.count + 1) // 2
+            sampled += chunk.samples
+        return StepRecord(
+            start=now,
+            end=result.ends[-1],
+            steps=len(result.ends),
+            decodes=plan.n_decode,
+            decode_context=plan.decode_context,
+            chunks=len(plan.chunks),
+            prefill_tokens=tokens,
+            prefill_context=context,
+            prefill_attention=attention,
+            sampled=plan.n_decode + sampled - len(result.failed),
+            running=scheduler.running,
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            kv_free_blocks=scheduler.kv.free,
+            preemptions=plan.preemptions,
+            epoch=plan.epoch,
+            budget_used=plan.budget_used,
+            limited_by=plan.limited_by,
+            failed=len(result.failed),
+        )
+
+
+def _sequences(plan: StepPlan) -> list[Sequence]:
+    return [*plan.decode_rows(), *(chunk.sequence for chunk in plan.chunks)]

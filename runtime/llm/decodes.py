@@ -1,0 +1,122 @@
+"""The sequences that decode, counted without touching them.
+
+Every decode advances in every step, so one index ``step`` stands for all their counters: a sequence notes at which step
+it joined, and its own counters and token times are brought up to date when it leaves. Token times belong to the step.
+A wheel of ``block_size`` buckets, keyed by when a sequence's next block begins, says who needs one; a heap keyed by the
+step at which ``max_tokens`` is reached says who ends. A step therefore costs what changes in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from runtime.llm.kv_blocks import KVBlocks
+from runtime.llm.plan import DecodeSet
+from runtime.request import Sequence
+
+_KEEP_ENDS = 1 << 16
+
+
+class Decodes(DecodeSet):
+    """A :class:`~runtime.llm.plan.DecodeSet` that keeps time, context and KV growth."""
+
+    __slots__ = ("_due", "_ends", "_ends_base", "_joins", "_kv", "_wheel", "context", "step")
+
+    def __init__(self, kv: KVBlocks) -> None:
+        super().__init__()
+        self.step = 0
+        """Decode steps done so far."""
+        self.context = 0
+        """KV tokens of all members, before the coming step."""
+        self._kv = kv
+        self._ends: list[float] = []  # end times of steps, from number _ends_base on
+        self._ends_base = 0
+        self._due: list[tuple[int, int, int, Sequence]] = []  # (step at max_tokens, order, joined, sequence)
+        self._joins = 0
+        self._wheel: list[dict[Sequence, None]] = [{} for _ in range(kv.block_size)]
+
+    @property
+    def last_end(self) -> float | None:
+        return self._ends[-1] if self._ends else None
+
+    def newest(self) -> Sequence:
+        return next(reversed(self.members))
+
+    def join(self, sequence: Sequence) -> None:
+        """``sequence`` has all its tokens but the last sampled one computed and decodes from the coming step on."""
+        sequence.state = "decode"
+        sequence.joined = self.step
+        self.members[sequence] = None
+        self.version += 1
+        self.context += sequence.computed
+        self._wheel[(self.step - sequence.computed) % self._kv.block_size][sequence] = None
+        self._joins += 1
+        due = self.step + sequence.request.max_tokens - sequence.generated
+        heapq.heappush(self._due, (due, self._joins, self.step, sequence))
+        if len(self._due) > 2 * len(self.members) + 64:  # those that stopped early are not to be kept until then
+            self._due = [entry for entry in self._due if entry[3].joined == entry[2]]
+            heapq.heapify(self._due)
+
+    def leave(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Bring the counters of ``sequence`` up to date; with ``failed``, its last step yielded no token."""
+        steps = self.step - sequence.joined
+        del self._wheel[(sequence.joined - sequence.computed) % self._kv.block_size][sequence]
+        del self.members[sequence]
+        self.version += 1
+        self.context -= sequence.computed + steps
+        steps -= failed
+        sequence.computed += steps
+        sequence.generated += steps
+        first = sequence.joined - self._ends_base
+        sequence.token_times += self._ends[first : first + steps]
+        sequence.joined = -1
+
+    def need(self) -> int:
+        """Blocks that the coming step begins to fill."""
+        return len(self._wheel[self.step % self._kv.block_size])
+
+    def grow(self, ahead: int = 0) -> None:
+        """Hand out the blocks that the step ``ahead`` of the coming one begins to fill."""
+        bucket = self._wheel[(self.step + ahead) % self._kv.block_size]
+        if bucket:
+            for sequence, block in zip(bucket, self._kv.take(len(bucket)), strict=True):
+                sequence.blocks.append(block)
+
+    def steps_alike(self) -> int:
+        """How many coming steps are certain to be alike: nobody ends, and the blocks suffice."""
+        return max(1, min(self._due[0][0] - self.step, self._kv.free // len(self.members) * self._kv.block_size))
+
+    def advance(self, ends: Seq[float]) -> None:
+        """``len(ends)`` steps are done. :meth:`grow` has run for the first of them."""
+        for ahead in range(1, len(ends)):
+            self.grow(ahead)
+        self.step += len(ends)
+        self.context += len(self.members) * len(ends)
+        self._ends += ends
+        if len(self._ends) > 2 * _KEEP_ENDS:
+            oldest = next(iter(self.members)).joined
+            if oldest - self._ends_base > _KEEP_ENDS:
+                del self._ends[: oldest - self._ends_base]
+                self._ends_base = oldest
+
+    def ended(self) -> Iterator[Sequence]:
+        """Those that have reached ``max_tokens``. Take each out before asking for the next."""
+        due = self._due
+        while due and due[0][0] <= self.step:
+            _, _, joined, sequence = heapq.heappop(due)
+            if sequence.joined == joined:
+                yield sequence
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a counter disagrees with the members."""
+        assert self.context == sum(s.computed + self.step - s.joined for s in self.members)
+        for s in self.members:
+            tokens = s.computed + self.step - s.joined
+            assert s.state == "decode" and 0 <= s.joined <= self.step, s
+            assert len(s.blocks) == self._kv.blocks_for(tokens), s
+            assert s in self._wheel[(s.joined - s.computed) % self._kv.block_size], s
+            assert s.generated + self.step - s.joined < s.request.max_tokens, s
+        assert sum(map(len, self._wheel)) == len(self.members)
+        assert len(self._ends) == self.step - self._ends_base

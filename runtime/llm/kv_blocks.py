@@ -1,0 +1,139 @@
+"""The pool of KV blocks: who holds which, and which hold a prefix worth keeping.
+
+A block is free, held by sequences, or idle: held by nobody, its content still known by the hash of the prefix that ends
+in it. Idle blocks count as free; they are taken last, the least recently used first. A block has one holder unless a
+prefix is shared; only further holders are counted. Taking and giving work on slices, so a prompt of any length costs
+one list operation unless its blocks carry hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class KVBlocks:
+    """``total`` blocks of ``block_size`` tokens each, numbered from 0."""
+
+    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "total")
+
+    def __init__(self, total: int, block_size: int = 16) -> None:
+        if total < 1:
+            raise ValueError(f"total is {total}; a pool needs at least one block")
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; a block holds at least one token")
+        self.total = total
+        self.block_size = block_size
+        self._free = list(range(total - 1, -1, -1))  # a stack: low numbers go first
+        self._idle: dict[int, None] = {}  # blocks, least recently used first
+        self._table: dict[int, int] = {}  # prefix hash -> block
+        self._hash_of: dict[int, int] = {}  # block -> prefix hash
+        self._extra: dict[int, int] = {}  # block -> holders beyond the first
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken now, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Blocks whose content is known by a prefix hash, held or idle."""
+        return len(self._table)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def lookup(self, hashes: Sequence[int], most: int) -> list[int]:
+        """The blocks of the longest known prefix of ``hashes``, at most ``most`` of them. Changes nothing."""
+        found: list[int] = []
+        table = self._table
+        if not table:
+            return found
+        for digest in hashes[:most]:
+            block = table.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` are idle, and so would leave the free count when held."""
+        idle = self._idle
+        return sum(block in idle for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Become one more holder of each of ``blocks``, which :meth:`lookup` found."""
+        for block in blocks:
+            if block in self._idle:
+                del self._idle[block]
+            else:
+                self._extra[block] = self._extra.get(block, 0) + 1
+
+    def take(self, count: int) -> list[int]:
+        """``count`` blocks with unknown content. The caller has made sure of ``count <= free``."""
+        assert count <= self.free, f"{count} blocks wanted, {self.free} free"
+        missing = count - len(self._free)
+        for _ in range(missing):
+            block = next(iter(self._idle))
+            del self._idle[block]
+            del self._table[self._hash_of.pop(block)]
+            self._free.append(block)
+        if not count:
+            return []
+        got = self._free[-count:]
+        del self._free[-count:]
+        got.reverse()
+        return got
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Let go of ``blocks``, in order of position; the end of a prefix becomes the first to be taken again."""
+        if not self._hash_of and not self._extra:
+            self._free.extend(reversed(blocks))
+            return
+        for block in reversed(blocks):
+            if block in self._extra:
+                if self._extra[block] == 1:
+                    del self._extra[block]
+                else:
+                    self._extra[block] -= 1
+            elif block in self._hash_of:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, digest: int) -> None:
+        """Say that ``block``, now held, contains the prefix ``digest``. The first block to say so is kept."""
+        if digest not in self._table and block not in self._hash_of:
+            self._table[digest] = block
+            self._hash_of[block] = digest
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make sure nobody finds ``blocks`` again: their content may be wrong."""
+        for block in blocks:
+            digest = self._hash_of.pop(block, None)
+            if digest is None:
+                continue
+            del self._table[digest]
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        self.forget(list(self._hash_of))
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless every block is accounted for exactly once, given all ``holders``' blocks."""
+        count: dict[int, int] = {}
+        for blocks in holders:
+            assert len(set(blocks)) == len(blocks), "one holder holds a block twice"
+            for block in blocks:
+                count[block] = count.get(block, 0) + 1
+        unheld = self._free + list(self._idle)
+        assert len(set(unheld)) == len(unheld), "a block is free twice"
+        assert not count.keys() & set(unheld), "a held block is also free"
+        assert len(count) + len(unheld) == self.total, f"{self.total - len(count) - len(unheld)} blocks leaked"
+        assert {block: n - 1 for block, n in count.items() if n > 1} == self._extra, "wrong count of shared holders"
+        assert len(self._table) == len(self._hash_of)
+        assert all(self._hash_of[block] == digest for digest, block in self._table.items())
+        assert all(block in self._hash_of for block in self._idle), "an idle block without a hash"
+        assert not any(block in self._hash_of for block in self._free), "a free block with a hash"

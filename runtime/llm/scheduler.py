@@ -1,0 +1,316 @@
+"""Which tokens go into each step. A step costs what changes in it, not how many sequences run.
+
+There is no prefill or decode phase: a sequence has ``computed`` tokens that catch up with its ``target``. Decodes are
+planned first, one token each; prompts fill what is left of the budget, those already begun before new ones. When KV
+blocks run out, the newest sequence gives its own back and is recomputed later; the oldest always gets on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.decodes import Decodes
+from runtime.llm.kv_blocks import KVBlocks
+from runtime.llm.ordering import Ordering, WaitingQueue, ordering_named
+from runtime.llm.plan import Chunk, StepPlan, StepResult
+from runtime.llm.slack import SlackTracker
+from runtime.records import FinishReason, LimitedBy, RequestRecord
+from runtime.request import Request, Sequence, TokenHasher
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+Finished = tuple[Sequence, RequestRecord]
+
+
+class Scheduler:
+    """``schedule(now, knobs) -> StepPlan``; then ``update(plan, result)`` before the next ``schedule``.
+
+    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) only feed the
+    view's ``least_slack``. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets a plan stand for many
+    identical decode steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_blocks: int,
+        block_size: int = 16,
+        ordering: str | Ordering = "priority",
+        slos: Mapping[str, SLO] | None = None,
+        hasher: TokenHasher | None = None,
+        fast_forward: bool = False,
+    ) -> None:
+        self.kv = KVBlocks(kv_blocks, block_size)
+        self.decodes = Decodes(self.kv)
+        self.prefills: dict[Sequence, None] = {}
+        self.waiting = WaitingQueue(ordering_named(ordering) if isinstance(ordering, str) else ordering)
+        self.slack = SlackTracker(slos or {})
+        self.preemptions = 0
+        self._hasher = hasher
+        self._fast_forward = fast_forward
+        self._epoch = 0
+        self._did_not_fit: tuple[Sequence, int] | None = None  # and how many blocks there were for it
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot: decoding, or with a prompt begun."""
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or len(self.waiting))
+
+    @property
+    def most_request_tokens(self) -> int:
+        """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""
+        return self.kv.total * self.kv.block_size + 1
+
+    def add(self, request: Request) -> Sequence:
+        """Queue ``request``. Raises ``ValueError`` for an empty prompt or one that can never fit in the pool."""
+        length = request.prompt_len
+        if length < 1:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if length + request.max_tokens > self.most_request_tokens:
+            raise ValueError(
+                f"prompt ({length}) + max_tokens ({request.max_tokens}) is {length + request.max_tokens} tokens;"
+                f" the KV pool holds {self.most_request_tokens - 1}"
+            )
+        sequence = Sequence(request)
+        self._queue(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
+        """End ``sequence`` in whatever state it is and take its blocks back. None if it has already ended."""
+        state = sequence.state
+        if state == "finished":
+            return None
+        if state == "decode":
+            self.decodes.leave(sequence)
+        elif state == "prefill":
+            del self.prefills[sequence]
+        sequence.state = "finished"
+        if state == "waiting":
+            self.waiting.removed(sequence)
+        self._release(sequence, trusted=reason is not FinishReason.ERROR)
+        self.slack.left(sequence)
+        sequence.cause = cause
+        return sequence.record(reason, now, self._epoch)
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = "waiting"
+        known = len(self.kv.lookup(sequence.hashes, (sequence.target - 1) // self.kv.block_size))
+        sequence.pending = sequence.target - known * self.kv.block_size
+        self.waiting.push(sequence)
+        self.slack.queued(sequence)
+
+    def _release(self, sequence: Sequence, *, trusted: bool) -> None:
+        """Give the blocks back. Full ones with a known hash can still be found, unless a failed step wrote them."""
+        if not sequence.blocks:
+            return
+        if not trusted:
+            self.kv.forget(sequence.blocks)
+        else:
+            if self._hasher is not None and sequence.generated:
+                self._hasher(sequence)
+            if sequence.hashes:
+                self._publish(sequence, 0)
+        self.kv.give(sequence.blocks)
+        sequence.blocks = []
+
+    def _publish(self, sequence: Sequence, start: int) -> None:
+        """Make the full blocks that end after token ``start`` findable."""
+        size, hashes, blocks = self.kv.block_size, sequence.hashes, sequence.blocks
+        for index in range(start // size, min(sequence.computed // size, len(hashes))):
+            self.kv.publish(blocks[index], hashes[index])
+
+    # -- planning a step ----------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float, knobs: Knobs, *, epoch: int = 0, budget: int | None = None) -> StepPlan:
+        """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
+        self._epoch = epoch
+        before, decodes = self.preemptions, self.decodes
+        while decodes.need() > self.kv.free:
+            self._preempt()
+        decodes.grow()
+        n = len(decodes)
+        most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
+        if n == 0:
+            most = max(most, 1)  # whatever a policy says, a step with work does some
+        chunks: list[Chunk] = []
+        limited, wake = LimitedBy.DEMAND, inf
+        if self.prefills or len(self.waiting):
+            limited, wake = self._plan_prompts(now, knobs, most, chunks)
+        alike = self._fast_forward and n and not chunks and wake == inf
+        return StepPlan(
+            step=decodes.step,
+            n_decode=n,
+            decode_context=decodes.context + n,
+            chunks=tuple(chunks),
+            decodes=decodes,
+            version=decodes.version,
+            repeat=decodes.steps_alike() if alike else 1,
+            wake_at=wake,
+            epoch=epoch,
+            budget_used=most,
+            limited_by=limited,
+            preemptions=self.preemptions - before,
+        )
+
+    def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
+        """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""
+        left = most - len(self.decodes)
+        limited = LimitedBy.DEMAND
+        for sequence in self.prefills:
+            if left <= 0:
+                return LimitedBy.BUDGET, inf
+            left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
+        waiting = self.waiting
+        if not len(waiting):
+            return limited, inf
+        slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
+        held_until = self._held_until(knobs, left, slots)
+        while (head := waiting.peek()) is not None:
+            if held_until > now and not head.preemptions:
+                return LimitedBy.WAIT, held_until
+            if slots <= 0:
+                return LimitedBy.SLOTS, inf
+            if left <= 0:
+                return LimitedBy.BUDGET, inf
+            if not self._admit(head, now):
+                return LimitedBy.KV, inf
+            slots -= 1
+            left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
+        return limited, inf
+
+    @staticmethod
+    def _chunk(
+        sequence: Sequence, most: int, left: int, chunks: list[Chunk], limited: LimitedBy
+    ) -> tuple[int, LimitedBy]:
+        want = sequence.target - sequence.computed
+        count = min(want, most, left)
+        chunks.append(Chunk(sequence, sequence.computed, count, count == want))
+        if count < want:
+            limited = LimitedBy.CHUNK if count == most else LimitedBy.BUDGET
+        return left - count, limited
+
+    def _held_until(self, knobs: Knobs, left: int, slots: int) -> float:
+        """Until when the wait window holds new prompts back; -inf when it does not."""
+        if not knobs.max_wait_ms:
+            return -inf
+        oldest = self.waiting.oldest()
+        if oldest is None or len(self.waiting) >= slots or self.waiting.tokens >= left:
+            return -inf
+        return oldest.request.arrival + knobs.max_wait_ms / 1e3
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
+        spare = self.kv.free - len(self.decodes)
+        if self._did_not_fit is not None and self._did_not_fit[0] is sequence and spare <= self._did_not_fit[1]:
+            return False
+        found = self.kv.lookup(sequence.hashes, (sequence.target - 1) // self.kv.block_size)
+        fresh = self.kv.blocks_for(sequence.target) - len(found)
+        if fresh + self.kv.idle_among(found) > spare:
+            self._did_not_fit = (sequence, spare)
+            return False
+        self._did_not_fit = None
+        self.waiting.pop()
+        self.kv.hold(found)
+        sequence.blocks = found + self.kv.take(fresh)
+        sequence.computed = len(found) * self.kv.block_size
+        sequence.state = "prefill"
+        self.prefills[sequence] = None
+        if sequence.scheduled is None:
+            sequence.scheduled = now
+            sequence.cached = sequence.computed
+            sequence.epoch_first = self._epoch
+        return True
+
+    def _preempt(self) -> None:
+        """The newest sequence gives its blocks back and waits to be recomputed."""
+        if self.prefills:
+            sequence = next(reversed(self.prefills))
+            del self.prefills[sequence]
+        else:
+            sequence = self.decodes.newest()
+            self.decodes.leave(sequence)
+        self.slack.left(sequence)
+        self._release(sequence, trusted=True)
+        sequence.computed = 0
+        sequence.target = sequence.request.prompt_len + sequence.generated
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._queue(sequence)
+
+    # -- what a step did ----------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Finished]:
+        """Take in what the step did; returns the requests that ended with it."""
+        now = result.ends[-1]
+        finished: list[Finished] = []
+        failed = {sequence for sequence, _ in result.failed}
+        if plan.n_decode:
+            self.decodes.advance(result.ends)
+        for sequence, error in result.failed:
+            if sequence.state == "decode":
+                self.decodes.leave(sequence, failed=True)
+                sequence.state = "left"
+            self._end(sequence, FinishReason.ERROR, now, finished, f"{type(error).__name__}: {error}")
+        for chunk in plan.chunks:
+            if chunk.sequence not in failed:
+                self._computed(chunk, now)
+        for sequence, reason in result.stopped:
+            self._end(sequence, reason, now, finished)
+        for sequence in self.decodes.ended():
+            self._end(sequence, FinishReason.LENGTH, now, finished)
+        return finished
+
+    def _computed(self, chunk: Chunk, now: float) -> None:
+        sequence = chunk.sequence
+        sequence.computed = chunk.start + chunk.count
+        if sequence.hashes:
+            self._publish(sequence, chunk.start)
+        if chunk.samples:
+            sequence.generated += 1
+            sequence.token_times.append(now)
+            del self.prefills[sequence]
+            self.decodes.join(sequence)
+            self.slack.decoding(sequence)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, now: float, finished: list[Finished], cause: str = ""
+    ) -> None:
+        record = self.finish(sequence, reason, now, cause)
+        if record is not None:
+            finished.append((sequence, record))
+
+    # -- to look at ---------------------------------------------------------------------------------------------------
+
+    def view(self, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
+        oldest, last_end = self.waiting.oldest(), self.decodes.last_end
+        return SchedulerView(
+            now=now,
+            decoding=len(self.decodes),
+            prefilling=len(self.prefills),
+            waiting=len(self.waiting),
+            waiting_tokens=self.waiting.tokens,
+            prefilling_tokens=sum(s.target - s.computed for s in self.prefills),
+            decode_context=self.decodes.context,
+            kv_free_blocks=self.kv.free,
+            kv_total_blocks=self.kv.total,
+            oldest_arrival=inf if oldest is None else oldest.request.arrival,
+            least_slack=self.slack.least(now, self.decodes.step, now if last_end is None else last_end),
+            knobs=knobs,
+            epoch=epoch,
+            effective_limits=limits,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a counter, heap or block disagrees with the sequences. For tests: O(everything)."""
+        self.kv.check_integrity([s.blocks for s in (*self.decodes, *self.prefills)])
+        self.decodes.check_integrity()
+        for s in self.prefills:
+            assert s.state == "prefill" and len(s.blocks) == self.kv.blocks_for(s.target), s
+            assert s.computed < s.target, s
+        self.waiting.check_integrity()

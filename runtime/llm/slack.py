@@ -1,0 +1,115 @@
+"""How long until the first promise is broken, kept in heaps that change only when a sequence does.
+
+The next token of a decoding sequence with a TPOT target τ is due at ``first token + τ · tokens so far``. All decodes
+advance together, so that is ``key + τ · g`` with the scheduler's step index g and a key that stands still: one heap for
+each τ gives the earliest in constant time, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from math import inf
+
+from runtime.request import Sequence
+from runtime.slo import SLO
+
+
+class _Earliest:
+    """A heap of (key, sequence) whose entries die when the sequence's stamp moves on."""
+
+    __slots__ = ("_heap", "_live", "_pushed")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Sequence]] = []
+        self._live: dict[Sequence, int] = {}
+        self._pushed = 0
+
+    def add(self, key: float, sequence: Sequence) -> None:
+        self._pushed += 1
+        self._live[sequence] = self._pushed
+        heapq.heappush(self._heap, (key, self._pushed, sequence))
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def drop(self, sequence: Sequence) -> None:
+        self._live.pop(sequence, None)
+
+    def least(self) -> float:
+        heap = self._heap
+        while heap and self._live.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else inf
+
+
+class SlackTracker:
+    """Follows the sequences of one scheduler. ``slos`` maps request classes to SLOs, ``default`` for the others.
+
+    TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
+    """
+
+    __slots__ = ("_fixed", "_gap", "_gaps", "_pace", "slos")
+
+    def __init__(self, slos: Mapping[str, SLO]) -> None:
+        self.slos = dict(slos)
+        self._fixed = _Earliest()
+        self._pace: dict[float, _Earliest] = {}
+        self._gaps: dict[float, int] = {}  # ITL target -> decodes that have it
+        self._gap: dict[Sequence, float] = {}
+
+    def slo_of(self, sequence: Sequence) -> SLO | None:
+        return self.slos.get(sequence.request.request_class) or self.slos.get("default")
+
+    def queued(self, sequence: Sequence) -> None:
+        """``sequence`` waits for its first token, or, if preempted, for its next one."""
+        slo = self.slo_of(sequence)
+        if slo is None:
+            return
+        due = inf
+        if not sequence.generated:
+            if slo.ttft_ms is not None:
+                due = sequence.request.arrival + slo.ttft_ms / 1e3
+        elif slo.tpot_ms is not None:
+            due = sequence.token_times[0] + slo.tpot_ms / 1e3 * sequence.generated
+        if slo.e2e_ms is not None:
+            due = min(due, sequence.request.arrival + slo.e2e_ms / 1e3)
+        if due < inf:
+            self._fixed.add(due, sequence)
+
+    def decoding(self, sequence: Sequence) -> None:
+        """``sequence`` has just begun to decode (``joined`` is set)."""
+        self._fixed.drop(sequence)
+        slo = self.slo_of(sequence)
+        if slo is None:
+            return
+        if slo.e2e_ms is not None:
+            self._fixed.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)
+        if slo.tpot_ms is not None:
+            pace = slo.tpot_ms / 1e3
+            key = sequence.token_times[0] + pace * (sequence.generated - sequence.joined)
+            self._pace.setdefault(pace, _Earliest()).add(key, sequence)
+        if slo.itl_ms is not None:
+            gap = slo.itl_ms / 1e3
+            self._gap[sequence] = gap
+            self._gaps[gap] = self._gaps.get(gap, 0) + 1
+
+    def left(self, sequence: Sequence) -> None:
+        """``sequence`` has ended, or has been preempted (then :meth:`queued` follows)."""
+        self._fixed.drop(sequence)
+        for heap in self._pace.values():
+            heap.drop(sequence)
+        gap = self._gap.pop(sequence, None)
+        if gap is not None:
+            self._gaps[gap] -= 1
+            if not self._gaps[gap]:
+                del self._gaps[gap]
+
+    def least(self, now: float, step: int, last_end: float) -> float:
+        """Seconds from ``now`` until the first target is missed; negative if one is, inf if there is none."""
+        due = self._fixed.least()
+        for pace, heap in self._pace.items():
+            due = min(due, heap.least() + pace * step)
+        if self._gaps:
+            due = min(due, last_end + min(self._gaps))
+        return due - now
