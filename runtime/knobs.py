@@ -26,10 +26,15 @@ class KnobSpec:
     doc: str
 
     def check(self, value: object, high: float | None = None, *, where: str = "") -> float:
-        """Return ``value`` as the knob's type, or raise ``ValueError`` naming field, value and bounds."""
+        """Return ``value`` as the knob's type, or raise ``ValueError`` naming field, value and bounds.
+
+        ``high`` lowers the upper bound to an engine's ceiling.
+        """
         top = self.high if high is None else high
         name = f"{where}{self.name}"
-        allowed = f"it must be {'a whole number ' if self.integer else ''}between {self.low:g} and {top:g} {self.unit}"
+        kind = "a whole number " if self.integer else ""
+        ceiling = "" if high is None else " (the engine's ceiling)"
+        allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}{ceiling}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}; {allowed}")
         if not math.isfinite(value) or (self.integer and value != int(value)) or not self.low <= value <= top:
@@ -98,7 +103,7 @@ class Knobs:
         return {spec.name: getattr(self, spec.name) for spec in KNOBS}
 
     def __str__(self) -> str:
-        return " ".join(f"{spec.name}={getattr(self, spec.name):g}" for spec in KNOBS)
+        return " ".join(f"{spec.name}={getattr(self, spec.name):.10g}" for spec in KNOBS)
 
 
 KNOBS: tuple[KnobSpec, ...] = tuple(KnobSpec(name=f.name, **f.metadata) for f in fields(Knobs))

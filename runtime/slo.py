@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from runtime.records import RequestRecord
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
-_TARGET = re.compile(r"^\s*([A-Za-z0-9_]+)\s*=\s*([0-9.eE+]+)\s*([A-Za-zµ]*)\s*$")
+_TARGET = re.compile(r"^\s*([A-Za-z0-9_]+)\s*=\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)\s*$")
 _UNITS = {"ms": 1.0, "s": 1000.0}
 _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 
@@ -58,7 +58,7 @@ class SLO:
             except ValueError:
                 raise ValueError(f'"@{share}" is not a share; write @99% or @0.99') from None
             if not 0 < attainment <= 1:
-                raise ValueError(f'"@{share}" is not a share; it must be above 0% and at most 100%')
+                raise ValueError(f'"@{share}" is not a share; it must be above 0% and at most 100%, like @99% or @0.99')
         targets: dict[str, float] = {}
         for part in body.split(","):
             match = _TARGET.match(part)
@@ -87,8 +87,11 @@ class SLO:
         return cls.parse(value) if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        targets = ",".join(f"{name}={value:g}ms" for name, value in self.targets_ms.items() if value is not None)
-        return f"{targets}@{self.attainment * 100:g}%"
+        """The spelling that :meth:`parse` reads back to an equal SLO, to the last digit."""
+        targets = ",".join(f"{name}={_digits(value)}ms" for name, value in self.targets_ms.items() if value is not None)
+        percent = f"{self.attainment * 100:.10g}"
+        exact = float(percent) / 100 == self.attainment
+        return f"{targets}@{percent}%" if exact else f"{targets}@{_digits(self.attainment)}"
 
     def violated(self, record: RequestRecord) -> tuple[str, ...]:
         """The metrics of ``record`` that missed their target. A request that did not complete misses ``completion``."""
@@ -106,6 +109,10 @@ class SLO:
     def met(self, record: RequestRecord) -> bool:
         """Whether ``record`` completed and met every target."""
         return not self.violated(record)
+
+
+def _digits(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
 
 
 @dataclass(frozen=True, slots=True)
