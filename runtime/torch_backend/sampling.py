@@ -1,0 +1,209 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, repetition penalty, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+
+import numpy as np
+import torch
+
+from runtime.errors import StepFailedError
+from runtime.llm.plan import Token
+from runtime.request import SamplingParams, Sequence
+
+_COLDEST = 1e-7  # below this a temperature would divide by zero in float32; the draw is greedy long before
+
+
+class Sampler:
+    """Chooses the next token of every row.
+
+    A row goes through: repetition penalty, then (unless greedy) temperature, top-k, top-p on what top-k left, min-p, and
+    one draw by inverting the cumulative distribution. Tokens that tie at the edge of top-k or top-p are all kept.
+
+    The draw's only randomness is one uniform number, a hash of (the request's ``seed``, how many tokens it has put out);
+    without a ``seed`` it is (the sampler's seed, the request's id). So a request draws the same tokens whatever shares
+    its batch and however often it is preempted, as far as its logits are the same.
+
+    ``device`` is where the logits live. Log-probabilities are those of the unmodified distribution (before penalty and
+    temperature).
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.seed = seed
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Token | Exception]:
+        """One :class:`Token` for each row of ``logits`` [n, vocab_size], in the order of ``sequences`` (length n).
+
+        A row that holds NaN or +inf, or nothing but −inf, gives a :class:`StepFailedError` in its place; the others are
+        not touched. Raises ``ValueError`` if the shape does not fit.
+        """
+        if logits.shape != (len(sequences), self.vocab_size):
+            raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
+        if not sequences:
+            return []
+        ids = _argmax(logits)
+        params = [sequence.request.params for sequence in sequences]
+        special = [
+            row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1 or p.logprobs is not None
+        ]
+        if not special:
+            return [Token(s, i) if i >= 0 else _nan_error(s) for s, i in zip(sequences, ids, strict=True)]
+        sound = [row for row in special if ids[row] >= 0]
+        changed = [row for row in sound if params[row].temperature or params[row].repetition_penalty != 1]
+        if changed:
+            drawn = self._draw(_rows(logits, changed).float(), [sequences[row] for row in changed])
+            for row, token in zip(changed, drawn, strict=True):
+                ids[row] = token
+        scored = {row: i for i, row in enumerate(row for row in sound if params[row].logprobs is not None)}
+        chosen, top_ids, top_values = _logprobs(logits, list(scored), ids, params)
+        out: list[Token | Exception] = []
+        for row, (sequence, token) in enumerate(zip(sequences, ids, strict=True)):
+            if token < 0:
+                out.append(_nan_error(sequence))
+            elif row in scored:
+                at, wanted = scored[row], params[row].logprobs
+                top = tuple(zip(top_ids[at][:wanted], top_values[at][:wanted], strict=True))
+                out.append(Token(sequence, token, chosen[at], top))
+            else:
+                out.append(Token(sequence, token))
+        return out
+
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+        """Token ids for rows [m, vocab] (float32, ours to overwrite) that are penalised, or not greedy, or both."""
+        params = [sequence.request.params for sequence in sequences]
+        _penalise(logits, sequences)
+        ids = _argmax(logits)
+        rows = [row for row, p in enumerate(params) if p.temperature]
+        if rows:
+            hot = [params[row] for row in rows]
+            uniform = [self._uniform(sequences[row]) for row in rows]
+            for row, token in zip(rows, _invert(_filter(_rows(logits, rows), hot), uniform), strict=True):
+                ids[row] = token
+        return ids
+
+    def _uniform(self, sequence: Sequence) -> float:
+        """The draw of this request at this position: uniform in [0, 1), 53 bits."""
+        seed = sequence.request.params.seed
+        name = f"seed {seed}" if seed is not None else f"id {self.seed} {sequence.request.id}"
+        digest = blake2b(f"{name} {len(sequence.output)}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _nan_error(sequence: Sequence) -> StepFailedError:
+    at = len(sequence.output)
+    return StepFailedError(f"request {sequence.request.id}: NaN logits (or infinite ones) at output token {at}")
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """A copy of some rows."""
+    if len(rows) == len(logits):
+        return logits.clone()
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+
+
+def _argmax(logits: torch.Tensor) -> list[int]:
+    """The likeliest token of every row, −1 where the row is unsound. One pass over the logits.
+
+    Both libraries let a NaN win, so looking at the winner's value finds NaN and +inf anywhere in the row. On a CPU NumPy's
+    vectorised float32 argmax takes 0.1 ms for 32 × 32,000 with the conversion, torch's 0.6 (and 3.1 in bfloat16).
+    """
+    if logits.device.type == "cpu":
+        values = logits.float().numpy()
+        ids = values.argmax(-1)
+        best = values[np.arange(len(ids)), ids]
+        if not np.isfinite(best).all():
+            ids[~np.isfinite(best)] = -1
+        return ids.tolist()  # type: ignore[no-any-return]
+    top = logits.argmax(-1)
+    sound = logits.gather(-1, top.unsqueeze(-1)).squeeze(-1).isfinite()
+    return torch.where(sound, top, -1).tolist()
+
+
+def _sorted(logits: torch.Tensor) -> torch.Tensor:
+    """Every row in ascending order. On a CPU NumPy's AVX-512 sort is 30 times as fast as torch's, which carries indices."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
+    return logits.sort(-1).values
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(-1)
+
+
+def _penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    """Divide the positive and multiply the negative logits of tokens already seen, in place (Keskar et al. 2019)."""
+    flat, penalties = [], []
+    for row, sequence in enumerate(sequences):
+        penalty = sequence.request.params.repetition_penalty
+        if penalty != 1:
+            seen = np.unique(np.array((*sequence.request.prompt, *sequence.output), dtype=np.int64))
+            flat.append(seen + row * logits.shape[1])
+            penalties.append(np.full(len(seen), penalty, dtype=np.float32))
+    if flat:
+        at = torch.from_numpy(np.concatenate(flat)).to(logits.device)
+        by = torch.from_numpy(np.concatenate(penalties)).to(logits.device)
+        values = logits.view(-1)[at]
+        logits.view(-1)[at] = torch.where(values > 0, values / by, values * by)
+
+
+def _filter(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Scale rows [m, vocab] by temperature and set what top-k, top-p or min-p drop to −inf, in place."""
+    logits -= logits.amax(-1, keepdim=True)  # the likeliest is 0 from here on, at any temperature
+    logits /= _column([max(p.temperature, _COLDEST) for p in params], logits)
+    vocab = logits.shape[1]
+    cut = [row for row, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1]
+    if cut:
+        lowest = _lowest_kept(_sorted(_rows(logits, cut)), [params[row] for row in cut])
+        if len(cut) < len(params):
+            every = torch.full((len(params), 1), -torch.inf, device=logits.device)
+            lowest = every.index_copy_(0, torch.tensor(cut, device=logits.device), lowest)
+        logits.masked_fill_(logits < lowest, -torch.inf)
+    if any(p.min_p for p in params):
+        # the likeliest has logit 0, so p < min_p * p_max is logit < log(min_p)
+        logits.masked_fill_(logits < _column([p.min_p for p in params], logits).log(), -torch.inf)
+    return logits
+
+
+def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """The smallest logit that top-k and then top-p keep, [m, 1], from sorted rows [m, vocab] (overwritten)."""
+    vocab = ascending.shape[1]
+    first = [vocab - p.top_k if 0 < p.top_k < vocab else 0 for p in params]
+    lowest = ascending.gather(-1, torch.tensor(first, device=ascending.device).unsqueeze(-1))
+    if all(p.top_p == 1 for p in params):
+        return lowest
+    ascending.masked_fill_(ascending < lowest, -torch.inf)
+    tail = ascending.softmax(-1).cumsum(-1)  # tail[i]: mass of the i + 1 least likely
+    # drop the longest tail whose mass is at most 1 − p; top_p = 1 drops nothing, whatever the rounding
+    allowed = _column([1 - p.top_p if p.top_p < 1 else -1.0 for p in params], ascending)
+    first_kept = (tail <= allowed).sum(-1, keepdim=True).clamp_(max=vocab - 1)
+    return torch.maximum(lowest, ascending.gather(-1, first_kept))
+
+
+def _invert(logits: torch.Tensor, uniform: list[float]) -> list[int]:
+    """Draw one token a row: the first whose cumulative probability exceeds ``uniform``."""
+    probs = logits.softmax(-1)
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    below = torch.nextafter(total, torch.zeros_like(total))  # u · total may round up to total
+    target = torch.minimum(_column(uniform, logits) * total, below)
+    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    # a parallel scan may round differently on both sides of a dropped token: never return one
+    dropped = probs.gather(-1, ids) == 0
+    return torch.where(dropped, probs.argmax(-1, keepdim=True), ids).squeeze(-1).tolist()
+
+
+def _logprobs(
+    logits: torch.Tensor, rows: list[int], ids: list[int], params: Seq[SamplingParams]
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Of ``rows``: log-probability of the chosen id, then ids and log-probabilities of the likeliest, best first."""
+    if not rows:
+        return [], [], []
+    log_p = _rows(logits, rows).float().log_softmax(-1)
+    picked = torch.tensor([ids[row] for row in rows], device=logits.device).unsqueeze(-1)
+    most = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])
+    top = log_p.topk(most, dim=-1)
+    return log_p.gather(-1, picked).squeeze(-1).tolist(), top.indices.tolist(), top.values.tolist()
