@@ -1,0 +1,179 @@
+"""From a plan to the tensors of one forward.
+
+What decode rows need is kept from step to step and brought forward in place: positions advance by one, and a row's
+block table grows when it enters a new block. Only rows that joined or left since the last step are touched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.llm.plan import Chunk, StepPlan
+from runtime.request import Sequence
+
+Ints = NDArray[np.int64]
+
+
+class DecodeRows:
+    """The decode rows of the last step, each in a home (an index into the arrays) that it keeps while it decodes.
+
+    ``order`` lists the homes in the order of the rows of the packed batch; ``sequences`` the sequences likewise.
+    """
+
+    def __init__(self, block_size: int, pad_block: int) -> None:
+        self.block_size = block_size
+        self.pad_block = pad_block
+        self.homes: dict[Sequence, int] = {}
+        self.order: Ints = np.zeros(0, np.int64)
+        self.sequences: tuple[Sequence, ...] = ()
+        self._joined: Ints = np.zeros(0, np.int64)
+        self._free: list[int] = []
+        self._position: Ints = np.zeros(0, np.int64)
+        self._known: Ints = np.zeros(0, np.int64)  # blocks entered in the table
+        self._table: Ints = np.zeros((0, 8), np.int64)
+        self._by_home: list[Sequence | None] = []
+        self._seen: tuple[object, int] = (None, -1)
+        self._step = 0
+
+    def advance(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """Move to ``plan``. Returns the homes left and the homes taken since the last plan (both empty: same rows)."""
+        left: list[int] = []
+        taken: list[int] = []
+        if plan.decodes is not self._seen[0]:  # another scheduler, whose step index has nothing to do with the last
+            self.forget()
+        self._position += plan.step - self._step  # homes that are free move along and don't matter
+        self._step = plan.step
+        if self._seen != (plan.decodes, plan.version):
+            rows = plan.decode_rows()
+            left, taken = self._sync(rows, plan.step)
+            self._seen = (plan.decodes, plan.version)
+        self._grow_tables()
+        return left, taken
+
+    def _sync(self, rows: tuple[Sequence, ...], step: int) -> tuple[list[int], list[int]]:
+        homes = self.homes
+        now = dict.fromkeys(rows)
+        gone = [s for s, home in homes.items() if s not in now or s.joined != self._joined[home]]
+        left = [homes.pop(s) for s in gone]
+        for home in left:
+            self._by_home[home] = None
+        self._free += left
+        taken = []
+        for sequence in rows:
+            if sequence not in homes:
+                home = self._free.pop() if self._free else self._more()
+                homes[sequence] = home
+                self._by_home[home] = sequence
+                self._joined[home] = sequence.joined
+                self._position[home] = sequence.computed + step - sequence.joined
+                self._known[home] = 0
+                self._table[home] = self.pad_block
+                taken.append(home)
+        self.sequences = rows
+        self.order = np.fromiter((homes[s] for s in rows), np.int64, len(rows))
+        return left, taken
+
+    def arrange(self, order: Ints) -> None:
+        """Put the rows into another order; ``order`` is a permutation of :attr:`order`."""
+        self.order = order
+        self.sequences = tuple(self._by_home[home] for home in order)  # type: ignore[misc]  # homes in order are taken
+
+    def _more(self) -> int:
+        first = len(self._by_home)
+        more = max(16, first)
+        self._by_home += [None] * more
+        self._joined, self._position, self._known = (
+            np.concatenate([a, np.zeros(more, np.int64)]) for a in (self._joined, self._position, self._known)
+        )
+        self._table = np.concatenate([self._table, np.full((more, self._table.shape[1]), self.pad_block, np.int64)])
+        self._free = list(range(first + more - 1, first, -1))
+        return first
+
+    def _grow_tables(self) -> None:
+        order = self.order
+        behind = order[self._known[order] * self.block_size <= self._position[order]]
+        for home in behind.tolist():
+            sequence = self._by_home[home]
+            assert sequence is not None
+            known, need = int(self._known[home]), int(self._position[home]) // self.block_size + 1
+            if need > self._table.shape[1]:
+                wider = max(need, 2 * self._table.shape[1])
+                pad = np.full((len(self._table), wider - self._table.shape[1]), self.pad_block, np.int64)
+                self._table = np.concatenate([self._table, pad], axis=1)
+            self._table[home, known:need] = sequence.blocks[known:need]
+            self._known[home] = need
+
+    @property
+    def positions(self) -> Ints:
+        """Of the rows' new tokens, in row order."""
+        return self._position[self.order]
+
+    def position_at(self, home: int) -> int:
+        return int(self._position[home])
+
+    def sequence_at(self, home: int) -> Sequence:
+        sequence = self._by_home[home]
+        assert sequence is not None
+        return sequence
+
+    def slots(self, positions: Ints) -> Ints:
+        """The pool slot of each row's new token."""
+        block, offset = np.divmod(positions, self.block_size)
+        found: Ints = self._table[self.order, block] * self.block_size + offset
+        return found
+
+    def table(self, longest: int) -> Ints:
+        """Block tables ``[rows, blocks]`` that cover ``longest`` positions, padded with the zero block."""
+        found: Ints = self._table[self.order, : -(-longest // self.block_size)]
+        return found
+
+    def forget(self) -> None:
+        """Drop every row; the next plan enters them anew."""
+        self._seen = (None, -1)
+        self._free += self.homes.values()
+        self.homes.clear()
+        self._by_home = [None] * len(self._by_home)
+        self.order = np.zeros(0, np.int64)
+        self.sequences = ()
+
+
+def chunk_tokens(chunk: Chunk) -> Seq[int]:
+    """The token ids that ``chunk`` feeds: of the prompt, and after a preemption of the output as well."""
+    sequence = chunk.sequence
+    prompt = sequence.request.prompt
+    end = chunk.start + chunk.count
+    tokens: Seq[int] = prompt[chunk.start : end]
+    if end > len(prompt):
+        tokens = [*tokens, *sequence.output[max(0, chunk.start - len(prompt)) : end - len(prompt)]]
+    if len(tokens) != chunk.count:
+        raise ValueError(
+            f"a chunk of request {sequence.request.id} covers positions {chunk.start} to {end - 1}, "
+            f"but it has {len(prompt)} prompt and {len(sequence.output)} output tokens"
+        )
+    return tokens
+
+
+def chunk_slots(chunk: Chunk, block_size: int) -> Ints:
+    """The pool slots of the chunk's tokens."""
+    first = chunk.start // block_size
+    last = (chunk.start + chunk.count - 1) // block_size
+    blocks = np.array(chunk.sequence.blocks[first : last + 1], np.int64)
+    slots = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    skip = chunk.start - first * block_size
+    found: Ints = slots[skip : skip + chunk.count]
+    return found
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """An int64 tensor of ``values`` (list or array) on ``device``."""
+    if isinstance(values, np.ndarray):
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+    else:
+        tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -1,0 +1,101 @@
+"""Tiny random models and an engine core around the torch executor, for its tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from runtime.knobs import Knobs
+from runtime.llm.core import EngineCore
+from runtime.llm.output import OutputProcessor
+from runtime.llm.scheduler import Scheduler
+from runtime.request import Request, SamplingParams
+from runtime.torch_backend.executor import TorchExecutor
+
+VOCAB = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass
+class TinyModel:
+    """What the executor needs to know of a model."""
+
+    model: PreTrainedModel
+    name: str = "test"
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    vocab_size: int = VOCAB
+    max_model_len: int = 512
+    kv_bytes_per_token: int = 2 * 2 * 2 * 8 * 4
+
+
+def tiny(model_type: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> TinyModel:
+    """A random model whose weights are scaled up, so that the likeliest token stands out and depends on the context."""
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1 and "norm" not in name:
+                p.mul_(6.0)
+    model.generation_config.eos_token_id = None
+    return TinyModel(model, dtype=dtype)
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference(loaded: TinyModel, prompt: list[int], count: int) -> list[int]:
+    """What the model's own ``generate`` puts out, greedily."""
+    with torch.inference_mode():
+        out = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def run(
+    executor: TorchExecutor,
+    requests: Sequence[tuple[list[int], int]],
+    knobs: Iterator[Knobs] | Knobs | None = None,
+    *,
+    kv_blocks: int | None = None,
+) -> tuple[list[list[int]], dict[str, BaseException], int]:
+    """Drive ``requests`` (prompt, output tokens) to their end. Returns outputs, failures by id, and preemptions."""
+    scheduler = Scheduler(kv_blocks=kv_blocks or executor.pool.block_count, block_size=executor.pool.block_size)
+    core = EngineCore(scheduler, executor, output=OutputProcessor())
+    sequences = []
+    for i, (prompt, count) in enumerate(requests):
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        sequences.append(core.add(Request(str(i), tuple(prompt), params, count, arrival=float(i))))
+    failures: dict[str, BaseException] = {}
+    preemptions, now = 0, 1000.0
+    while core.has_work:
+        if knobs is not None:
+            core.set_knobs(knobs if isinstance(knobs, Knobs) else next(knobs))
+        outcome = core.step(now)
+        now += 1.0
+        if outcome.record is not None:
+            preemptions += outcome.record.preemptions
+        if outcome.result is not None:
+            failures |= {s.request.id: error for s, error in outcome.result.failed}
+        with contextlib.suppress(AttributeError):
+            scheduler.check_integrity()
+    return [s.output for s in sequences], failures, preemptions
