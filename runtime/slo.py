@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal, DecimalException
 
 from runtime.records import RequestRecord
 
@@ -54,8 +55,9 @@ class SLO:
         attainment = 0.99
         if at:
             try:
-                attainment = float(share.strip().removesuffix("%")) / (100 if share.strip().endswith("%") else 1)
-            except ValueError:
+                fraction = Decimal(share.strip().removesuffix("%"))  # in decimal, or 99.9% would not be 0.999
+                attainment = float(fraction / 100 if share.strip().endswith("%") else fraction)
+            except (DecimalException, ValueError):
                 raise ValueError(f'"@{share}" is not a share; write @99% or @0.99') from None
             if not 0 < attainment <= 1:
                 raise ValueError(f'"@{share}" is not a share; it must be above 0% and at most 100%, like @99% or @0.99')
@@ -89,9 +91,8 @@ class SLO:
     def __str__(self) -> str:
         """The spelling that :meth:`parse` reads back to an equal SLO, to the last digit."""
         targets = ",".join(f"{name}={_digits(value)}ms" for name, value in self.targets_ms.items() if value is not None)
-        percent = f"{self.attainment * 100:.10g}"
-        exact = float(percent) / 100 == self.attainment
-        return f"{targets}@{percent}%" if exact else f"{targets}@{_digits(self.attainment)}"
+        percent = (Decimal(repr(float(self.attainment))) * 100).normalize()
+        return f"{targets}@{percent:f}%"
 
     def violated(self, record: RequestRecord) -> tuple[str, ...]:
         """The metrics of ``record`` that missed their target. A request that did not complete misses ``completion``."""
