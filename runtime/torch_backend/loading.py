@@ -1,0 +1,250 @@
+"""Models by preset name, local directory or hub id, ready to run; and what cannot run is refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from runtime.errors import InputError, ModelError, UnsupportedModelError
+from runtime.torch_backend.checks import check_config, check_directory, summary
+from runtime.torch_backend.hub import offline
+from runtime.torch_backend.presets import PRESETS, build_preset
+from runtime.torch_backend.probe import probe
+from runtime.torch_backend.rope import safe_context
+from runtime.torch_backend.tokenizer import Tokenizer, byte_tokenizer
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run.
+
+    ``model`` is in eval mode, on ``device``, in ``dtype``. ``architecture`` is transformers' model type. ``vocab_size`` is
+    the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request, ``eos_token_ids`` what ends
+    a text (may be empty). ``kv_bytes_per_token`` counts all layers. ``layers`` is how many the config names.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer | None
+    name: str
+    architecture: str
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    parameters: int
+    layers: int
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<LoadedModel {self.name} {self.architecture} {self.parameters / 1e6:.0f}M {dtype} on {self.device}>"
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+    tensor_parallel: int = 1,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load ``name``: a preset (see :data:`runtime.torch_backend.presets.PRESETS`), a directory, or a hub id.
+
+    ``dtype`` "auto" is bfloat16 on CUDA and on CPUs that multiply it natively, else float32. ``device`` "auto" is CUDA if
+    there is one. ``seed`` is for a preset's random weights. ``max_model_len`` None takes the model's context, or as much of
+    it as its RoPE allows (see :mod:`runtime.torch_backend.rope`).
+
+    Raises :class:`ModelError` (one line: the path or name, and what is wrong), :class:`UnsupportedModelError` for quantised
+    weights, LoRA adapters, tensor parallelism, encoder-decoders, models with recurrent or linear-attention layers and a
+    context beyond what RoPE allows, and :class:`InputError` for a bad option. Whether attention can be packed is not
+    known yet: :func:`runtime.torch_backend.self_test.self_test` finds out.
+    """
+    if tensor_parallel != 1:
+        raise UnsupportedModelError(
+            f"tensor_parallel={tensor_parallel}: tensor parallelism is not supported yet, only 1"
+        )
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    if name in PRESETS:
+        model = build_preset(PRESETS[name], device=place, dtype=kind, seed=seed)
+        return from_model(model, byte_tokenizer(model.config.vocab_size), name, max_model_len=max_model_len)
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"model is {name!r}; it must be a preset ({', '.join(PRESETS)}), a directory or a hub id")
+    path = Path(name).expanduser()
+    local = path.is_dir()
+    if local:
+        check_directory(path)
+    elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        what = "not a directory" if path.exists() else "no such directory"
+        raise ModelError(f"model {name}: {what}; the presets are {', '.join(PRESETS)}")
+    source = str(path) if local else name
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if revision is not None:
+        options["revision"] = revision
+    if not local and offline():
+        options["local_files_only"] = True
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+    except Exception as error:
+        raise _unreadable(name, local, options, error) from error
+    check_config(config, name)
+    _context_length(config, name, max_model_len)  # before the weights are read: that may take minutes
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=kind, output_loading_info=True, **options
+        )
+        model = model.to(place)
+    except Exception as error:
+        raise _unreadable(name, local, options, error) from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:  # transformers would leave them at random values
+        raise ModelError(f"model {name}: its files lack {len(absent)} of its weights, such as {absent[0]}")
+    return from_model(model, _tokenizer_of(source, options), name, max_model_len=max_model_len)
+
+
+def from_model(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    *,
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """A :class:`LoadedModel` of a model that is already in memory, on its device and in its dtype; it is put in eval mode.
+
+    Runs one token through the model, to see what its attention keeps. Raises as :func:`load_model` does.
+    """
+    config = model.config
+    name = name or config.name_or_path or config.model_type
+    check_config(config, name)
+    text = config.get_text_config()
+    context = _context_length(config, name, max_model_len)
+    model.eval()
+    found = probe(model, context)
+    if found.rope_moved:
+        raise UnsupportedModelError(
+            f"model {config.model_type}: its rotary embedding changed at position {context - 1}: it depends on the longest "
+            "sequence in the batch"
+        )
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer(tokenizer)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        architecture=config.model_type,
+        device=model.device,
+        dtype=model.dtype,
+        vocab_size=found.vocab_size,
+        max_model_len=context,
+        eos_token_ids=_eos_ids(model, tokenizer),
+        kv_bytes_per_token=found.kv_bytes_per_token,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=text.num_hidden_layers,
+    )
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device meant by ``device``; "auto" is CUDA if there is one, else the CPU. Raises :class:`InputError`."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:<n>") from error
+    if place.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:<n>")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"device is {device!r}, but PyTorch sees no CUDA device (torch {torch.__version__})")
+        if (place.index or 0) >= torch.cuda.device_count():
+            raise InputError(f"device is {device!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    return place
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype meant by ``dtype``; "auto" is the fastest that ``device`` computes natively. Raises :class:`InputError`."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        fast = device.type == "cuda" or cpu_has_bfloat16()
+        return torch.bfloat16 if fast else torch.float32
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def cpu_has_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the CPU multiplies bfloat16 natively (AVX-512 BF16, AMX, Arm BF16). False where that cannot be read."""
+    try:
+        lines = Path(cpuinfo).read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+def _context_length(config: Any, name: str, asked: int | None) -> int:
+    """Tokens of context: what was asked for, else all that the config and its RoPE allow."""
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
+    stated = next((value for field in names if isinstance(value := getattr(text, field, None), int)), None)
+    if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
+        raise InputError(f"max_model_len is {asked!r}; it must be a whole number of at least 1")
+    safe, limited_by = safe_context(text)
+    if asked is not None and safe is not None and asked > safe:
+        raise UnsupportedModelError(
+            f"model {name}: max_model_len is {asked}, but beyond {safe} tokens its RoPE ({limited_by}) depends on the longest "
+            f"sequence in the batch; it must be at most {safe}"
+        )
+    if asked is not None and stated is not None and asked > stated:
+        raise InputError(f"max_model_len is {asked}; it must be at most {stated}, the context of {name}")
+    limits = [limit for limit in (asked, safe, stated) if limit is not None]
+    return min(limits) if limits else UNSTATED_CONTEXT
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a text, by the generation config, the model's config and the tokenizer, in this order."""
+    found: dict[int, None] = {}
+    text = model.config.get_text_config()
+    for source in (model.generation_config, model.config, text, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        for token in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(token, int) and token >= 0:
+                found[token] = None
+    return tuple(found)
+
+
+def _tokenizer_of(source: str, options: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer that comes with the model, or None: it can still be given token ids."""
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(source, **options))
+    except Exception:  # no tokenizer files, or a library they need is missing: transformers raises anything here
+        return None
+
+
+def _unreadable(name: str, local: bool, options: Mapping[str, Any], error: Exception) -> ModelError:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return ModelError(f"model {name}: its weights do not fit in memory: {summary(error)}")
+    if local:
+        return ModelError(f"model {name}: {summary(error)}")
+    where = f"model {name}: neither a preset ({', '.join(PRESETS)}) nor a directory"
+    if "local_files_only" in options:
+        return ModelError(f"{where}, not in the local cache, and the Hugging Face hub cannot be reached")
+    return ModelError(f"{where}, and it cannot be had from the Hugging Face hub: {summary(error)}")
