@@ -33,8 +33,7 @@ class KnobSpec:
         top = self.high if high is None else high
         name = f"{where}{self.name}"
         kind = "a whole number " if self.integer else ""
-        ceiling = "" if high is None else " (the engine's ceiling)"
-        allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}{ceiling}"
+        allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}; {allowed}")
         if not math.isfinite(value) or (self.integer and value != int(value)) or not self.low <= value <= top:
@@ -126,7 +125,10 @@ class KnobLimits:
     def check(self, knobs: Knobs) -> Knobs:
         """Return ``knobs``, or raise ``ValueError`` naming the first one above its ceiling."""
         for spec in KNOBS:
-            spec.check(getattr(knobs, spec.name), high=getattr(self, spec.name))
+            try:
+                spec.check(getattr(knobs, spec.name), high=getattr(self, spec.name))
+            except ValueError as error:
+                raise ValueError(f"{error} (the engine's ceiling)") from None
         return knobs
 
     def clamp(self, knobs: Knobs) -> Knobs:

@@ -1,0 +1,164 @@
+"""Who may import whom, read from the source. The rules are those of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCH = {"torch", "torchvision", "transformers", "tokenizers", "safetensors", "triton"}
+HTTP = {"fastapi", "starlette", "uvicorn", "httpx", "aiohttp", "prometheus_client"}
+SEEN_BY_CONTROLLERS = tuple(f"runtime.{name}" for name in ("knobs", "records", "slo", "tunable", "step_model"))
+FREE_OF_TORCH = "a module outside runtime/torch_backend imports {0} when it is imported; import it inside the function"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. ``late``: not run when the importing module is (in a function, or for type checkers only)."""
+
+    target: str
+    late: bool
+
+
+def imports_of(module: str, source: str, *, package: bool = False) -> Iterator[Import]:
+    """Every import in ``source``, absolute. ``from a import b`` yields a and a.b, for b may be a module."""
+    yield from _visit(ast.parse(source), module if package else module.rpartition(".")[0], late=False)
+
+
+def _visit(node: ast.AST, package: str, late: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, late) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*above, *([base] if base else [])])
+        yield Import(base, late)
+        yield from (Import(f"{base}.{alias.name}", late) for alias in node.names)
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.body:
+            yield from _visit(child, package, True)
+        for child in node.orelse:
+            yield from _visit(child, package, late)
+    else:
+        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from _visit(child, package, inside)
+
+
+def within(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def violations(module: str, source: str, *, package: bool = False) -> set[str]:
+    """What ``source``, as the text of ``module``, imports against the rules."""
+    found = set()
+    for imported in imports_of(module, source, package=package):
+        target, top = imported.target, imported.target.partition(".")[0]
+        if within(module, "runtime") and top == "autotune":
+            found.add("runtime imports autotune")
+        if top in TORCH and not imported.late and not within(module, "runtime.torch_backend"):
+            found.add(FREE_OF_TORCH.format(top))
+        backend = within(target, "runtime.torch_backend")
+        if backend and within(module, "autotune") and not within(module, "autotune.cli"):
+            found.add("only the command line wires autotune to runtime.torch_backend")
+        if backend and within(module, "runtime") and not imported.late and not within(module, "runtime.torch_backend"):
+            found.add("runtime.torch_backend is imported where it must be imported late")
+        ours = top in ("autotune", "runtime")
+        if within(module, "autotune.controllers") and ours and not within(target, "autotune.controllers"):
+            named = any(within(target, seen) for seen in SEEN_BY_CONTROLLERS)
+            if not named and target != "runtime":  # `from runtime import knobs` also yields "runtime" itself
+                found.add(f"a controller imports {target}")
+        if top == "optuna" and not within(module, "autotune.profiling"):
+            found.add("Optuna outside autotune/profiling")
+        if top in HTTP and not within(module, "runtime.serving"):
+            found.add("HTTP outside runtime/serving")
+        if within(target, "autotune.cli") and not within(module, "autotune.cli"):
+            found.add("someone imports autotune.cli")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("runtime.llm.core", "import autotune.profile", "runtime imports autotune"),
+        ("runtime.llm.core", "def f():\n    from autotune import profile", "runtime imports autotune"),
+        ("runtime.slo", "import torch.nn as nn", FREE_OF_TORCH.format("torch")),
+        ("autotune.score", "try:\n    from transformers import AutoModel\nexcept ImportError: pass", "transformers"),
+        ("autotune.score", "class A:\n    import torch", FREE_OF_TORCH.format("torch")),
+        ("runtime.llm.engine", "from runtime import torch_backend", "must be imported late"),
+        ("runtime.llm.engine", "from ..torch_backend import build", "must be imported late"),
+        ("autotune.evaluate", "def f():\n    import runtime.torch_backend.executor", "only the command line"),
+        (
+            "autotune.controllers.aimd",
+            "from runtime.llm.engine import Engine",
+            "a controller imports runtime.llm.engine",
+        ),
+        ("autotune.controllers.aimd", "from runtime import Engine", "a controller imports runtime.Engine"),
+        ("autotune.controllers.aimd", "from autotune import score", "a controller imports autotune"),
+        ("autotune.evaluate", "def f():\n    import optuna", "Optuna outside autotune/profiling"),
+        ("autotune.export.vllm", "import httpx", "HTTP outside runtime/serving"),
+        ("runtime.llm.engine", "from starlette.responses import Response", "HTTP outside runtime/serving"),
+        ("autotune.profile", "from autotune.cli.main import main", "someone imports autotune.cli"),
+        ("autotune.profile", "from . import cli", "someone imports autotune.cli"),
+    ],
+)
+def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str) -> None:
+    assert any(expected in found for found in violations(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("runtime.torch_backend.executor", "import torch\nfrom transformers import AutoModel"),
+        ("runtime.llm.engine", "def f():\n    from runtime.torch_backend import build\n    import torch"),
+        ("runtime.llm.engine", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("autotune.cli.profile", "def f():\n    from runtime.torch_backend import build"),
+        ("autotune.cli.main", "from autotune.cli.profile import profile"),
+        ("autotune.profiling.study", "import optuna"),
+        ("autotune.controllers.aimd", "from runtime.knobs import Knobs\nfrom runtime import slo\nfrom . import guards"),
+        ("runtime.serving.app", "from fastapi import FastAPI"),
+        ("autotune.profile", "import torchlike, optunas"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert violations(module, source) == set()
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for room in ("autotune", "runtime"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def test_the_source_keeps_every_rule() -> None:
+    checked = dict(modules())
+    assert len(checked) > 20
+    broken = {
+        module: found
+        for module, path in checked.items()
+        if (found := violations(module, path.read_text(encoding="utf-8"), package=path.name == "__init__.py"))
+    }
+    assert broken == {}
+
+
+def test_nothing_but_the_torch_backend_loads_torch() -> None:
+    """Imports every module outside it, in a process of its own, and looks at what came along."""
+    names = [name for name, _ in modules() if not within(name, "runtime.torch_backend")]
+    assert {"autotune", "runtime"} <= set(names)
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+    heavy = {TORCH!r} & set(sys.modules)
+    assert not heavy, f"importing {{name}} loads {{heavy}}"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
