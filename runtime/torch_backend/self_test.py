@@ -1,0 +1,172 @@
+"""Does this model compute the same in a packed batch as on its own? Asked of every model when it is loaded.
+
+Neither a model's type nor what it declares tells: some never call a registered attention function, some call it and yet
+mix the tokens of a batch elsewhere. So it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from runtime.errors import ModelError, UnsupportedModelError
+from runtime.llm.plan import Chunk, DecodeSet, StepPlan
+from runtime.records import LimitedBy
+from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.checks import SUPPORTED, summary
+from runtime.torch_backend.executor import TorchExecutor, is_out_of_memory
+from runtime.torch_backend.loading import LoadedModel
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""Most relative error (L2, of a row of logits) between packed and plain; beyond what the plain model differs from itself."""
+
+_BLOCK = 4
+_LENGTHS = (23, 10, 3)  # prompts that end inside a block and at different steps, so that each step mixes lengths
+_DECODES = 3
+_STEPS: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]], ...] = (
+    # sequences that decode, then chunks (sequence, start, tokens): every kind beside every other, across block edges
+    ((), ((0, 0, 13), (2, 0, 3))),
+    ((2,), ((0, 13, 10), (1, 0, 6))),
+    ((2, 0), ((1, 6, 4),)),
+    ((2, 0, 1), ()),
+    ((0, 1), ()),
+    ((1,), ()),
+)
+
+
+class _Row(NamedTuple):
+    """Where a row of logits belongs: ``kind`` of work, which sequence, position of the token fed."""
+
+    kind: str
+    sequence: int
+    position: int
+
+
+def self_test(loaded: LoadedModel) -> None:
+    """Compare packed steps of mixed lengths with the model's own forward; cheap (6 packed, 4 plain forwards of ≤ 26 tokens).
+
+    Raises :class:`UnsupportedModelError` naming the architecture and what failed: the attention hook was not called once
+    in each layer, the forward raised, or the logits differ. :class:`ModelError` if memory ran out.
+    """
+    context = loaded.max_model_len
+    if context < max(_LENGTHS) + _DECODES:
+        raise UnsupportedModelError(
+            f"model {loaded.architecture}: a context of {context} tokens is too short to test it; "
+            f"at least {max(_LENGTHS) + _DECODES} are needed"
+        )
+    texts = _texts(loaded)
+    try:
+        plain, noise = _plain(loaded, texts)
+        executor = TorchExecutor(loaded, kv_blocks=_pool_blocks(), block_size=_BLOCK)
+        errors: dict[str, list[float]] = {}
+        for rows, logits in _packed(executor, texts):
+            if executor.hook_calls != loaded.layers:
+                raise UnsupportedModelError(
+                    f"model {loaded.architecture}: its attention cannot be hooked "
+                    f"({executor.hook_calls} of {loaded.layers} layers called ours); {SUPPORTED}"
+                )
+            for row, found in zip(rows, logits.float(), strict=True):
+                error = relative_error(found, plain[row.sequence][row.position])
+                errors.setdefault(row.kind, []).append(error)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a model that was not made for this raises
+        if is_out_of_memory(error):
+            raise ModelError(f"model {loaded.name}: out of memory in its self-test: {summary(error)}") from error
+        raise UnsupportedModelError(
+            f"model {loaded.architecture}: its forward fails in a packed batch ({summary(error)}); {SUPPORTED}"
+        ) from error
+    allowed = TOLERANCE[loaded.dtype] + 4 * noise
+    for kind, found_errors in errors.items():
+        # In half precision a mixture of experts may route one token elsewhere by a rounding: judge the typical row there.
+        worst = max(found_errors) if loaded.dtype == torch.float32 else median(found_errors)
+        if not worst <= allowed:
+            raise UnsupportedModelError(
+                f"model {loaded.architecture}: packed logits differ from the model's own "
+                f"({kind}: relative error {worst:.2g}, allowed {allowed:.2g}); {SUPPORTED}"
+            )
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected − its mean‖ of one row of logits: a shift of all logits says nothing."""
+    spread = (expected - expected.mean()).norm()
+    return float((found - expected).norm() / spread.clamp(min=1e-9))
+
+
+def _texts(loaded: LoadedModel) -> list[list[int]]:
+    """Random token ids: each prompt, and the tokens it is then made to "generate"."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(loaded.vocab_size, (length + _DECODES,), generator=generator).tolist() for length in _LENGTHS]
+
+
+def _plain(loaded: LoadedModel, texts: list[list[int]]) -> tuple[list[torch.Tensor], float]:
+    """Logits [tokens, vocab] of each text by the model alone, and how far it differs from itself on a shorter text."""
+
+    def run(text: list[int]) -> torch.Tensor:
+        ids = torch.tensor([text], device=loaded.device)
+        logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0]
+        return logits.float()
+
+    with torch.inference_mode():
+        plain = [run(text) for text in texts]
+        noise = relative_error(run(texts[0][:-1])[-1], plain[0][-2])
+    return plain, noise
+
+
+def _packed(executor: TorchExecutor, texts: list[list[int]]) -> Iterable[tuple[list[_Row], torch.Tensor]]:
+    """The rows of each step of ``_STEPS`` and their logits [rows, vocab]."""
+    sequences = [_sequence(at, text) for at, text in enumerate(texts)]
+    decodes = DecodeSet()
+    for step, (decoding, parts) in enumerate(_STEPS):
+        rows: list[_Row] = []
+        for at in decoding:
+            sequence = sequences[at]
+            if sequence not in decodes.members:
+                decodes.members[sequence] = None
+                sequence.joined, sequence.computed = step, _LENGTHS[at]
+            rows.append(_Row("decode", at, _LENGTHS[at] + step - sequence.joined))
+            sequence.output.append(texts[at][rows[-1].position])
+        for at in set(range(len(texts))) - set(decoding):
+            decodes.members.pop(sequences[at], None)
+        decodes.version += 1
+        chunks = []
+        for at, start, tokens in parts:
+            chunks.append(Chunk(sequences[at], start, tokens, True))
+            rows.append(_Row("later chunk" if start else "first chunk", at, start + tokens - 1))
+        yield rows, executor.logits(_plan(step, decodes, tuple(chunks), rows))
+
+
+def _plan(step: int, decodes: DecodeSet, chunks: tuple[Chunk, ...], rows: list[_Row]) -> StepPlan:
+    return StepPlan(
+        step=step,
+        n_decode=len(decodes),
+        decode_context=sum(row.position + 1 for row in rows if row.kind == "decode"),
+        chunks=chunks,
+        decodes=decodes,
+        version=decodes.version,
+        repeat=1,
+        wake_at=float("inf"),
+        epoch=0,
+        budget_used=len(decodes) + sum(chunk.count for chunk in chunks),
+        limited_by=LimitedBy.DEMAND,
+        preemptions=0,
+    )
+
+
+def _blocks_each() -> int:
+    return -(-(max(_LENGTHS) + _DECODES) // _BLOCK)
+
+
+def _pool_blocks() -> int:
+    return _blocks_each() * len(_LENGTHS)
+
+
+def _sequence(at: int, text: list[int]) -> Sequence:
+    """A sequence that holds every third block of the pool, in falling order: neither contiguous nor sorted."""
+    prompt = tuple(text[: _LENGTHS[at]])
+    sequence = Sequence(Request(f"self-test-{at}", prompt, SamplingParams(), _DECODES + 1, 0.0))
+    sequence.blocks = list(range(at, _pool_blocks(), len(_LENGTHS)))[::-1]
+    return sequence
