@@ -1,0 +1,233 @@
+"""Where the engine's thread leaves a request's tokens and readers find them.
+
+The engine never waits for a reader: it appends, and wakes whoever has said that they wait. A reader that stops reading
+costs the tokens of its own request, at most ``max_tokens`` of them. Every wait is ended by the next token, by the end of the
+request, or by the end of the engine, which ends every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from runtime.errors import (
+    EngineClosedError,
+    RejectedError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    StepFailedError,
+)
+from runtime.llm.output import Detokenizer
+from runtime.llm.plan import Token
+from runtime.records import FinishReason, RequestRecord
+from runtime.request import Sequence
+
+
+class TokenEvent(NamedTuple):
+    """One token of a stream, the ``position``-th of the output from 0 on.
+
+    ``text`` is what it adds to the text: nothing while a character or a possible stop string is incomplete. ``logprob`` and
+    ``top_logprobs`` ((token id, log-probability) pairs, likeliest first) are there if ``logprobs`` was asked for.
+    ``finish_reason`` stands on the last token of a request that ran to its natural end.
+    """
+
+    position: int
+    token_id: int
+    text: str
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...]
+    finish_reason: FinishReason | None
+
+
+class Wakes:
+    """Readers to wake in event loops, gathered over a step so that each loop is called once."""
+
+    __slots__ = ("_loops",)
+
+    def __init__(self) -> None:
+        self._loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], TokenBuffer]]] = {}
+
+    def add(self, future: asyncio.Future[None], buffer: TokenBuffer) -> None:
+        self._loops.setdefault(future.get_loop(), []).append((future, buffer))
+
+    def send(self) -> list[TokenBuffer]:
+        """Wake them. Returns the requests whose event loop has been closed: nobody will ever read those."""
+        lost: list[TokenBuffer] = []
+        if self._loops:
+            loops, self._loops = self._loops, {}
+            for loop, waiting in loops.items():
+                try:
+                    loop.call_soon_threadsafe(_resolve, [future for future, _ in waiting])
+                except RuntimeError:  # the loop is closed
+                    lost += [buffer for _, buffer in waiting]
+        return lost
+
+
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+class TokenBuffer:
+    """The tokens of one request: written by the engine's thread, read from any other.
+
+    ``text`` turns them into text. For a request with stop strings the engine pushes each token into it before ``put``;
+    otherwise the reader does, when it asks for an event.
+    """
+
+    def __init__(self, request_id: str, text: Detokenizer, cancel: Callable[[TokenBuffer], None]) -> None:
+        self.request_id = request_id
+        self.text = text
+        self.tokens: list[Token] = []
+        self.record: RequestRecord | None = None
+        self.cause: BaseException | None = None
+        self.done = False
+        self.sequence: Sequence | None = None  # once the engine has queued it
+        self._cancel = cancel
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._events: list[TokenEvent] = []
+        self._lock = threading.Lock()  # waiters against put and end; held for a few instructions only
+        self._text_lock = threading.Lock()  # readers against each other
+        self._gates: list[tuple[bool, Callable[[], None]]] = []  # (wants every token, what opens the gate)
+        self._futures: list[tuple[bool, asyncio.Future[None]]] = []
+
+    # -- the engine's side ----------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """Whether the event loop that read it has been closed."""
+        return self._loop is not None and self._loop.is_closed()
+
+    def put(self, token: Token, wakes: Wakes) -> None:
+        with self._lock:
+            self.tokens.append(token)
+            if self._gates or self._futures:
+                self._wake(wakes, ended=False)
+
+    def end(self, token: Token | None, record: RequestRecord | None, cause: BaseException | None, wakes: Wakes) -> None:
+        """The request has ended, with its last ``token`` if that came with the end."""
+        with self._lock:
+            if self.done:
+                return
+            if token is not None:
+                self.tokens.append(token)
+            self.record, self.cause, self.done = record, cause, True
+            self._wake(wakes, ended=True)
+
+    def _wake(self, wakes: Wakes, ended: bool) -> None:
+        for entry in [e for e in self._gates if e[0] or ended]:
+            self._gates.remove(entry)
+            entry[1]()
+        for waiting in [f for f in self._futures if f[0] or ended]:
+            self._futures.remove(waiting)
+            wakes.add(waiting[1], self)
+
+    # -- the reader's side ----------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request; nothing happens if it has ended. Safe in a finalizer: it takes no lock."""
+        if not self.done:
+            self._cancel(self)
+
+    def wait(self, seen: int | None, timeout: float | None = None) -> bool:
+        """Block until there are more than ``seen`` tokens (None: no matter how many) or the request has ended.
+
+        Returns False if ``timeout`` seconds passed before that.
+        """
+        with self._lock:
+            if self._ready(seen):
+                return True
+            gate = threading.Lock()
+            gate.acquire()
+            entry = (seen is not None, gate.release)
+            self._gates.append(entry)
+        if gate.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)):
+            return True
+        with self._lock:
+            if entry in self._gates:
+                self._gates.remove(entry)
+            return self._ready(seen)
+
+    async def wait_async(self, seen: int | None) -> None:
+        """As :meth:`wait`, without holding up the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._ready(seen):
+                return
+            future: asyncio.Future[None] = loop.create_future()
+            entry = (seen is not None, future)
+            self._futures.append(entry)
+            self._loop = loop
+        try:
+            await future
+        finally:
+            with self._lock:
+                if entry in self._futures:
+                    self._futures.remove(entry)
+
+    def _ready(self, seen: int | None) -> bool:
+        return self.done or (seen is not None and len(self.tokens) > seen)
+
+    def event(self, index: int) -> TokenEvent | None:
+        """The event of token ``index``, which has come, or None if the request ended before it."""
+        self._read_to(index + 1)
+        return self._events[index] if index < len(self._events) else None
+
+    def whole_text(self) -> str:
+        """The text of a request that ran to its natural end. Decoded at once if nobody has read it token by token."""
+        with self._text_lock:
+            untouched = not self._events and not self.text.pieces
+        if untouched:
+            ids = [token.id for token in self.tokens]
+            if self.record is not None and self.record.reason is FinishReason.STOP:
+                ids.pop()
+            return self.text.whole(ids)
+        self._read_to(len(self.tokens))
+        return "".join([event.text for event in self._events])
+
+    def _read_to(self, count: int) -> None:
+        with self._text_lock:
+            with self._lock:  # so that the last token is never seen without the end that came with it
+                available, done = len(self.tokens), self.done
+            while len(self._events) < min(count, available):
+                self._events.append(self._next_event(last=done and len(self._events) == available - 1))
+
+    def _next_event(self, last: bool) -> TokenEvent:
+        index = len(self._events)
+        token = self.tokens[index]
+        reason = self.record.reason if last and self.record is not None and self.record.completed else None
+        if index >= len(self.text.pieces):
+            if reason is FinishReason.STOP:  # an end-of-sequence token or stop id; a stop string would have its piece
+                self.text.skip()
+            else:
+                self.text.push(token.id)
+        if reason is not None:
+            self.text.flush()
+        return TokenEvent(index, token.id, self.text.pieces[index], token.logprob, token.top, reason)
+
+    def failure(self) -> Exception | None:
+        """Why the request did not end well; None if it did, or has not ended. A new exception each time."""
+        if not self.done or (self.record is not None and self.record.completed):
+            return None
+        error = self._failure()
+        error.__cause__ = self.cause
+        return error
+
+    def _failure(self) -> Exception:
+        record, name = self.record, f"request {self.request_id}"
+        if record is None:
+            return EngineClosedError(f"{name}: the engine stopped: {self.cause!r}")
+        because = f": {record.cause}" if record.cause else ""
+        match record.reason:
+            case FinishReason.CANCELLED:
+                return RequestCancelledError(f"{name} was cancelled after {record.output_tokens} tokens{because}")
+            case FinishReason.TIMEOUT:
+                after = record.finished - record.arrival
+                return RequestTimeoutError(f"{name} timed out after {after:.3g} s and {record.output_tokens} tokens")
+            case FinishReason.REJECTED:
+                return RejectedError(f"{name} was not accepted{because}", reason=record.cause or "rejected")
+            case _:
+                return StepFailedError(f"{name} failed after {record.output_tokens} tokens{because}")

@@ -1,0 +1,281 @@
+"""The engine: a model behind a queue, with four knobs that can be turned while it runs."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from runtime.clock import MonotonicClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.buffer import TokenBuffer
+from runtime.llm.core import EngineCore
+from runtime.llm.gather import complete_all, progress_bar
+from runtime.llm.intake import Intake, ServedModel
+from runtime.llm.loop import EngineLoop
+from runtime.llm.output import Detokenizer, OutputProcessor
+from runtime.llm.parts import parts_of
+from runtime.llm.plan import Executor
+from runtime.llm.prefix import token_hasher
+from runtime.llm.scheduler import Scheduler
+from runtime.llm.stream import Completion, Stream
+from runtime.llm.tuning import TunableEngine
+from runtime.request import SamplingParams
+from runtime.slo import SLO, RequestClass
+from runtime.tunable import StepPolicy
+
+if TYPE_CHECKING:
+    from runtime.torch_backend.loading import LoadedModel
+
+Prompt = str | Sequence[int]
+
+
+class Engine(TunableEngine):
+    """Serves one model to many threads and event loops at once.
+
+    ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
+    ``limits``. ``slo`` is the promise to requests of class ``default``, ``classes`` those to others. ``kv_tokens``: size
+    of the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most
+    ``max_queue`` requests wait. ``prefix_cache``: prompts share the KV of equal beginnings; ``"tenant"`` only within a
+    tenant, so that none can learn from response times what others ask. ``threads``: CPU threads of the model.
+    ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``.
+
+    Use it as a context manager: leaving the block finishes what was accepted, or cancels it if the block raised. An engine
+    that is forgotten stops by itself, and does not hold up the interpreter's exit. Every method may be called from any
+    thread.
+
+    Raises ``ValueError`` for arguments out of bounds, :class:`runtime.errors.ModelError` for a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel | ServedModel,
+        *,
+        knobs: Knobs | None = None,
+        limits: KnobLimits | None = None,
+        slo: SLO | str | None = None,
+        classes: Iterable[RequestClass] = (),
+        dtype: str = "auto",
+        device: str = "auto",
+        kv_tokens: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_queue: int = 4096,
+        ordering: str = "fcfs",
+        prefix_cache: bool | Literal["tenant"] = True,
+        seed: int = 0,
+        step_policy: StepPolicy | None = None,
+        threads: int | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("block_size", block_size, 1),
+            ("kv_tokens", kv_tokens, block_size),
+            ("max_model_len", max_model_len, 1),
+            ("max_queue", max_queue, 1),
+            ("threads", threads, 1),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if prefix_cache not in (True, False, "tenant"):
+            raise ValueError(f'prefix_cache is {prefix_cache!r}; it must be True, False or "tenant"')
+        limits = limits or KnobLimits()
+        knobs = limits.clamp(Knobs()) if knobs is None else limits.check(knobs)
+        self._slos = {c.name: c.slo for c in classes}
+        if slo is not None:
+            self._slos["default"] = SLO.of(slo)
+
+        parts = parts_of(
+            model,
+            executor,
+            limits=limits,
+            dtype=dtype,
+            device=device,
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            threads=threads,
+        )
+        self._model = served = parts.model
+        self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
+        share = {True: "all", False: "none", "tenant": "tenant"}[prefix_cache]
+        self._intake = Intake(
+            served,
+            context=min(served.max_model_len, max_model_len or served.max_model_len),
+            kv_tokens=self._kv_tokens,
+            block_size=block_size,
+            share=share,
+            classes={"default", *self._slos} if len(self._slos.keys() - {"default"}) else (),
+        )
+        self._decode = None if served.tokenizer is None else served.tokenizer.decode
+        output = OutputProcessor(served.eos_token_ids, self._decode)
+        scheduler = Scheduler(
+            kv_blocks=parts.kv_blocks,
+            block_size=block_size,
+            ordering=ordering,
+            slos=self._slos,
+            hasher=None if share == "none" else token_hasher(block_size, self._intake.salt),
+        )
+        core = EngineCore(scheduler, parts.executor, knobs=knobs, limits=limits, output=output)
+        core.policy = step_policy
+        self._ids = itertools.count(1)
+        self._max_queue = max_queue
+        clock = MonotonicClock()
+        super().__init__(core, EngineLoop(core, output, clock, max_queue=max_queue, name=served.name), clock)
+        self._forgotten = weakref.finalize(self, self._loop.abandon)
+        self._forgotten.atexit = False  # the loop sees to that itself
+
+    # -- requests -------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        request_class: str = "default",
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Queue one request; ``sampling`` are fields of :class:`SamplingParams`, such as ``max_tokens=8``.
+
+        ``deadline_s`` from now orders requests and cancels nothing; after ``timeout_s`` the request ends, whatever its
+        state. Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with
+        ``max_tokens`` for the context or the KV pool; :class:`RejectedError` if the queue is full or the engine closed.
+        """
+        arrival = self._clock.now()
+        request = self._intake.request(
+            f"#{next(self._ids)}" if request_id is None else request_id,
+            prompt,
+            self._intake.sampling(params, sampling),
+            arrival=arrival,
+            priority=priority,
+            tenant=tenant,
+            request_class=request_class,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+        )
+        loop = self._loop
+        buffer = TokenBuffer(request.id, Detokenizer(self._decode, request.params.stop), loop.cancel_buffer)
+        loop.submit(request, buffer)
+        return Stream(buffer, self, loop.may_wait)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """``for token in engine.stream(prompt)``. The options are those of :meth:`submit`."""
+        return self.submit(prompt, params, **options)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """``async for token in engine.astream(prompt)``. The options are those of :meth:`submit`."""
+        return self.submit(prompt, params, **options)
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
+        """One prompt's completion; cancelling the task cancels the request. For many: ``asyncio.gather``."""
+        with self.submit(prompt, params, **options) as stream:
+            return await stream.aresult()
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: Literal[False] = False,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: bool,
+        **options: Any,
+    ) -> list[Completion | Exception]: ...
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The completions of ``prompts``, in their order, however many; the options are those of :meth:`submit`.
+
+        ``return_exceptions``: what a prompt raised stands in its place, so that one fault never loses the others; without
+        it the first error is raised and the rest cancelled. ``progress`` draws a bar on stderr.
+        """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is text, {prompts[:40]!r}; it must be a list of prompts")
+        todo = list(prompts)
+        with progress_bar(len(todo), show=progress) as advance:
+            return complete_all(
+                lambda index: self.submit(todo[index], params, **options),
+                len(todo),
+                most=self._max_queue,
+                return_exceptions=return_exceptions,
+                advance=advance,
+            )
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request, whatever its state; its stream raises RequestCancelledError. False if none by this id runs."""
+        return self._loop.cancel(request_id)
+
+    # -- the engine itself ----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served: name, vocabulary, context, tokenizer."""
+        return self._model
+
+    @property
+    def slos(self) -> Mapping[str, SLO]:
+        """The promise to each request class; that of ``default`` is for classes not named."""
+        return MappingProxyType(self._slos)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Size of the KV pool."""
+        return self._kv_tokens
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self._block_size
+
+    @property
+    def executor(self) -> Executor:
+        return self._core.executor
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, or its thread has died: it accepts nothing more."""
+        return self._loop.closed
+
+    def close(self, drain: bool = True) -> None:
+        """Accept nothing more, finish what was accepted (``drain=False``: cancel it) and wait for the thread to end.
+
+        Any number of times, from any thread; ``close(drain=False)`` cuts short a ``close()`` that still waits elsewhere.
+        From a listener it returns at once.
+        """
+        self._loop.close(drain)
+        self._forgotten.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self._model.name} {'closed' if self.closed else self.knobs}>"

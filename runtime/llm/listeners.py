@@ -1,0 +1,64 @@
+"""Who hears of every step and every request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from runtime.records import RequestRecord, StepRecord
+from runtime.tunable import Listener
+
+log = logging.getLogger(__name__)
+
+
+class Listeners:
+    """Tells records to listeners, in the order they subscribed. One that raises is cut off; the others hear on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: tuple[Listener, ...] = ()
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Returns a function that ends the subscription. Any thread."""
+        with self._lock:
+            self._known = (*self._known, listener)
+        return partial(self._forget, listener)
+
+    def _forget(self, listener: Listener) -> None:
+        with self._lock:
+            self._known = tuple(known for known in self._known if known is not listener)
+
+    def tell(self, step: StepRecord | None, requests: Sequence[RequestRecord]) -> None:
+        for listener in self._known:
+            try:
+                if step is not None:
+                    listener.on_step(step)
+                for record in requests:
+                    listener.on_request(record)
+            except Exception:
+                log.warning("listener %r raised and will hear no more", listener, exc_info=True)
+                self._forget(listener)
+
+
+class Pace:
+    """How long it takes, lately, from one request's completion to the next: a moving average of the gaps, in seconds."""
+
+    WEIGHT: Final = 0.1  # of the newest gap
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._last: float | None = None
+
+    def on_step(self, record: StepRecord) -> None:
+        pass
+
+    def on_request(self, record: RequestRecord) -> None:
+        if not record.completed:
+            return
+        if self._last is not None:
+            gap = record.finished - self._last
+            self.seconds = gap if self.seconds is None else self.seconds + self.WEIGHT * (gap - self.seconds)
+        self._last = record.finished

@@ -1,0 +1,311 @@
+"""The engine's thread: it owns the core, takes what other threads ask for between steps, and delivers what steps yield.
+
+Others never touch the core's state. They put calls into the inbox, a ``SimpleQueue``: putting takes no Python lock, so it
+is safe in finalizers too, and it is what wakes the thread when it has nothing to run. The thread itself waits in one place
+(:meth:`EngineLoop._take`), until a call comes or the time the scheduler named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from math import inf
+from queue import Empty, SimpleQueue
+from typing import Final, TypeVar
+
+from runtime.clock import Clock
+from runtime.errors import EngineClosedError, RejectedError
+from runtime.llm.buffer import TokenBuffer, Wakes
+from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.intake import never_ran
+from runtime.llm.listeners import Listeners, Pace
+from runtime.llm.output import OutputProcessor
+from runtime.llm.plan import Token
+from runtime.records import FinishReason, RequestRecord
+from runtime.request import Request, Sequence
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+EXIT_WAIT_S: Final = 10.0
+"""How long the interpreter's exit waits for the steps in progress of engines that were never closed."""
+
+
+class EngineLoop:
+    """Runs ``core`` until closed. Public methods may be called from any thread unless they say otherwise."""
+
+    def __init__(self, core: EngineCore, output: OutputProcessor, clock: Clock, *, max_queue: int, name: str) -> None:
+        self.core = core
+        self.listeners = Listeners()
+        self._pace = Pace()
+        self.listeners.subscribe(self._pace)
+        self.error: BaseException | None = None
+        self._output = output
+        self._clock = clock
+        self._max_queue = max_queue
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()  # guards the next three; held for microseconds, never across a step
+        self._closed = False
+        self._live: dict[str, TokenBuffer] = {}
+        self._on_the_way = 0  # accepted, still in the inbox
+        # the rest belongs to the engine's thread
+        self._buffers: dict[Sequence, TokenBuffer] = {}
+        self._wakes = Wakes()
+        self._closing = False
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
+        _LOOPS.add(self)
+        self._thread.start()
+
+    # -- from any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is the engine's thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def may_wait(self) -> None:
+        """Raise ``RuntimeError`` in the engine's own thread: it would wait for itself."""
+        if self.here:
+            raise RuntimeError("a listener or step policy runs in the engine's thread and cannot wait for its tokens")
+
+    def submit(self, request: Request, buffer: TokenBuffer) -> None:
+        """Queue ``request``. Raises RejectedError (queue full, closed), or ``ValueError`` if its id is in use."""
+        with self._lock:
+            if self._closed:
+                raise self._rejected(request, "closed", self._why_closed(), None) from self.error
+            if request.id in self._live:
+                raise ValueError(f"request_id is {request.id!r}, which another live request has; it must be its own")
+            waiting = self._on_the_way + len(self.core.scheduler.waiting)
+            if waiting >= self._max_queue:
+                why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
+                raise self._rejected(request, "queue_full", why, self._pace.seconds)
+            self._live[request.id] = buffer
+            self._on_the_way += 1
+            self._inbox.put(partial(self._add, request, buffer))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request, whatever its state. False if no live request has this id."""
+        buffer = self._live.get(request_id)
+        if buffer is None:
+            return False
+        self.cancel_buffer(buffer)
+        return True
+
+    def cancel_buffer(self, buffer: TokenBuffer) -> None:
+        """As :meth:`cancel`; takes no lock, so that a finalizer may call it."""
+        self._inbox.put(partial(self._end_early, buffer, FinishReason.CANCELLED, "by the client"))
+
+    def locked(self, change: Callable[[], T]) -> T:
+        """Make ``change`` under the lock at once, on an open engine, and have the thread look at its consequences."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError(self._why_closed()) from self.error
+            result = change()
+            self._inbox.put(_nothing)
+        return result
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once."""
+        if self.here:
+            return question()
+        answer: Future[T] = Future()
+        with self._lock:
+            ended = self._over
+            if not ended:
+                self._inbox.put(partial(_answer, question, answer))
+        return question() if ended else answer.result()
+
+    def close(self, drain: bool) -> None:
+        """Accept nothing more; finish (``drain``) or cancel what there is; wait for the thread to end."""
+        with self._lock:
+            self._closed = True
+            self._inbox.put(partial(self._close, drain))
+        if not self.here:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Close without waiting, cancelling what there is. Takes no lock, so that a finalizer may call it."""
+        self._inbox.put(self._abandoned)
+
+    def join(self, timeout: float) -> None:
+        if not self.here:
+            self._thread.join(timeout)
+
+    def _why_closed(self) -> str:
+        return "the engine is closed" if self.error is None else f"the engine stopped: {self.error!r}"
+
+    def _rejected(self, request: Request, reason: str, why: str, retry_after: float | None) -> RejectedError:
+        """Needs the lock. The rejection is recorded as well: it is an offered request that missed its SLO."""
+        if not self._over:
+            record = never_ran(request, FinishReason.REJECTED, self._clock.now(), reason)
+            self._inbox.put(partial(self.listeners.tell, None, [record]))
+        return RejectedError(f"request {request.id}: {why}", reason=reason, retry_after_s=retry_after)
+
+    # -- the engine's thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            wake = inf
+            while True:
+                self._take(wake)
+                if self._closing and not self.core.has_work:
+                    break
+                outcome = self.core.step(self._clock.now())
+                self._deliver(outcome)
+                wake = -inf if outcome.record is not None else min(outcome.wake_at, self.core.next_expiry)
+        except BaseException as raised:  # whatever it is, nobody may be left waiting
+            log.critical("the engine's thread died", exc_info=True)
+            error = raised
+        finally:
+            self._finish_off(error)
+
+    def _take(self, wake: float) -> None:
+        """Make the calls that have come in. With nothing to run before ``wake``, wait for one until then."""
+        inbox = self._inbox
+        if wake > -inf:
+            wait = None if wake == inf else min(max(0.0, wake - self._clock.now()), threading.TIMEOUT_MAX)
+            try:
+                inbox.get(timeout=wait)()
+            except Empty:
+                return
+        for _ in range(inbox.qsize()):
+            inbox.get()()
+        self._send_wakes()
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        ended = dict(outcome.finished)
+        last: dict[Sequence, Token] = {}
+        causes: dict[Sequence, BaseException] = {}
+        if outcome.result is not None:
+            buffers, wakes = self._buffers, self._wakes
+            lost: list[TokenBuffer] = []
+            for token in outcome.result.tokens:
+                if token.sequence in ended:
+                    last[token.sequence] = token
+                    continue
+                buffer = buffers[token.sequence]
+                buffer.put(token, wakes)
+                if buffer.lost:
+                    lost.append(buffer)
+            for buffer in lost:
+                self._end_early(buffer, FinishReason.CANCELLED, "its event loop was closed")
+            causes = {**dict(outcome.result.failed), **self._output.failures}
+        for sequence, record in ended.items():
+            failed = record.reason is FinishReason.ERROR
+            self._ended(sequence, record, causes.get(sequence), None if failed else last.get(sequence))
+        self._send_wakes()
+        if outcome.result is not None and outcome.result.oom_tokens:
+            with self._lock:  # knobs set by another thread while the limits shrank may be above them
+                self.core.set_knobs(self.core.knobs)
+        self.listeners.tell(outcome.record, list(ended.values()))
+
+    def _send_wakes(self) -> None:
+        while lost := self._wakes.send():  # ending them wakes others, who may be lost in turn
+            for buffer in lost:
+                self._end_early(buffer, FinishReason.CANCELLED, "its event loop was closed")
+
+    def _add(self, request: Request, buffer: TokenBuffer) -> None:
+        with self._lock:  # so that submit counts the request once: on the way or waiting
+            self._on_the_way -= 1
+            if self._over:
+                buffer.end(None, None, self.error, self._wakes)
+                return
+            try:
+                sequence = self.core.add(request)
+            except ValueError as error:  # the scheduler has the last word on what can ever run
+                del self._live[request.id]
+                record = never_ran(request, FinishReason.REJECTED, self._clock.now(), str(error))
+                buffer.end(None, record, error, self._wakes)
+                self._inbox.put(partial(self.listeners.tell, None, [record]))
+                return
+        buffer.sequence = sequence
+        self._buffers[sequence] = buffer
+        if request.params.stop:
+            self._output.attach(sequence, buffer.text)
+
+    def _end_early(self, buffer: TokenBuffer, reason: FinishReason, cause: str) -> None:
+        """End the request of ``buffer`` from outside a step; nothing happens if it has already ended."""
+        sequence = buffer.sequence
+        if sequence is not None and not buffer.done:
+            record = self.core.finish(sequence, reason, self._clock.now(), cause)
+            if record is not None:
+                self._ended(sequence, record, None, None)
+                self.listeners.tell(None, [record])
+
+    def _ended(
+        self, sequence: Sequence, record: RequestRecord | None, cause: BaseException | None, last: Token | None
+    ) -> None:
+        buffer = self._buffers.pop(sequence)
+        self._output.release(sequence)
+        with self._lock:
+            del self._live[buffer.request_id]
+        buffer.end(last, record, cause, self._wakes)
+
+    def _close(self, drain: bool) -> None:
+        self._closing = True
+        if not drain:
+            for buffer in list(self._buffers.values()):
+                self._end_early(buffer, FinishReason.CANCELLED, "the engine was closed")
+
+    def _abandoned(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._close(drain=False)
+
+    def _finish_off(self, error: BaseException | None) -> None:
+        """Leave nobody waiting: end every request and answer every call. After this the inbox gets no more."""
+        with self._lock:
+            self._closed = self._over = True
+            self.error = error
+        records = []
+        for sequence in list(self._buffers):
+            try:
+                record = self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed())
+            except Exception:  # the core may be what broke
+                record = None
+            self._ended(sequence, None, error, None)
+            if record is not None:
+                records.append(record)
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._wakes.send()
+        self.listeners.tell(None, records)
+
+
+def _nothing() -> None:
+    """A call that only wakes the thread."""
+
+
+def _answer(question: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+_LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+def _stop_at_exit() -> None:
+    """Let no thread be inside the model when the interpreter takes itself apart, and let none hold it up for long."""
+    until = time.monotonic() + EXIT_WAIT_S
+    loops = list(_LOOPS)
+    for loop in loops:
+        loop.abandon()
+    for loop in loops:
+        loop.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_stop_at_exit)

@@ -1,0 +1,79 @@
+"""The engine as a controller sees it: a :class:`runtime.tunable.Tunable`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runtime.clock import Clock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.core import EngineCore
+from runtime.llm.loop import EngineLoop
+from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+
+
+class TunableEngine:
+    """Knobs, limits, records and the view of a core that a loop runs. Every call may come from any thread."""
+
+    def __init__(self, core: EngineCore, loop: EngineLoop, clock: Clock) -> None:
+        self._core = core
+        self._loop = loop
+        self._clock = clock
+        self._lease = LeaseHolder()
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of every record."""
+        return self._clock
+
+    @property
+    def limits(self) -> KnobLimits:
+        """Start-up ceilings of the knobs."""
+        return self._core.limits
+
+    @property
+    def effective_limits(self) -> KnobLimits:
+        """Ceilings in force: running out of memory lowers them below ``limits``."""
+        return self._core.effective_limits
+
+    @property
+    def knobs(self) -> Knobs:
+        return self._core.knobs
+
+    @property
+    def epoch(self) -> int:
+        """The number of the knob setting in force."""
+        return self._core.epoch
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+        """Put ``knobs`` in force from the very next step on; returns the epoch, the old one if nothing changed.
+
+        Values between ``effective_limits`` and ``limits`` are lowered to the former. Raises ``ValueError`` above
+        ``limits``, LeaseError if a controller holds the engine and ``lease`` is not its own, EngineClosedError.
+        """
+
+        def change() -> int:
+            self._lease.check(lease)
+            return self._core.set_knobs(knobs)
+
+        return self._loop.locked(change)
+
+    def acquire(self, owner: str) -> Lease:
+        """Become the one who may turn the knobs. Raises LeaseError while another holds them."""
+        return self._loop.locked(lambda: self._lease.acquire(owner))
+
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
+        """Have ``policy`` give each step its own token budget, below the knob."""
+
+        def change() -> None:
+            self._lease.check(lease)
+            self._core.policy = policy
+
+        self._loop.locked(change)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` hear every record, in the engine's thread; returns a function that ends it."""
+        return self._loop.listeners.subscribe(listener)
+
+    def view(self) -> SchedulerView:
+        """The scheduler between two steps: it waits for the step in progress."""
+        return self._loop.ask(lambda: self._core.view(self._clock.now()))
