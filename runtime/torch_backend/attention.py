@@ -141,7 +141,7 @@ def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, te
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=terms.scale)
     scores = _scores(query, keys, terms).masked_fill_(~mask, float("-inf"))
     sinks = None if terms.sinks is None else terms.sinks.view(1, *query.shape[1:3], 1)
-    return torch.matmul(_weights(scores, sinks).to(values.dtype), values)
+    return torch.matmul(softmax_weights(scores, sinks).to(values.dtype), values)
 
 
 def attend_chunk(chunk: ChunkInputs, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -165,7 +165,7 @@ def attend_chunk(chunk: ChunkInputs, query: Tensor, keys: Tensor, values: Tensor
     scores = _scores(query.reshape(kv_heads, group * tokens, dim), keys, terms).view(kv_heads, group, tokens, context)
     scores = scores.masked_fill_(~chunk.mask(window, query.device), float("-inf"))
     sinks = None if terms.sinks is None else terms.sinks.view(kv_heads, group, 1, 1)
-    weights = _weights(scores, sinks).to(values.dtype).view(kv_heads, group * tokens, context)
+    weights = softmax_weights(scores, sinks).to(values.dtype).view(kv_heads, group * tokens, context)
     return torch.matmul(weights, values).view(heads, tokens, -1)
 
 
@@ -174,7 +174,7 @@ def _scores(query: Tensor, keys: Tensor, terms: Terms) -> Tensor:
     return scores if terms.softcap is None else torch.tanh(scores / terms.softcap) * terms.softcap
 
 
-def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax in float32; a sink is one more score that takes weight and gives no value (Xiao et al. 2023)."""
     if sinks is None:
         return torch.softmax(scores, -1, dtype=torch.float32)

@@ -17,11 +17,14 @@ from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
 from runtime.torch_backend.contract import Loaded
+from runtime.torch_backend.decode_cache import DecodeCache
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
+from runtime.torch_backend.linear import pack_linears
 from runtime.torch_backend.sampling import Sampler
 
 Work = Sequence | Chunk
+MIN_CACHE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -50,6 +53,9 @@ class TorchExecutor:
     One thread at a time. A step that raises is split in halves and run again, down to the request at fault; one that runs
     out of memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their
     own row only.
+
+    On a CPU, ``cpu_fast_path`` repacks the model's linear layers and keeps a contiguous copy of the decoding sequences' keys
+    and values, which takes up to as much memory as the pool; without it the device-independent code runs.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class TorchExecutor:
         limits: KnobLimits | None = None,
         seed: int = 0,
         clock: Clock | None = None,
+        cpu_fast_path: bool = True,
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
@@ -73,6 +80,11 @@ class TorchExecutor:
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
+        self._cache: DecodeCache | None = None
+        if self.device.type == "cpu" and cpu_fast_path:
+            pack_linears(loaded.model)
+            pool_bytes = kv_blocks * block_size * loaded.kv_bytes_per_token
+            self._cache = DecodeCache(self.pool, loaded.kv_bytes_per_token, max(pool_bytes, MIN_CACHE_BYTES))
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
 
@@ -80,14 +92,15 @@ class TorchExecutor:
         """Compute ``plan`` once (``repeat`` is for simulations) and sample."""
         outcome = _Outcome()
         if not plan.empty:
+            cause: Exception | None = None
             try:
                 outcome.tokens, outcome.failed = self._run_plan(plan)
             except Exception as error:
                 cause = error
-            else:
-                cause = None
-            if cause is not None:
+            if cause is not None:  # out of the except block, so that the frames that raised can be freed
                 self._rows.forget()
+                if self._cache is not None:
+                    self._cache.clear()  # it may have missed tokens that the parts write
                 self._divide([*plan.decode_rows(), *plan.chunks], plan.step, cause, outcome)
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
@@ -125,14 +138,13 @@ class TorchExecutor:
 
     def _prepare(self, plan: StepPlan) -> tuple[Tensor, Tensor, StepInputs, list[Sequence]]:
         rows = self._rows
-        rows.advance(plan)
-        count = len(rows.sequences)
+        left, taken = rows.advance(plan)
+        cached = self._cache is not None and self._cache.advance(rows, left, taken)
         positions = rows.positions
-        slots = rows.slots(positions) if count else positions
+        slots = rows.slots(positions)
         decode: DecodeInputs | None = None
-        if count:
-            longest = int(positions.max()) + 1
-            decode = self._padded(rows.table(longest), positions)
+        if len(rows.sequences):
+            decode = self._cache if cached else self._padded(rows.table(int(positions.max()) + 1), positions)
         return self._assemble(rows.sequences, positions, slots, decode, plan.chunks)
 
     def _padded(self, table: Ints, positions: Ints) -> PaddedDecode:
