@@ -1,0 +1,199 @@
+"""Readers of trace files: Azure's CSV and Mooncake's jsonl. Every complaint names file, line, field, value and what is allowed.
+
+Azure LLM inference traces: ``TIMESTAMP,ContextTokens,GeneratedTokens``; a timestamp is a date and time, or seconds.
+Mooncake (Qin et al., FAST 2025): one JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+``hash_ids``, one id for each block of 512 prompt tokens; equal ids mean equal blocks behind equal prefixes.
+Both may carry ``request_class`` and ``tenant``; other fields are ignored. Times must not descend.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.workload.traces import TraceRow
+from runtime.errors import InputError
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
+MOONCAKE_BLOCK = 512  # tokens
+
+Reader = Callable[[str | Path, int | None], list[TraceRow]]
+
+
+def read_azure(path: str | Path, limit: int | None = None) -> list[TraceRow]:
+    """Rows of an Azure CSV, at most ``limit``. Raises InputError."""
+    return _checked(path, _azure_rows(path), limit)
+
+
+def read_mooncake(path: str | Path, limit: int | None = None) -> list[TraceRow]:
+    """Rows of a Mooncake-style jsonl, at most ``limit``. Raises InputError."""
+    return _checked(path, _mooncake_rows(path), limit)
+
+
+def guess_reader(path: str | Path) -> Reader:
+    """The reader for what the first line that is not blank looks like."""
+    first = next((line.strip() for line in _lines(path) if line.strip()), "")
+    if first.startswith("{"):
+        return read_mooncake
+    if not first or {column.strip() for column in first.split(",")} & set(AZURE_COLUMNS):
+        return read_azure
+    raise InputError(
+        f"{path}, line 1: {_short(first)} is no trace; it must be a CSV with columns {', '.join(AZURE_COLUMNS)}, "
+        f"or jsonl with fields {', '.join(MOONCAKE_FIELDS)}"
+    )
+
+
+def _azure_rows(path: str | Path) -> Iterator[tuple[int, TraceRow]]:
+    reader = csv.reader(_lines(path))
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            line = reader.line_num
+            if not any(cell.strip() for cell in cells):
+                continue
+            if header is None:
+                header = [cell.strip() for cell in cells]
+                for column in AZURE_COLUMNS:
+                    if column not in header:
+                        _bad(path, line, f"no column {column}; the header is {_short(','.join(header))}, it must have "
+                                         f"{', '.join(AZURE_COLUMNS)}")  # fmt: skip
+                continue
+            if len(cells) != len(header):
+                _bad(path, line, f"{len(cells)} fields; the header has {len(header)}")
+            row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
+            yield (
+                line,
+                TraceRow(
+                    time=_timestamp(path, line, row["TIMESTAMP"]),
+                    prompt_tokens=_count(path, line, "ContextTokens", row["ContextTokens"], 1),
+                    output_tokens=_count(path, line, "GeneratedTokens", row["GeneratedTokens"], 0),
+                    request_class=row.get("request_class") or "default",
+                    tenant=row.get("tenant", ""),
+                ),
+            )
+    except csv.Error as error:
+        _bad(path, reader.line_num, f"not CSV: {error}")
+
+
+def _mooncake_rows(path: str | Path) -> Iterator[tuple[int, TraceRow]]:
+    for line, text in enumerate(_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            _bad(path, line, f"not JSON: {error}")
+        if not isinstance(row, dict):
+            _bad(path, line, f"{_short(text)} is not a JSON object")
+        for name in MOONCAKE_FIELDS:
+            if name not in row:
+                _bad(path, line, f"no field {name}; there must be {', '.join(MOONCAKE_FIELDS)}")
+        prompt = _count(path, line, "input_length", row["input_length"], 1)
+        yield (
+            line,
+            TraceRow(
+                time=_number(path, line, "timestamp", row["timestamp"], "a number of ms, at least 0") / 1000,
+                prompt_tokens=prompt,
+                output_tokens=_count(path, line, "output_length", row["output_length"], 0),
+                blocks=_blocks(path, line, row.get("hash_ids"), prompt),
+                request_class=_text(path, line, "request_class", row.get("request_class")) or "default",
+                tenant=_text(path, line, "tenant", row.get("tenant")),
+            ),
+        )
+
+
+def _blocks(path: str | Path, line: int, ids: Any, prompt: int) -> tuple[tuple[int, int], ...]:
+    """Segments of a prompt: one for each hash id, the last as long as what is left. () without hash ids."""
+    if ids is None:
+        return ()
+    needed = math.ceil(prompt / MOONCAKE_BLOCK)
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        _bad(path, line, f"hash_ids is {_short(ids)}; it must be a list of whole numbers")
+    if len(ids) != needed:
+        _bad(
+            path, line, f"hash_ids has {len(ids)} ids; {prompt} prompt tokens need {needed} of {MOONCAKE_BLOCK} tokens"
+        )
+    last = prompt - (needed - 1) * MOONCAKE_BLOCK
+    return (*((i, MOONCAKE_BLOCK) for i in ids[:-1]), (ids[-1], last))
+
+
+def _checked(path: str | Path, rows: Iterable[tuple[int, TraceRow]], limit: int | None) -> list[TraceRow]:
+    kept: list[TraceRow] = []
+    for line, row in rows:
+        if kept and row.time < kept[-1].time:
+            _bad(
+                path, line, f"its time is {kept[-1].time - row.time:g} s before the line above; times must not descend"
+            )
+        kept.append(row)
+        if len(kept) == limit:
+            break
+    if not kept:
+        raise InputError(f"{path}: no requests; there must be at least one")
+    return kept
+
+
+def _lines(path: str | Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _timestamp(path: str | Path, line: int, text: str) -> float:
+    try:
+        seconds = float(text)
+        if math.isfinite(seconds) and seconds >= 0:
+            return seconds
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            pass
+        else:
+            # A time without a zone is not the machine's local time: its clock changes would bend the trace.
+            zero = datetime(1970, 1, 1, tzinfo=moment.tzinfo)
+            return (moment - zero).total_seconds()
+    allowed = "a date and time such as 2023-11-16 18:17:03.97, or a number of seconds, at least 0"
+    _bad(path, line, f"TIMESTAMP is {_short(text)}; it must be {allowed}")
+
+
+def _number(path: str | Path, line: int, name: str, value: Any, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        _bad(path, line, f"{name} is {_short(value)}; it must be {allowed}")
+    return float(value)
+
+
+def _count(path: str | Path, line: int, name: str, value: Any, low: int) -> int:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+    if isinstance(number, bool) or not isinstance(number, int) or number < low:
+        _bad(path, line, f"{name} is {_short(value)}; it must be a whole number, at least {low}")
+    return number
+
+
+def _text(path: str | Path, line: int, name: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        _bad(path, line, f"{name} is {_short(value)}; it must be text")
+    return value or ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _bad(path: str | Path, line: int, what: str) -> NoReturn:
+    raise InputError(f"{path}, line {line}: {what}")
