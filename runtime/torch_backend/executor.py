@@ -117,10 +117,14 @@ class TorchExecutor:
         """Forget ``sequence``."""
         sequence.data = None
 
-    def logits(self, plan: StepPlan) -> Tensor:
-        """Compute ``plan`` and return the logits ``[rows that sample, vocab]`` instead of sampling; errors propagate."""
+    def logits(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
+        """Compute ``plan`` and return logits ``[rows that sample, vocab]`` and whose they are, instead of sampling.
+
+        Errors propagate.
+        """
         with torch.inference_mode():
-            return self._forward(*self._prepare(plan)[:3])
+            ids, keep, step, sampling = self._prepare(plan)
+            return self._forward(ids, keep, step), sampling
 
     def _run_plan(self, plan: StepPlan) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
         started = time.process_time()

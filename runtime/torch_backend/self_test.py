@@ -38,10 +38,10 @@ _STEPS: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]], ...] = (
 
 
 class _Row(NamedTuple):
-    """Where a row of logits belongs: ``kind`` of work, which sequence, position of the token fed."""
+    """Where a row of logits belongs: ``kind`` of work, which text, position of the token fed."""
 
     kind: str
-    sequence: int
+    text: int
     position: int
 
 
@@ -58,26 +58,29 @@ def self_test(loaded: LoadedModel) -> None:
             f"at least {max(_LENGTHS) + _DECODES} are needed"
         )
     texts = _texts(loaded)
+    errors: dict[str, list[float]] = {}
+    executor: TorchExecutor | None = None
     try:
-        plain, noise = _plain(loaded, texts)
+        plain, noise = _plain(loaded, texts)  # first: the executor may lay out the weights anew
         executor = TorchExecutor(loaded, kv_blocks=_pool_blocks(), block_size=_BLOCK)
-        errors: dict[str, list[float]] = {}
-        for rows, logits in _packed(executor, texts):
+        for row, logits in _packed(executor, texts):
             if executor.hook_calls != loaded.layers:
-                raise UnsupportedModelError(
-                    f"model {loaded.architecture}: its attention cannot be hooked "
-                    f"({executor.hook_calls} of {loaded.layers} layers called ours); {SUPPORTED}"
-                )
-            for row, found in zip(rows, logits.float(), strict=True):
-                error = relative_error(found, plain[row.sequence][row.position])
-                errors.setdefault(row.kind, []).append(error)
-    except ModelError:
-        raise
+                raise _not_hooked(loaded, executor.hook_calls)
+            found = relative_error(logits, plain[row.text][row.position])
+            errors.setdefault(row.kind, []).append(found)
     except Exception as error:  # whatever a model that was not made for this raises
         if is_out_of_memory(error):
             raise ModelError(f"model {loaded.name}: out of memory in its self-test: {summary(error)}") from error
+        if isinstance(error, UnsupportedModelError) and str(error).startswith("model "):
+            raise
+        if executor is None:
+            raise UnsupportedModelError(
+                f"model {loaded.architecture}: its own forward fails: {summary(error)}; {SUPPORTED}"
+            ) from error
+        if not executor.pool.layers:  # its own attention ran, without the mask that ours does not need
+            raise _not_hooked(loaded, 0) from error
         raise UnsupportedModelError(
-            f"model {loaded.architecture}: its forward fails in a packed batch ({summary(error)}); {SUPPORTED}"
+            f"model {loaded.architecture}: its forward fails in a packed batch: {summary(error)}; {SUPPORTED}"
         ) from error
     allowed = TOLERANCE[loaded.dtype] + 4 * noise
     for kind, found_errors in errors.items():
@@ -88,6 +91,13 @@ def self_test(loaded: LoadedModel) -> None:
                 f"model {loaded.architecture}: packed logits differ from the model's own "
                 f"({kind}: relative error {worst:.2g}, allowed {allowed:.2g}); {SUPPORTED}"
             )
+
+
+def _not_hooked(loaded: LoadedModel, calls: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"model {loaded.architecture}: its attention cannot be hooked "
+        f"({calls} of {loaded.layers} layers called ours); {SUPPORTED}"
+    )
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -116,34 +126,37 @@ def _plain(loaded: LoadedModel, texts: list[list[int]]) -> tuple[list[torch.Tens
     return plain, noise
 
 
-def _packed(executor: TorchExecutor, texts: list[list[int]]) -> Iterable[tuple[list[_Row], torch.Tensor]]:
-    """The rows of each step of ``_STEPS`` and their logits [rows, vocab]."""
+def _packed(executor: TorchExecutor, texts: list[list[int]]) -> Iterable[tuple[_Row, torch.Tensor]]:
+    """Every row that the steps of ``_STEPS`` yield, with its logits [vocab]."""
     sequences = [_sequence(at, text) for at, text in enumerate(texts)]
     decodes = DecodeSet()
     for step, (decoding, parts) in enumerate(_STEPS):
-        rows: list[_Row] = []
+        rows: dict[Sequence, _Row] = {}
         for at in decoding:
             sequence = sequences[at]
             if sequence not in decodes.members:
                 decodes.members[sequence] = None
                 sequence.joined, sequence.computed = step, _LENGTHS[at]
-            rows.append(_Row("decode", at, _LENGTHS[at] + step - sequence.joined))
-            sequence.output.append(texts[at][rows[-1].position])
+            position = _LENGTHS[at] + step - sequence.joined
+            rows[sequence] = _Row("decode", at, position)
+            sequence.output.append(texts[at][position])
         for at in set(range(len(texts))) - set(decoding):
             decodes.members.pop(sequences[at], None)
         decodes.version += 1
-        chunks = []
+        chunks = tuple(Chunk(sequences[at], start, tokens, True) for at, start, tokens in parts)
         for at, start, tokens in parts:
-            chunks.append(Chunk(sequences[at], start, tokens, True))
-            rows.append(_Row("later chunk" if start else "first chunk", at, start + tokens - 1))
-        yield rows, executor.logits(_plan(step, decodes, tuple(chunks), rows))
+            rows[sequences[at]] = _Row("later chunk" if start else "first chunk", at, start + tokens - 1)
+        logits, owners = executor.logits(_plan(step, decodes, chunks))
+        if len(owners) != len(rows) or len(logits) != len(rows):
+            raise UnsupportedModelError(f"{len(logits)} rows of logits came out where {len(rows)} were asked for")
+        yield from ((rows[owner], row) for owner, row in zip(owners, logits.float(), strict=True))
 
 
-def _plan(step: int, decodes: DecodeSet, chunks: tuple[Chunk, ...], rows: list[_Row]) -> StepPlan:
+def _plan(step: int, decodes: DecodeSet, chunks: tuple[Chunk, ...]) -> StepPlan:
     return StepPlan(
         step=step,
         n_decode=len(decodes),
-        decode_context=sum(row.position + 1 for row in rows if row.kind == "decode"),
+        decode_context=sum(s.computed + step - s.joined + 1 for s in decodes),
         chunks=chunks,
         decodes=decodes,
         version=decodes.version,
