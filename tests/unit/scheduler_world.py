@@ -1,0 +1,179 @@
+"""A world to drive the scheduler in: an executor that remembers which token lies in every KV slot.
+
+It computes nothing, but it checks on every row that the slots a sequence may read hold exactly its own tokens. A block
+leaked, shared wrongly, reused too early or recomputed in the wrong place shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import inf
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.plan import StepPlan, StepResult, Token
+from runtime.llm.scheduler import Scheduler
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import Request, SamplingParams, Sequence
+
+BLOCK = 4
+
+
+def chain(tokens: list[int], block_size: int = BLOCK) -> tuple[int, ...]:
+    """Hashes of the full blocks, each of the whole prefix up to its end."""
+    return tuple(hash(tuple(tokens[: (i + 1) * block_size])) for i in range(len(tokens) // block_size))
+
+
+def extend_hashes(sequence: Sequence) -> None:
+    sequence.hashes = list(chain([*sequence.request.prompt, *sequence.output]))
+
+
+class CheckingExecutor:
+    """``fail`` and ``stop`` say for each row whether it fails, or ends early. A step takes ``step_s`` seconds."""
+
+    def __init__(self, seed: int = 0, step_s: float = 0.01) -> None:
+        self.random = random.Random(seed)
+        self.step_s = step_s
+        self.fail: Callable[[Sequence], bool] = lambda s: False
+        self.stop: Callable[[Sequence], bool] = lambda s: False
+        self.slots: dict[tuple[int, int], int] = {}
+        self.alive: set[Sequence] = set()
+        self.released: list[Sequence] = []
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        rows = [(s, s.computed + plan.step - s.joined, 1, True) for s in plan.decode_rows()]
+        rows += [(c.sequence, c.start, c.count, c.samples) for c in plan.chunks]
+        assert len({s for s, *_ in rows}) == len(rows), "a sequence is in a step twice"
+        assert plan.decode_context == sum(p + 1 for _, p, _, _ in rows[: plan.n_decode])
+        tokens, failed, stopped = [], [], []
+        for sequence, start, count, samples in rows:
+            self.alive.add(sequence)
+            known = [*sequence.request.prompt, *sequence.output]
+            where = [(sequence.blocks[p // BLOCK], p % BLOCK) for p in range(start + count)]
+            prefixes = [hash(tuple(known[: p + 1])) for p in range(start + count)]  # what KV at a position depends on
+            for position in range(start, start + count):
+                self.slots[where[position]] = prefixes[position]
+            assert [self.slots[w] for w in where] == prefixes, f"{sequence} reads foreign KV"
+            assert samples == (start + count == len(known)), sequence
+            if self.fail(sequence):
+                failed.append((sequence, RuntimeError("poisoned")))
+                for position in range(start, start + count):
+                    self.slots[where[position]] = 0
+            elif samples:
+                tokens.append(Token(sequence, self.random.randrange(3)))
+        for token in tokens:
+            token.sequence.output.append(token.id)
+            if self.stop(token.sequence):
+                stopped.append((token.sequence, FinishReason.STOP))
+        self.plans.append(plan)
+        return StepResult(ends=[now + self.step_s], tokens=tokens, failed=failed, stopped=stopped)
+
+    def release(self, sequence: Sequence) -> None:
+        assert sequence not in self.released, "released twice"
+        self.released.append(sequence)
+        self.alive.discard(sequence)
+
+
+class World:
+    """An :class:`EngineCore` on a :class:`CheckingExecutor`, with the rules of DESIGN checked after every step."""
+
+    def __init__(self, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, seed: int = 0) -> None:
+        self.executor = CheckingExecutor(seed)
+        self.scheduler = Scheduler(
+            kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None
+        )
+        self.core = EngineCore(self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits())
+        self.prefix = prefix
+        self.now = 0.0
+        self.live: list[Sequence] = []
+        self.records: dict[str, RequestRecord] = {}
+        self.steps: list[StepRecord] = []
+        self.added = 0
+        self.drained_sequences = 0  # what ran when the knobs were last lowered, and has not yet drained
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **fields: object) -> Sequence:
+        self.added += 1
+        request = Request(
+            id=f"r{self.added}",
+            prompt=tuple(prompt),
+            params=SamplingParams(max_tokens=max_tokens),
+            max_tokens=max_tokens,
+            arrival=self.now,
+            block_hashes=chain(prompt) if self.prefix else (),
+            **fields,  # type: ignore[arg-type]
+        )
+        sequence = self.core.add(request)
+        self.live.append(sequence)
+        return sequence
+
+    def set_knobs(self, knobs: Knobs) -> None:
+        self.drained_sequences = max(self.drained_sequences, self.scheduler.running)
+        self.core.set_knobs(knobs)
+
+    def cancel(self, sequence: Sequence) -> None:
+        record = self.core.finish(sequence, FinishReason.CANCELLED, self.now)
+        assert record is not None and self.core.finish(sequence, FinishReason.CANCELLED, self.now) is None
+        self._ended(sequence, record)
+
+    def step(self) -> StepOutcome:
+        running_before = self.scheduler.running
+        outcome = self.core.step(self.now)
+        for sequence, record in outcome.finished:
+            self._ended(sequence, record)
+        self.scheduler.check_integrity()
+        if outcome.record is None:
+            assert not self.scheduler.has_work or outcome.wake_at < inf, "work, but nothing to wake for it"
+            assert not self.scheduler.running, "something runs, but no step"
+        else:
+            self._check_plan(self.executor.plans[-1], running_before)
+            self.steps.append(outcome.record)
+        self.now = outcome.end
+        return outcome
+
+    def _check_plan(self, plan: StepPlan, running_before: int) -> None:
+        knobs = self.core.knobs
+        tokens = plan.n_decode + plan.prefill_tokens
+        sequences = plan.n_decode + len(plan.chunks)
+        slots = min(knobs.max_batch_size, knobs.token_budget)
+        assert sequences <= max(slots, self.drained_sequences), "more sequences than the knobs allow"
+        assert all(c.count <= knobs.chunk_size for c in plan.chunks), "a chunk above chunk_size"
+        assert all(c.count >= 1 for c in plan.chunks), "an empty chunk"
+        if plan.chunks:
+            assert tokens <= knobs.token_budget, "prompts planned above token_budget"
+        assert tokens <= max(knobs.token_budget, self.drained_sequences), "more tokens than the knobs allow"
+        if running_before > slots:
+            assert not any(c.sequence.epoch_first == plan.epoch and c.start == 0 for c in plan.chunks) or (
+                sequences <= self.drained_sequences
+            ), "admitted while draining"
+        self.drained_sequences = min(self.drained_sequences, self.scheduler.running)
+
+    def _ended(self, sequence: Sequence, record: RequestRecord) -> None:
+        assert record.id not in self.records, f"{record.id} ended twice"
+        self.records[record.id] = record
+        self.live.remove(sequence)
+        assert not sequence.blocks and sequence in self.executor.released
+        assert len(record.token_times) == record.output_tokens == sequence.generated
+        assert list(record.token_times) == sorted(record.token_times)
+        assert record.output_tokens == len(sequence.output), sequence
+        if record.reason is FinishReason.LENGTH:
+            assert record.output_tokens == sequence.request.max_tokens
+        if record.scheduled is not None:
+            assert record.arrival <= record.scheduled <= record.finished
+
+    def drain(self) -> None:
+        """Run until nothing is left; every request must get there in a bounded number of steps."""
+        self.executor.fail = self.executor.stop = lambda s: False
+        left = sum(s.request.prompt_len + s.request.max_tokens for s in self.live)
+        for _ in range(100 + 50 * left):
+            if not self.scheduler.has_work:
+                break
+            outcome = self.step()
+            if outcome.record is None and self.scheduler.has_work:
+                assert outcome.wake_at > self.now, "woken for nothing"
+                self.now = outcome.wake_at
+        assert not self.scheduler.has_work, f"{len(self.live)} requests never finished: {self.live[:3]}"
+        assert not self.live and len(self.records) == self.added
+        assert not self.executor.alive
+        assert self.scheduler.kv.free == self.scheduler.kv.total
