@@ -47,7 +47,7 @@ def test_type_checkers_see_the_same_names(package: ModuleType) -> None:
     tree = ast.parse((ROOT / package.__name__ / "__init__.py").read_text(encoding="utf-8"))
     guard = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
     seen = {
-        str(alias.asname): (str(node.module), alias.name)
+        alias.asname or alias.name: (str(node.module), alias.name)
         for node in guard.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,30 @@ def test_the_source_keeps_every_rule() -> None:
         if (found := violations(module, path.read_text(encoding="utf-8"), package=path.name == "__init__.py"))
     }
     assert broken == {}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A distribution that merely comes along with another one may stop doing so."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
+    serving = {
+        canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["optional-dependencies"]["serve"]
+    }
+    distributions = packages_distributions()
+    undeclared = {}
+    for module, path in modules():
+        allowed = declared | serving if within(module, "runtime.serving") else declared
+        for imported in imports_of(module, path.read_text(encoding="utf-8"), package=path.name == "__init__.py"):
+            top = imported.target.partition(".")[0]
+            if top in sys.stdlib_module_names or top in ("autotune", "runtime", "__future__"):
+                continue
+            if not {canonical(name) for name in distributions.get(top, [top])} & allowed:
+                undeclared[module] = top
+    assert undeclared == {}
+
+
+def canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def test_nothing_but_the_torch_backend_loads_torch() -> None:
