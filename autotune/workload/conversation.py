@@ -17,6 +17,9 @@ from autotune.workload.lengths import Lognormal
 from autotune.workload.randomness import Stream, generator
 from autotune.workload.spec import Arrival, positive, whole
 
+USER = Lognormal(median=50, sigma=0.9)  # tokens; mean 75
+ANSWER = Lognormal(median=120, sigma=0.7)  # tokens; mean 153
+
 
 @dataclass(frozen=True)
 class Conversations:
@@ -38,8 +41,8 @@ class Conversations:
     turns: float = 4.0
     max_turns: int = 12
     think_s: float = 15.0
-    user: Lognormal = Lognormal(median=50, sigma=0.9)
-    answer: Lognormal = Lognormal(median=120, sigma=0.7)
+    user: Lognormal = USER
+    answer: Lognormal = ANSWER
 
     def __post_init__(self) -> None:
         positive("rate", self.rate)

@@ -12,7 +12,7 @@ from autotune.workload.processes import MarkovModulated
 from autotune.workload.randomness import Floats
 
 SHORTEST_GAP = 1e-5  # s; clocks tie, densities of shapes below 1 do not like 0
-SHAPES = (0.05, 50.0)  # bounds of a state's gamma shape: outside, a state sits on a handful of gaps
+SHAPES = (0.05, 5000.0)  # bounds of a state's gamma shape: near-constant gaps (clients on a timer) do occur
 
 
 class Fit(NamedTuple):
@@ -23,12 +23,12 @@ class Fit(NamedTuple):
     rounds: int
 
 
-def fit_process(gaps: Floats, states: int, *, rounds: int = 150, tolerance: float = 1e-3) -> Fit:
+def fit_process(gaps: Floats, states: int, *, rounds: int = 60, tolerance: float = 1e-2) -> Fit:
     """Maximum-likelihood :class:`MarkovModulated` with this many states, by Baum-Welch (Rabiner 1989).
 
-    Expectation-maximisation finds a local optimum, so it runs from two deterministic starts (gaps split by their own
-    size; by the mean of their neighbourhood, which finds slow changes) and keeps the likelier. Gamma parameters are the
-    closed-form estimate of Ye & Chen (2017), weighted. Ends when the log-likelihood gains less than ``tolerance``.
+    Expectation-maximisation finds a local optimum, so it runs from four deterministic starts (gaps split by their own
+    size, and by the mean of ever wider neighbourhoods, which finds slow changes) and keeps the likeliest. Gamma
+    parameters are the closed-form estimate of Ye & Chen (2017), weighted. Ends when the log-likelihood gains less than ``tolerance``.
     """
     gaps = np.maximum(gaps, SHORTEST_GAP)
     if len(gaps) < 20 * states:
@@ -53,19 +53,19 @@ def fit_lengths(prompts: Ints, outputs: Ints, *, bands: int = 16, levels: int = 
 
 def quantile_levels(count: int) -> Floats:
     """``count`` even steps from 0 to 1, and four finer ones at the upper end, where the long requests are."""
-    even = np.linspace(0, 1, count + 1)
-    tail = 1 - 1 / count * np.array([0.5, 0.25, 0.1, 0.03])
-    return np.round(np.union1d(even, tail), 7)
+    even = [i / count for i in range(count + 1)]
+    tail = [1 - share / count for share in (0.5, 0.25, 0.1, 0.03)]
+    return np.array(sorted(round(level, 7) for level in even + tail))
 
 
 def _starts(gaps: Floats, states: int) -> list[Floats]:
     """State memberships [n, states] to begin with."""
     starts = []
-    for window in (1, 15, max(15, len(gaps) // 60)):
+    for window in (1, 15, max(15, len(gaps) // 60), max(15, len(gaps) // 24)):
         smooth = np.convolve(np.log(gaps), np.ones(window) / window, mode="same")
         rank = np.argsort(np.argsort(smooth, kind="stable"), kind="stable")
-        member = np.full((len(gaps), states), 0.1 / states)
-        member[np.arange(len(gaps)), rank * states // len(gaps)] += 0.9
+        member = np.full((len(gaps), states), 0.01 / states)
+        member[np.arange(len(gaps)), rank * states // len(gaps)] += 0.99
         starts.append(member)
     return starts
 
@@ -77,7 +77,8 @@ def _baum_welch(gaps: Floats, member: Floats, rounds: int, tolerance: float) -> 
     start = np.full(states, 1 / states)
     previous = -np.inf
     done = 0
-    for done in range(1, rounds + 1):
+    while done < rounds:
+        done += 1
         transition = pair_sum + 1e-3
         transition /= transition.sum(axis=1, keepdims=True)
         means, shapes = _gamma_fit(gaps, member)

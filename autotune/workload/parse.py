@@ -1,0 +1,101 @@
+"""The one spelling of workloads: ``NAME``, ``NAME:option=…,option=…``, ``NAME:TRACE,option=…`` or ``TRACE,option=…``.
+
+Names are those of the presets; ``azure-conv``, ``azure-code`` and ``mooncake`` take a trace file and replay it; a file
+alone is read as what it looks like. Options after it scale what it gives: ``azure-conv:trace.csv,rate=2,length=1/8``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from autotune.workload.options import Options
+from autotune.workload.presets import FITTED, PRESETS
+from autotune.workload.readers import Reader, guess_reader, read_azure, read_mooncake
+from autotune.workload.spec import Source, Workload
+from autotune.workload.traces import Trace, guess_bin, window
+from runtime.errors import InputError
+
+COMMON = ("rate", "time", "length", "cap_prompt", "cap_output", "limit", "seed")
+TRACE = ("start", "bin")
+READERS: dict[str, Reader] = {**dict.fromkeys(FITTED, read_azure), "mooncake": read_mooncake}
+NAMES = (*PRESETS, "mooncake")
+
+_OPTION = re.compile(r"\s*[A-Za-z_]+\s*=")
+
+
+def parse_workload(text: str) -> Workload:
+    """Read a workload's spelling (docs/workloads.md). Raises InputError that quotes it and lists the choices.
+
+    The result's ``name`` is the spelling, spaces removed: parsing it again gives the same requests.
+    """
+    try:
+        return _parse(text.strip())
+    except ValueError as error:
+        raise InputError(f'workload "{text}": {error}') from error
+
+
+def _parse(text: str) -> Workload:
+    head, colon, rest = text.partition(":")
+    if not colon and "," in text and text.split(",")[0].strip() in NAMES:
+        raise InputError(f'options follow a colon; write "{text.replace(",", ":", 1)}"')
+    named = head.strip() in NAMES
+    name = head.strip() if named else ""
+    path, parts = _split(rest if named else text)
+    if path:
+        if named and name not in READERS:
+            raise InputError(f"{path!r} is no option=value, and {name} replays no file; its options are "
+                             f"{', '.join((*COMMON, *PRESETS[name].options))}")  # fmt: skip
+        if not named and not Path(path).is_file():
+            raise InputError(
+                f"{path!r} is no workload and no file; the workloads are {', '.join(NAMES)}, or a trace file"
+            )
+        options = Options.parse(parts, (*COMMON, *TRACE))
+        source = _trace(path, READERS[name] if named else guess_reader(path), options)
+        description = f"replay of {len(source.rows)} requests of {Path(path).name}"
+        made: Source = source
+    elif not named:
+        raise InputError(f"it names nothing; the workloads are {', '.join(NAMES)}, or a trace file")
+    elif name not in PRESETS:
+        raise InputError(f"{name} replays a file; write {name}:PATH")
+    else:
+        preset = PRESETS[name]
+        if not parts and colon:
+            raise InputError(f"nothing follows the colon; the options are {', '.join((*COMMON, *preset.options))}"
+                             + (", or a trace file" if name in READERS else ""))  # fmt: skip
+        options = Options.parse(parts, (*COMMON, *preset.options))
+        made, description = preset.build(options), preset.description
+    spelling = ",".join([path, *parts] if path else parts)
+    full = spelling if not named else f"{name}:{spelling}" if spelling else name
+    return _scaled(Workload(full, description, made), options)
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """The path (which may hold commas) and the options behind it."""
+    pieces = text.split(",")
+    first = next((i for i, piece in enumerate(pieces) if _OPTION.match(piece)), len(pieces))
+    return ",".join(pieces[:first]).strip(), ["=".join(s.strip() for s in p.split("=", 1)) for p in pieces[first:]]
+
+
+def _trace(path: str, reader: Reader, options: Options) -> Trace:
+    start = options.number("start", 0.0, zero=True)
+    limit = options.whole("limit", None)
+    rows = reader(path, limit if not start else None)  # a huge trace is read no further than it is played
+    rows = window(path, rows, start)[:limit]
+    width = options.number("bin", None, zero=True)
+    return Trace(path, tuple(rows), guess_bin([row.time for row in rows]) if width is None else width)
+
+
+def _scaled(workload: Workload, options: Options) -> Workload:
+    if "rate" in options and "time" in options:
+        raise InputError("rate and time are both given; give one")
+    rate = options.number("rate", None)
+    paced = workload if rate is None else workload.at_rate(rate)
+    scaled = paced.scaled(
+        time=options.number("time", 1.0),
+        length=options.number("length", 1.0),
+        cap_prompt=options.whole("cap_prompt", None),
+        cap_output=options.whole("cap_output", None),
+    )
+    return replace(scaled, limit=options.whole("limit", None), seed=options.whole("seed", 0, low=0))
