@@ -118,7 +118,7 @@ class World:
         self._ended(sequence, record)
 
     def step(self) -> StepOutcome:
-        running_before = self.scheduler.running
+        begun_before = [(s, s.preemptions) for s in self.scheduler.prefills]
         outcome = self.core.step(self.now)
         for sequence, record in outcome.finished:
             self._ended(sequence, record)
@@ -127,12 +127,13 @@ class World:
             assert not self.scheduler.has_work or outcome.wake_at < inf, "work, but nothing to wake for it"
             assert not self.scheduler.running, "something runs, but no step"
         else:
-            self._check_plan(self.executor.plans[-1], running_before)
+            expired = {s for s, record in outcome.finished if record.reason is FinishReason.TIMEOUT}
+            self._check_plan(self.executor.plans[-1], begun_before, expired)
             self.steps.append(outcome.record)
         self.now = outcome.end
         return outcome
 
-    def _check_plan(self, plan: StepPlan, running_before: int) -> None:
+    def _check_plan(self, plan: StepPlan, begun_before: list[tuple[Sequence, int]], expired: set[Sequence]) -> None:
         knobs = self.core.knobs
         tokens = plan.n_decode + plan.prefill_tokens
         sequences = plan.n_decode + len(plan.chunks)
@@ -143,10 +144,10 @@ class World:
         if plan.chunks:
             assert tokens <= knobs.token_budget, "prompts planned above token_budget"
         assert tokens <= max(knobs.token_budget, self.drained_sequences), "more tokens than the knobs allow"
-        if running_before > slots:
-            assert not any(c.sequence.epoch_first == plan.epoch and c.start == 0 for c in plan.chunks) or (
-                sequences <= self.drained_sequences
-            ), "admitted while draining"
+        kept = {s for s, preemptions in begun_before if s.preemptions == preemptions and s not in expired}
+        new = {c.sequence for c in plan.chunks} - kept
+        if new:
+            assert plan.n_decode + len(kept) + len(new) <= slots, "admitted while the slots are full"
         self.drained_sequences = min(self.drained_sequences, self.scheduler.running)
 
     def _ended(self, sequence: Sequence, record: RequestRecord) -> None:

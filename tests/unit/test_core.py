@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import logging
+from math import inf
+
+import pytest
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.plan import StepPlan, StepResult
+from runtime.records import FinishReason
+from runtime.request import Sequence
+from tests.unit.scheduler_world import CheckingExecutor, World
+
+
+def test_time_out_in_the_queue_wakes_the_engine_and_ends_the_request() -> None:
+    w = World(kv_blocks=20)
+    w.core.set_knobs(Knobs(4, 10_000, 64, 64))
+    w.add([1, 2], expires=2.5)
+    outcome = w.step()
+    assert outcome.record is None and outcome.wake_at == 2.5 == w.core.next_expiry
+    w.now = 2.5
+    outcome = w.step()
+    assert [r.reason for _, r in outcome.finished] == [FinishReason.TIMEOUT]
+    assert outcome.record is None and outcome.wake_at == inf and not w.core.has_work
+
+
+def test_time_out_while_running_keeps_the_tokens() -> None:
+    w = World(kv_blocks=20)
+    w.add([1, 2], 16, expires=0.025)
+    while w.live:
+        w.step()
+    record = w.records["r1"]
+    assert record.reason is FinishReason.TIMEOUT and record.output_tokens == 3
+    w.drain()
+
+
+def test_knobs_above_the_limits_are_refused_and_the_old_ones_stay() -> None:
+    w = World(kv_blocks=20)
+    w.core.limits = KnobLimits(max_batch_size=8)
+    before = w.core.setting
+    with pytest.raises(ValueError, match="max_batch_size is 9"):
+        w.core.set_knobs(Knobs(max_batch_size=9))
+    assert w.core.setting is before
+
+
+def test_an_executor_that_raises_fails_its_step_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    w = World(kv_blocks=20)
+
+    class Breaks(CheckingExecutor):
+        def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+            if any(c.sequence.request.id == "r2" for c in plan.chunks):
+                raise RuntimeError("no such kernel")
+            return super().execute(plan, now, until)
+
+    w.executor = w.core.executor = Breaks()
+    w.core.set_knobs(Knobs(1, 0, 64, 64))
+    w.add([1], 3)
+    w.add([2], 3)
+    w.add([3], 3)
+    with caplog.at_level(logging.ERROR):
+        while w.core.has_work:
+            for sequence, record in w.core.step(w.now).finished:
+                w._ended(sequence, record)
+            w.scheduler.check_integrity()
+            w.now += 0.01
+    assert {i: str(r.reason) for i, r in w.records.items()} == {"r1": "length", "r2": "error", "r3": "length"}
+    assert w.records["r2"].cause == "RuntimeError: no such kernel"
+
+
+def test_out_of_memory_lowers_the_effective_limits_and_the_knobs_in_force() -> None:
+    w = World(kv_blocks=20)
+
+    class Tight(CheckingExecutor):
+        def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+            result = super().execute(plan, now, until)
+            tokens = plan.n_decode + plan.prefill_tokens
+            return result._replace(oom_tokens=tokens if tokens > 10 else 0)
+
+    w.executor = w.core.executor = Tight()
+    w.core.set_knobs(Knobs(8, 0, 40, 40))
+    w.add([1] * 24, 3)
+    w.core.step(0.0)
+    assert w.core.effective_limits.token_budget == 12 == w.core.knobs.token_budget
+    assert w.core.knobs.max_batch_size == 8 and w.core.limits.token_budget == 8192
+    w.core.set_knobs(Knobs(8, 0, 40, 40))
+    assert w.core.knobs.token_budget == 12, "above the effective limit knobs are lowered to it"
+
+
+def test_a_policy_that_raises_is_taken_off(caplog: pytest.LogCaptureFixture) -> None:
+    class Bad:
+        def budget(self, view: object) -> int:
+            raise ZeroDivisionError("oops")
+
+    w = World(kv_blocks=20)
+    w.core.policy = Bad()
+    w.add([1] * 12, 2)
+    with caplog.at_level(logging.ERROR):
+        assert w.step().record is not None
+    assert w.core.policy is None and "step policy failed" in caplog.text
+    w.drain()
+
+
+def test_a_policy_bounds_one_step_and_the_record_says_so() -> None:
+    class Small:
+        def budget(self, view: object) -> int:
+            return 5
+
+    w = World(kv_blocks=20)
+    w.core.policy = Small()
+    epoch = w.core.epoch
+    w.add([1] * 12, 2)
+    record = w.step().record
+    assert record is not None and record.budget_used == 5 == record.prefill_tokens
+    assert record.prefill_context == 5 and record.prefill_attention == 15 and record.limited_by == "budget"
+    assert w.core.epoch == epoch
+    w.drain()
+
+
+def test_finish_in_every_state() -> None:
+    w = World(kv_blocks=20)
+    w.core.set_knobs(Knobs(2, 0, 8, 4))
+    decoding = w.add([1, 2], 9)
+    w.step()
+    prefilling, waiting = w.add([2] * 8, 9), w.add([3] * 8, 9)
+    w.step()
+    assert (decoding.state, prefilling.state, waiting.state) == ("decode", "prefill", "waiting")
+    for sequence in (waiting, prefilling, decoding):
+        w.cancel(sequence)
+        w.scheduler.check_integrity()
+    assert not w.core.has_work and w.scheduler.kv.free == 20
+    assert w.records["r3"].scheduled is None and w.records["r3"].queue_time is None
+
+
+def test_many_time_outs_do_not_pile_up() -> None:
+    w = World(kv_blocks=20)
+    for _ in range(5000):
+        sequence: Sequence = w.add([1], 1, expires=1e9)
+        w.cancel(sequence)
+    assert len(w.core._expiries) < 2100

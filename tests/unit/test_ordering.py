@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from runtime.llm.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, WaitingQueue, ordering_named
+from runtime.request import Request, SamplingParams, Sequence
+
+
+def make(id: str, arrival: float = 0.0, prompt: int = 4, **fields: object) -> Sequence:
+    return Sequence(Request(id, (1,) * prompt, SamplingParams(), 4, arrival, **fields))  # type: ignore[arg-type]
+
+
+def order(name: str, *sequences: Sequence) -> list[str]:
+    queue = WaitingQueue(ordering_named(name))
+    for sequence in sequences:
+        queue.push(sequence)
+    out = []
+    while queue.peek() is not None:
+        sequence = queue.pop()
+        sequence.state = "prefill"
+        out.append(sequence.request.id)
+        queue.check_integrity()
+    return out
+
+
+def test_first_come_first_served() -> None:
+    assert order("fcfs", make("a", 1), make("b", 0, priority=9), make("c", 2)) == ["b", "a", "c"]
+
+
+def test_priority_is_worth_a_bounded_time() -> None:
+    late, too_late = 0.9 * PRIORITY_STEP_S, 1.1 * PRIORITY_STEP_S
+    assert order("priority", make("old", 0), make("vip", late, priority=1)) == ["vip", "old"]
+    assert order("priority", make("old", 0), make("vip", too_late, priority=1)) == ["old", "vip"]
+    assert order("priority", make("a", 0), make("b", 0)) == ["a", "b"]
+
+
+def test_shortest_is_worth_a_bounded_time() -> None:
+    assert order("shortest", make("long", 0, 100), make("short", 0.5)) == ["short", "long"]
+    assert order("shortest", make("long", 0, 100), make("short", 96 * SHORTEST_STEP_S + 0.1)) == ["long", "short"]
+
+
+def test_earliest_deadline_first_and_none_is_late() -> None:
+    assert order("deadline", make("none"), make("b", deadline=9.0), make("a", deadline=3.0)) == ["a", "b", "none"]
+
+
+def test_fair_share_alternates_and_charges_by_tokens() -> None:
+    big = [make(f"big{i}", prompt=20, tenant="big") for i in range(3)]
+    small = [make(f"small{i}", prompt=4, tenant="small") for i in range(3)]
+    assert order("fair", *big, *small) == ["big0", "small0", "small1", "small2", "big1", "big2"]
+
+
+def test_a_tenant_saves_up_nothing_while_away() -> None:
+    queue = WaitingQueue(ordering_named("fair"))
+    for i in range(4):
+        queue.push(make(f"busy{i}", tenant="busy"))
+    for _ in range(3):
+        queue.pop().state = "prefill"
+    for i in range(3):
+        queue.push(make(f"new{i}", tenant="new"))
+    taken = []
+    for _ in range(4):
+        sequence = queue.pop()
+        sequence.state = "prefill"
+        taken.append(sequence.request.id)
+    assert taken == ["new0", "busy3", "new1", "new2"] or taken == ["busy3", "new0", "new1", "new2"]
+
+
+def test_the_preempted_go_first() -> None:
+    again = make("again", 5)
+    again.preemptions = 1
+    assert order("fcfs", make("new", 0), again) == ["again", "new"]
+
+
+def test_leaving_early_is_remembered() -> None:
+    queue = WaitingQueue(ordering_named("fcfs"))
+    sequences = [make(f"s{i}", i) for i in range(500)]
+    for sequence in sequences:
+        sequence.pending = 4
+        queue.push(sequence)
+    for sequence in sequences[:499]:
+        sequence.state = "finished"
+        queue.removed(sequence)
+        queue.check_integrity()
+    assert len(queue) == 1 and queue.tokens == 4 and queue.peek() is sequences[499] is queue.oldest()
+    assert len(queue._heap) < 200, "those that left are still held"
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=f"ordering is 'lifo'; it must be one of {', '.join(ORDERINGS)}"):
+        ordering_named("lifo")
