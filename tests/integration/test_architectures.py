@@ -1,0 +1,226 @@
+"""Every supported architecture, token for token against ``model.generate``, while everything around it moves.
+
+The engine's own scheduler and core run real (small) models with random chunk sizes, budgets, batch sizes and wait
+windows that change from step to step, in a KV pool so small that sequences are preempted, with shared prefixes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from runtime.clock import VirtualClock
+from runtime.errors import UnsupportedModelError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.core import EngineCore
+from runtime.llm.output import OutputProcessor
+from runtime.llm.prefix import block_hashes, token_hasher
+from runtime.llm.scheduler import Scheduler
+from runtime.records import FinishReason
+from runtime.request import Request, SamplingParams
+from runtime.torch_backend import loading
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.loading import LoadedModel, from_model
+from runtime.torch_backend.self_test import self_test
+from tests.integration.architectures import ARCHITECTURES, REFUSED, VOCABULARY, build
+
+BLOCK = 4
+POOL_BLOCKS = 22  # the longest request needs 15 of them
+SHARED = 16  # tokens that several prompts begin with
+LENGTHS = (3, 38, 21, 26, 9, 31, 38)  # of prompts; those longer than SHARED begin alike
+OUTPUTS = (14, 9, 12, 16, 11, 10, 12)
+MARGIN = 1e-3  # least gap of the two likeliest tokens, in standard deviations of the logits; float noise is 1e-6
+SEEDS = (1, 2, 3)
+
+
+class Expected(NamedTuple):
+    """Prompts, what ``generate`` makes of them, and which must have ended before (a conversation's next turn), or −1."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    after: list[int]
+
+
+class Served(NamedTuple):
+    outputs: list[list[int]]
+    preemptions: int
+    cached_tokens: int
+    knob_changes: int
+    most_rows: int
+
+
+def generate(model: PreTrainedModel, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+    """Greedy continuation by transformers, and the smallest gap between the two likeliest tokens on the way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some architectures warn of their own caches
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits = torch.cat(out.logits)
+    top = logits.topk(2).values
+    margin = ((top[:, 0] - top[:, 1]) / logits.std(-1)).min()
+    return out.sequences[0, len(prompt) :].tolist(), float(margin)
+
+
+def clear_cut(
+    model: PreTrainedModel, rng: random.Random, head: list[int], length: int, tokens: int
+) -> tuple[list[int], list[int]]:
+    """A random prompt that begins with ``head``, and its continuation: one no rounding could change, and not one word."""
+    for _ in range(60):
+        prompt = head + [rng.randrange(VOCABULARY) for _ in range(length - len(head))]
+        output, margin = generate(model, prompt, tokens)
+        if margin > MARGIN and len(set(output)) > min(3, tokens / 3):
+            return prompt, output
+    raise AssertionError("no prompt with a clear continuation: the weights are too flat, or the model repeats itself")
+
+
+@lru_cache(maxsize=1)
+def prepared(architecture: str) -> tuple[LoadedModel, Expected]:
+    """The model, self-tested, and what it must say. Kept for the seeds of one architecture."""
+    model = build(architecture)
+    rng = random.Random(7)
+    head = [rng.randrange(VOCABULARY) for _ in range(SHARED)]
+    prompts, outputs, after = [], [], []
+    for length, tokens in zip(LENGTHS, OUTPUTS, strict=True):
+        prompt, output = clear_cut(model, rng, head if length > SHARED else [], length, tokens)
+        prompts.append(prompt)
+        outputs.append(output)
+        after.append(-1)
+    turn = prompts[2] + outputs[2]  # the next turn of a conversation finds prompt and answer in the cache
+    prompt, output = clear_cut(model, rng, turn, len(turn) + 5, 8)
+    expected = Expected([*prompts, prompt], [*outputs, output], [*after, 2])
+    check_telling(model, expected)
+    loaded = from_model(model)
+    self_test(loaded)
+    return loaded, expected
+
+
+def check_telling(model: PreTrainedModel, expected: Expected) -> None:
+    """The outputs must vary, and depend on the far end of the context, or equality would prove little."""
+    together = [token for output in expected.outputs for token in output]
+    assert len(set(together)) > len(together) / 6
+    prompt, output = expected.prompts[4], expected.outputs[4]  # shorter than two windows
+    changed = [[(prompt[0] + shift) % VOCABULARY, *prompt[1:]] for shift in (1, 25, 50, 75, 100, 125)]
+    assert any(generate(model, other, len(output))[0] != output for other in changed), "the first token does not matter"
+
+
+def random_knobs(rng: random.Random) -> Knobs:
+    return Knobs(
+        max_batch_size=rng.choice((1, 2, 4, 8)),
+        max_wait_ms=rng.choice((0, 0, 4)),
+        token_budget=rng.choice((2, 7, 16, 33, 64)),
+        chunk_size=rng.choice((1, 3, 8, 17, 64)),
+    )
+
+
+def serve(loaded: LoadedModel, expected: Expected, seed: int) -> Served:
+    """Run all requests through scheduler, core and executor; knobs change before about every other step."""
+    rng = random.Random(seed)
+    clock = VirtualClock()
+    limits = KnobLimits(max_batch_size=8, token_budget=64, chunk_size=64)
+    scheduler = Scheduler(kv_blocks=POOL_BLOCKS, block_size=BLOCK, hasher=token_hasher(BLOCK))
+    executor = TorchExecutor(loaded, kv_blocks=POOL_BLOCKS, block_size=BLOCK, limits=limits, clock=clock)
+    core = EngineCore(scheduler, executor, knobs=random_knobs(rng), limits=limits, output=OutputProcessor())
+    outputs: list[list[int]] = [[] for _ in expected.prompts]
+    waiting = list(range(len(expected.prompts)))
+    sequences: dict[int, object] = {}
+    done: set[int] = set()
+    cached = most_rows = changes = 0
+    for _ in range(2000):
+        ready = [at for at in waiting if expected.after[at] < 0 or expected.after[at] in done]
+        if ready and (rng.random() < 0.7 or not core.has_work):
+            at = ready[0]
+            waiting.remove(at)
+            prompt = expected.prompts[at]
+            request = Request(
+                str(at),
+                tuple(prompt),
+                SamplingParams(),
+                len(expected.outputs[at]),
+                clock.now(),
+                block_hashes=block_hashes(prompt, BLOCK),
+            )
+            sequences[at] = core.add(request)
+        elif not waiting and not core.has_work:
+            break
+        if rng.random() < 0.5:
+            before = core.epoch
+            changes += core.set_knobs(random_knobs(rng)) > before
+        outcome = core.step(clock.now())
+        scheduler.check_integrity()
+        clock.advance(0.001)
+        if outcome.record is not None:
+            assert outcome.record.failed == 0, outcome.result
+            most_rows = max(most_rows, outcome.record.decodes + outcome.record.chunks)
+        for sequence, record in outcome.finished:
+            assert record.reason is FinishReason.LENGTH, record.cause
+            outputs[int(sequence.request.id)] = list(sequence.output)
+            done.add(int(sequence.request.id))
+            cached += record.cached_tokens
+    assert len(done) == len(expected.prompts), "the engine did not get through its requests"
+    assert scheduler.kv.free == POOL_BLOCKS
+    return Served(outputs, scheduler.preemptions, cached, changes, most_rows)
+
+
+def known_here(architecture: str) -> None:
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers_version} has no {architecture}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_same_tokens_as_generate(architecture: str, seed: int) -> None:
+    known_here(architecture)
+    loaded, expected = prepared(architecture)
+    served = serve(loaded, expected, seed)
+    assert served.outputs == expected.outputs
+    assert served.preemptions > 0
+    assert served.cached_tokens >= SHARED
+    assert served.knob_changes > 5
+    assert served.most_rows > 2
+
+
+def test_at_least_35_architectures_run_here() -> None:
+    assert sum(architecture in CONFIG_MAPPING for architecture in ARCHITECTURES) >= 35
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_would_be_wrong_is_refused(architecture: str) -> None:
+    known_here(architecture)
+    with pytest.raises(UnsupportedModelError) as raised:
+        self_test(from_model(build(architecture)))
+    message = str(raised.value)
+    assert message.startswith(f"model {architecture}: ")
+    assert REFUSED[architecture][1] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("architecture", ["llama4_text", "minimax", "qwen3_next", "lfm2"])
+def test_self_test_refuses_what_the_config_would_have_told(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer types are not all there is between these and wrong tokens."""
+    monkeypatch.setattr(loading, "check_config", lambda config, name: None)
+    with pytest.raises(UnsupportedModelError, match=f"model {architecture}: "):
+        self_test(from_model(build(architecture)))
+
+
+def test_documented_list_is_the_tested_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    tested, refused = text.split("## Tested", 1)[1].split("## Refused", 1)
+    assert sorted(re.findall(r"`([^`]+)`", tested.split("<!-- list -->")[1])) == sorted(ARCHITECTURES)
+    assert set(re.findall(r"^\| `([^`]+)` \|", refused, re.MULTILINE)) == set(REFUSED)
