@@ -1,36 +1,36 @@
-"""Tunes: profiles an engine offline, steers it online, exports what it found.
-
-The names below are loaded when first used: importing this costs nothing, and none of them loads torch.
-"""
+"""Tunes: profiles an engine offline, steers it online, exports what it found."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from autotune.version import __version__
+
 if TYPE_CHECKING:
-    from autotune.profile import Profile as Profile
-    from autotune.profile import load_profile as load_profile
-    from autotune.profile import shipped_profiles as shipped_profiles
+    from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
+    from autotune.score import Score
 
-    __version__: str
+__all__ = ["Profile", "Score", "__version__", "load_profile", "save_profile", "shipped_profiles"]
 
-_MODULE = {name: "autotune.profile" for name in ("Profile", "load_profile", "shipped_profiles")}
-
-__all__ = ["Profile", "__version__", "load_profile", "shipped_profiles"]
+_HOMES = {
+    "Profile": "autotune.profile",
+    "Score": "autotune.score",
+    "load_profile": "autotune.profile",
+    "save_profile": "autotune.profile",
+    "shipped_profiles": "autotune.profile",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = version("gpu-autotune")
-    elif name in _MODULE:
-        value = getattr(import_module(_MODULE[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Public names load their module when first used, so that ``import autotune`` is quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -1,0 +1,109 @@
+"""Progress for people: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from autotune.profiling.setup import Setup
+
+_EVERY_S = 10.0  # between plain lines of one stage
+
+
+def ratio(scale: float) -> str:
+    """A length scale for people: 0.125 is 1/8."""
+    fraction = Fraction(scale).limit_denominator(1024)
+    return f"{scale:g}" if fraction.denominator in (1, 1024) else str(fraction)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02d} min"
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Rich takes a pipe for 80 columns wide; a file can be wider, and tables in it must not be cut."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=max(120, console.width))
+
+
+class Display:
+    """A :class:`autotune.profiling.reporting.Reporter` on a console."""
+
+    def __init__(self, console: Console, head: str) -> None:
+        self._console = console
+        self._head = head
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._since = self._said = 0.0
+        if console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description:<12}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[count]:>10}  {task.fields[elapsed]:>8}  {task.fields[note]}"),
+                console=console,
+                refresh_per_second=4,
+            )
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, style="dim", soft_wrap=True)
+
+    def ready(self, setup: Setup) -> None:
+        targets = ", ".join(f"{n} {v:g} ms" for n, v in setup.slo.targets_ms.items() if v is not None)
+        why = "" if setup.slo_from == "given" else f" ({setup.slo_from})"
+        basis = (
+            "as asked"
+            if setup.rate_from == "user"
+            else "a little above what the machine can serve, so that settings differ"
+        )
+        scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
+        self._console.print(
+            f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"
+            f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n"
+            f"rate {setup.rate:g} req/s ({basis}); {setup.window_s:g} s windows",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def stage(self, name: str) -> None:
+        self._stage, self._since, self._said = name, time.monotonic(), time.monotonic()
+        if self._bars is not None:
+            self._bars.start()
+            self._task = self._bars.add_task(name, total=1.0, count="", note="", elapsed="0 s")
+
+    def progress(self, share: float, count: str, note: str, left_s: float | None) -> None:
+        text = note + ("" if left_s is None else f"   ~{duration(left_s)} left")
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=share, count=count, note=text, elapsed=self._elapsed())
+        elif time.monotonic() - self._said >= _EVERY_S:
+            self._said = time.monotonic()
+            self._line(count, text)
+
+    def stage_done(self, count: str, note: str) -> None:
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=1.0, count=count, note=note, elapsed=self._elapsed())
+            self._bars.stop()
+            self._bars = self._fresh()
+            self._task = None
+        else:
+            self._line(count, note)
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _fresh(self) -> Progress:
+        assert self._bars is not None
+        return Progress(*self._bars.columns, console=self._console, refresh_per_second=4)
+
+    def _elapsed(self) -> str:
+        return duration(time.monotonic() - self._since)
+
+    def _line(self, count: str, note: str) -> None:
+        parts = (f"{self._stage:<12}", f"{count:>10}", f"{self._elapsed():>8}", note)
+        self._console.print("  ".join(parts).rstrip(), markup=False, highlight=False, soft_wrap=True)

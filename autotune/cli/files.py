@@ -1,0 +1,37 @@
+"""Where a profiling run writes, checked before anything is measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import InputError
+
+
+@dataclass(frozen=True)
+class Files:
+    """The profile, its raw runs, and the study behind them."""
+
+    profile: Path
+    points: Path
+    journal: Path
+
+    @classmethod
+    def of(cls, out: Path, study: Path | None) -> Files:
+        """Paths from ``--out`` and ``--study``. Raises :class:`InputError` when one of them cannot be written."""
+        if out.suffix not in (".yaml", ".yml"):
+            raise InputError(f"--out: {out} must end in .yaml")
+        files = cls(out, out.with_suffix(".points.jsonl"), study or out.with_suffix(".journal"))
+        for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
+            _writable(option, path)
+        return files
+
+
+def _writable(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise InputError(f"{option}: {path} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{option}: {path} cannot be written: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise InputError(f"{option}: {path} cannot be written: permission denied")

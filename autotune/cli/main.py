@@ -1,0 +1,85 @@
+"""The ``autotune`` command: one file a verb, and one place that turns what went wrong into a line and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from autotune.cli import profile, profiles, show
+from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
+from autotune.version import __version__
+from runtime.errors import InputError, ModelError
+
+app = typer.Typer(
+    name="autotune",
+    help="Finds and keeps the batching settings of an LLM engine: four knobs, measured on your hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profile)
+app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
+app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"autotune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Options of the command itself."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 1 ran and fell short, 2 bad input, 130 stopped by Ctrl-C."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command. Wrong input is one line on stderr and never a traceback."""
+    try:
+        result = app(args=None if arguments is None else list(arguments), prog_name="autotune", standalone_mode=False)
+        return result if isinstance(result, int) else DONE
+    except (InputError, ModelError) as error:
+        return _complain(str(error))
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.UsageError as error:
+        return _complain(_usage(error))
+    except click.ClickException as error:
+        return _complain(error.format_message())
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `autotune show … | head`
+        with contextlib.suppress(OSError):
+            sys.stderr.close()
+        return DONE
+
+
+def _usage(error: click.UsageError) -> str:
+    text = error.format_message().rstrip(".")
+    verb = f" {error.ctx.info_name}" if error.ctx is not None and error.ctx.parent is not None else ""
+    return f"{text[:1].lower()}{text[1:]}; see autotune{verb} --help"
+
+
+def _complain(text: str) -> int:
+    """One line, whatever the exception held: a second line would hide the first in a log."""
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

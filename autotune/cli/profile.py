@@ -1,0 +1,302 @@
+"""``autotune profile``: from nothing to a YAML profile on this machine. Wiring only; the work is in autotune/profiling."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.version import __version__
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.cli.files import Files
+    from autotune.profile import Machine, ModelFacts
+    from autotune.profiling.session import Findings, Question
+    from runtime.llm.engine import Engine
+
+HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
+EXAMPLES = (
+    "Examples:  autotune profile  ·  "
+    "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
+)
+DEFAULT_BUDGET = "2m20s"
+_BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
+_SHORTEST_BUDGET_S = 10.0
+
+
+def profile(
+    cpu: Annotated[
+        bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
+    ] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Profile the GPU; an error if PyTorch sees none.")] = False,
+    model: Annotated[
+        str, Option(help="A preset (tiny, qwen3-0.6b, llama-3.1-8b, …), a directory, or a hub id.")
+    ] = "tiny",
+    workload: Annotated[str, Option(help="A preset, or azure-conv:FILE to replay a trace.")] = "azure-conv",
+    slo: Annotated[
+        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can keep.")
+    ] = None,
+    trials: Annotated[
+        int | None, Option(help="How many settings to try; without --budget there is then no time limit.")
+    ] = None,
+    budget: Annotated[
+        str | None, Option(help=f"Time for everything after loading, such as 90s or 10m.  (default: {DEFAULT_BUDGET})")
+    ] = None,
+    pin: Annotated[list[str] | None, Option(help="Fix a knob: token_budget=512. Repeatable.")] = None,
+    ranges: Annotated[
+        list[str] | None, Option("--range", help="Search a knob within: token_budget=64:2048. Repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
+    ] = None,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
+    rate: Annotated[
+        float | None, Option(help="Requests/s to compare settings at.  (default: a little above capacity)")
+    ] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    study: Annotated[Path | None, Option(help="The study's journal.  (default: beside --out)")] = None,
+    fresh: Annotated[bool, Option("--fresh", help="Discard an earlier study instead of going on with it.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object only, the profile; progress goes to stderr.")
+    ] = False,
+) -> int:
+    """Profile the machine; the exit code says whether the SLO can be kept."""
+    from autotune.cli.display import make_console
+    from autotune.cli.files import Files
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.profiling.session import Question
+    from autotune.profiling.space import make_space
+    from autotune.workload import parse_workload
+    from runtime.knobs import KnobLimits
+    from runtime.slo import SLO
+
+    if cpu and gpu:
+        raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
+    if trials is not None and trials < 1:
+        raise InputError(f"--trials is {trials}; it must be at least 1")
+    if rate is not None and not 0 < rate < 1e6:
+        raise InputError(f"--rate is {rate:g}; it must be above 0 requests/s")
+    limits = KnobLimits()
+    question = Question(
+        workload=_checked("--workload", parse_workload, workload),
+        slo=None if slo is None else _checked("--slo", SLO.parse, slo),
+        rate=rate,
+        seed=seed,
+        trials=trials,
+        budget_s=seconds(budget or DEFAULT_BUDGET) if budget is not None or trials is None else None,
+        space=make_space(limits, pin or (), ranges or ()),
+    )
+    console = make_console(stderr=as_json)
+    kind = _kind(cpu, gpu, console)
+    files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), study)
+    with stop_on_interrupt() as stop:
+        from runtime.llm.engine import Engine
+        from runtime.torch_backend.loading import load_model
+
+        device = "cuda" if kind == "gpu" else "cpu"
+        loaded = load_model(model, dtype=dtype, device=device, seed=seed)
+        machine = _machine(kind)
+        facts = _facts(loaded, seed)
+        console.print(_head(machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        with Engine(loaded, limits=limits, seed=seed) as engine:
+            found = _study(engine, facts, machine, question, files, workload, console, fresh, stop)
+            if found is None:
+                return INTERRUPTED
+            return _finish(found, question, files, workload, machine, facts, engine, console, as_json)
+
+
+def _study(
+    engine: Engine,
+    facts: ModelFacts,
+    machine: Machine,
+    question: Question,
+    files: Files,
+    spec: str,
+    console: Console,
+    fresh: bool,
+    stop: Any,
+) -> Findings | None:
+    """Work on the study until it is done or stopped; None when there is nothing to keep yet."""
+    from autotune.cli.display import Display
+    from autotune.profiling.session import Session
+    from autotune.profiling.study import open_study
+
+    weights = "random weights, " if facts.random_weights else ""
+    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {spec}"
+    display = Display(console, head)
+    identity = {
+        "model": facts.model_dump(mode="json"),
+        "machine": machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
+        "workload": spec,
+        "rate": question.rate,
+        "slo": None if question.slo is None else str(question.slo),
+        "seed": question.seed,
+        "space": question.space.as_dict(),
+        "autotune": __version__,
+    }
+    with open_study(files.journal, identity, fresh=fresh) as study:
+        if study.exhausted(question.trials, question.budget_s):
+            display.note(
+                f"{files.journal} holds a finished study; measuring anew (a larger --budget or --trials extends it)"
+            )
+            study = study.restarted(identity)
+        session = Session(engine, facts, question, study, display, stop=stop.is_set)
+        try:
+            found = session.run()
+        finally:
+            display.close()
+        if not found.runs:
+            console.print(
+                f"stopped before the first trial was done; nothing written to {files.profile}. Run the same command to go on."
+            )
+            return None
+        if not found.stopped:
+            study.finish(question.trials, question.budget_s)
+        return found
+
+
+def _finish(
+    found: Findings,
+    question: Question,
+    files: Files,
+    spec: str,
+    machine: Machine,
+    facts: ModelFacts,
+    engine: Engine,
+    console: Console,
+    as_json: bool,
+) -> int:
+    """Write the profile and its sidecar, show the table, and say how it went."""
+    import json
+
+    from autotune.profile import EngineFacts, KvPool, save_profile, write_whole
+    from autotune.profiling.assemble import assemble, sidecar
+    from autotune.profiling.fingerprint import software
+    from autotune.profiling.space import VLLM_DEFAULTS
+    from autotune.profiling.table import show
+
+    made = assemble(
+        found,
+        question,
+        name=files.profile.stem,
+        command=shlex.join(["autotune", *sys.argv[1:]]),
+        spec=spec,
+        machine=machine,
+        software=software(),
+        engine=EngineFacts(
+            name="autotune-runtime",
+            version=__version__,
+            kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
+            limits=engine.limits,
+            prefix_cache=True,
+        ),
+        model=facts,
+        baseline=engine.limits.clamp(VLLM_DEFAULTS),
+        points_file=files.points,
+    )
+    write_whole(files.points, sidecar(found))
+    save_profile(made, files.profile)
+    if as_json:
+        shape = {
+            "file": str(files.profile),
+            "status": made.status,
+            "slo_met": made.slo_met,
+            "profile": made.model_dump(mode="json"),
+        }
+        print(json.dumps(shape))
+    show(made, console)
+    if found.stopped:
+        done, planned = found.validated
+        count = f"{done} of {planned} validated" if planned else f"{len(found.runs)} trials, none validated"
+        console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
+        return INTERRUPTED
+    console.print(
+        f"\nprofile  {files.profile}     next:  autotune show {files.profile}      this table again\n"
+        f"{'':>{len(str(files.profile)) + 9}}            --budget 10m             the same, narrower intervals",
+        highlight=False,
+        markup=False,
+    )
+    return DONE if made.slo_met else FELL_SHORT
+
+
+def seconds(text: str) -> float:
+    """``90s``, ``2m``, ``1h30m`` in seconds. Raises :class:`InputError`."""
+    match = _BUDGET.match(text.strip())
+    if match is None or not text.strip():
+        hint = f"; write {text.strip()}s or {text.strip()}m" if text.strip().isdigit() else ", such as 90s, 2m or 1h30m"
+        raise InputError(f'--budget: "{text}" is not a time{hint}')
+    total = sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
+    if total < _SHORTEST_BUDGET_S:
+        raise InputError(f"--budget is {text}; it must be at least {_SHORTEST_BUDGET_S:g}s")
+    return total
+
+
+def _checked(option: str, parse: Any, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
+def _kind(cpu: bool, gpu: bool, console: Console) -> str:
+    from autotune.profiling.fingerprint import gpu_available, package_version
+
+    if cpu:
+        return "cpu"
+    found = gpu_available()
+    if gpu and not found:
+        raise InputError(
+            f"--gpu: PyTorch sees no CUDA device (torch {package_version('torch')}). "
+            "Install a CUDA build of torch, or drop --gpu to profile the CPU."
+        )
+    return "gpu" if found else "cpu"
+
+
+def _machine(kind: str) -> Machine:
+    import torch
+
+    from autotune.profiling.fingerprint import machine
+
+    return machine(gpu=kind == "gpu", threads=torch.get_num_threads())
+
+
+def _facts(loaded: Any, seed: int) -> ModelFacts:
+    from autotune.profile import ModelFacts
+    from runtime.torch_backend.presets import PRESETS
+
+    preset = loaded.name in PRESETS
+    return ModelFacts(
+        name=loaded.name,
+        architecture=loaded.architecture,
+        parameters=loaded.parameters,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        random_weights=preset,
+        seed=seed if preset else None,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+    )
+
+
+def _head(machine: Machine, *, asked: bool) -> str:
+    from autotune.profiling.fingerprint import describe
+
+    note = "" if asked or machine.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
+    return f"autotune {__version__} · {describe(machine)}{note}"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+
+
+def _stem(model: str) -> str:
+    """``./models/My Model/`` → ``My-Model``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.rstrip("/")).name).strip("-.") or "model"

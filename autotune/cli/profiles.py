@@ -1,0 +1,35 @@
+"""``autotune profiles``: what ships with the package."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+HELP = "List the profiles that come with this package: measured on real hardware, each with its provenance."
+EXAMPLES = "Examples:  autotune profiles  ·  autotune profiles --json"
+
+
+def profiles(as_json: bool = typer.Option(False, "--json", help="Print one JSON object only.")) -> int:
+    """List the shipped profiles; a broken one is an error."""
+    from rich.table import Table
+
+    from autotune.cli.display import make_console
+    from autotune.profile import load_profile, shipped_profiles
+
+    found = {name: (path, load_profile(path)) for name, path in shipped_profiles().items()}
+    if as_json:
+        print(json.dumps({name: {"path": str(path), "knobs": p.knobs.as_dict()} for name, (path, p) in found.items()}))
+        return 0
+    console = make_console()
+    if not found:
+        console.print("no profiles are shipped with this version; make one: autotune profile")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for title in ("profile", "machine", "model", "workload", "SLO", "balanced knobs"):
+        table.add_column(title)
+    for name, (_, p) in found.items():
+        machine = p.machine.gpu.name if p.machine.gpu else f"{p.machine.cpu}, {p.machine.cores} cores"
+        table.add_row(name, machine, f"{p.model.name} {p.model.dtype}", p.workload.spec, str(p.slo), str(p.knobs))
+    console.print(table)
+    return 0

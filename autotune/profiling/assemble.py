@@ -1,0 +1,114 @@
+"""From findings to the profile and its sidecar of raw runs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from pathlib import Path
+
+from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, Software
+from autotune.profiling.choice import choose, refuted
+from autotune.profiling.points import points
+from autotune.profiling.session import Findings, Question
+from autotune.profiling.setup import Setup
+from runtime.knobs import Knobs
+
+
+def assemble(
+    findings: Findings,
+    question: Question,
+    *,
+    name: str,
+    command: str,
+    spec: str,
+    machine: Machine,
+    software: Software,
+    engine: EngineFacts,
+    model: ModelFacts,
+    baseline: Knobs,
+    points_file: Path,
+) -> Profile:
+    """The profile. ``findings`` must hold at least one run."""
+    setup = findings.setup
+    comparable = findings.comparable()
+    if setup is None or not comparable:
+        raise ValueError("nothing was measured, so there is nothing to recommend")
+    settings = choose(comparable, setup.slo)
+    met, verdict = judge(findings, settings["balanced"].point)
+    validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
+    return Profile(
+        schema_version=1,
+        name=name,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        command=command,
+        status="stopped" if findings.stopped else "complete",
+        machine=machine,
+        software=software,
+        engine=engine,
+        model=model,
+        workload=LoadFacts(
+            spec=spec,
+            description=question.workload.description,
+            length_scale=setup.length_scale,
+            cap_prompt=setup.cap_prompt,
+            cap_output=setup.cap_output,
+            mean_prompt=setup.mean_prompt,
+            mean_output=setup.mean_output,
+            rate=setup.rate,
+            rate_from=setup.rate_from,
+            window_s=setup.window_s,
+            warmup_s=setup.warmup_s,
+            search_seed=question.seed,
+            validation_seeds=tuple(sorted(validated)),
+        ),
+        slo=setup.slo,
+        slo_from=setup.slo_from,
+        calibration=setup.calibration,
+        knobs=settings["balanced"].knobs,
+        settings=settings,
+        baseline=next((p for p in comparable if p.knobs == baseline), None),
+        capacity=findings.capacity,
+        verdict=verdict,
+        slo_met=met,
+        seed=question.seed,
+        points=tuple(points(findings.runs)),
+        points_file=points_file.name,
+    )
+
+
+def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
+    """Whether the SLO's share is kept at some rate that was tried, and the sentence that says it."""
+    setup: Setup | None = findings.setup
+    assert setup is not None
+    share = f"{setup.slo.attainment * 100:g}%"
+    if findings.capacity is None:
+        kept = not refuted(balanced, setup.slo)
+        return kept, (
+            f"stopped before the highest rate that keeps {share} was looked for; at {balanced.rate:g} req/s offered, "
+            f"the balanced setting kept {_share(balanced)}"
+        )
+    tried = findings.capacity.tried
+    if findings.capacity.rate is None:
+        best = max(tried, key=lambda p: p.attainment, default=balanced)
+        return False, (
+            f"the SLO was not met at any rate tried: at best {_share(best)} at {best.rate:g} req/s, where {share} are asked; "
+            "ask for less (--slo), or for shorter requests"
+        )
+    at = next(p for p in tried if p.rate == findings.capacity.rate)
+    if at.attainment >= setup.slo.attainment:
+        return True, f"balanced keeps {share} in SLO up to about {at.rate:.3g} req/s (measured {_share(at)})"
+    return True, (
+        f"balanced may keep {share} in SLO up to about {at.rate:.3g} req/s: {_share(at)} is too short a measurement "
+        "to tell; a longer --budget tells more"
+    )
+
+
+def sidecar(findings: Findings) -> str:
+    """One JSON line a run, failed trials with their cause at the end."""
+    lines = [run.model_dump_json() for run in findings.runs]
+    lines += [json.dumps({"stage": "search", "trial": number, "failed": cause}) for number, cause in findings.failures]
+    return "".join(line + "\n" for line in lines)
+
+
+def _share(p: Point) -> str:
+    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"

@@ -1,0 +1,83 @@
+"""Which settings to measure again, and which to recommend. The rules, in full, are in docs/profiling.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autotune.profile import Point, Purpose, Setting
+from runtime.knobs import KNOBS, Knobs
+from runtime.slo import SLO
+
+GIVE_UP = 0.15
+"""Goodput the interactive setting may cost, as a share of the best."""
+
+ALIKE = 1.2
+"""Two settings whose logarithmic knobs all lie within this ratio are not worth two validations."""
+
+
+def candidates(search: Sequence[Point], baseline: Knobs, slo: SLO, count: int) -> list[tuple[str, Knobs]]:
+    """Up to ``count`` settings for validation: the best by goodput, throughput and headroom in turn, and the baseline."""
+    rankings = (
+        sorted(search, key=lambda p: p.goodput.mean, reverse=True),
+        sorted(search, key=lambda p: p.throughput.mean, reverse=True),
+        _by_headroom(search, slo),
+    )
+    chosen: list[Knobs] = []
+    for place in range(len(search)):
+        for ranking in rankings:
+            knobs = ranking[place].knobs if place < len(ranking) else None
+            if knobs is not None and knobs != baseline and not any(alike(knobs, known) for known in chosen):
+                chosen.append(knobs)
+    return [("candidate", knobs) for knobs in chosen[: max(0, count - 1)]] + [("baseline", baseline)]
+
+
+def alike(a: Knobs, b: Knobs) -> bool:
+    for spec in KNOBS:
+        x, y = getattr(a, spec.name), getattr(b, spec.name)
+        if spec.log and not 1 / ALIKE <= x / y <= ALIKE:
+            return False
+        if not spec.log and abs(x - y) > 1:
+            return False
+    return True
+
+
+def latency(point: Point, slo: SLO) -> float:
+    """The point's worst p99 in units of its target; lower is better, inf when nothing finished."""
+    pairs = (
+        (point.ttft_p99_ms, slo.ttft_ms),
+        (point.tpot_p99_ms, slo.tpot_ms or slo.itl_ms),
+        (point.e2e_p99_ms, slo.e2e_ms),
+    )
+    ratios = [float("inf") if value is None else value / target for value, target in pairs if target is not None]
+    return max(ratios, default=float("inf"))
+
+
+def choose(found: Sequence[Point], slo: SLO) -> dict[Purpose, Setting]:
+    """Interactive, balanced and throughput from points at one and the same load. They may be one setting."""
+    balanced = max(found, key=lambda p: (p.goodput.mean, -latency(p, slo)))
+    enough = [p for p in found if p.goodput.mean >= (1 - GIVE_UP) * balanced.goodput.mean]
+    interactive = min(enough, key=lambda p: (latency(p, slo), -p.goodput.mean))
+    throughput = max(found, key=lambda p: (p.throughput.mean, p.goodput.mean))
+    return {
+        "interactive": Setting(
+            knobs=interactive.knobs,
+            why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best goodput",
+            point=interactive,
+        ),
+        "balanced": Setting(knobs=balanced.knobs, why="highest goodput", point=balanced),
+        "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
+    }
+
+
+def refuted(point: Point, slo: SLO) -> bool:
+    """Whether this point shows that the share is not kept: even the upper end of its interval lies below it."""
+    return point.offered == 0 or point.attainment_high < slo.attainment
+
+
+def _by_headroom(search: Sequence[Point], slo: SLO) -> list[Point]:
+    best = max((p.goodput.mean for p in search), default=0.0)
+    return sorted(_within(search, (1 - GIVE_UP) * best), key=lambda p: latency(p, slo))
+
+
+def _within(search: Iterable[Point], least: float) -> list[Point]:
+    return [p for p in search if p.goodput.mean >= least]

@@ -1,0 +1,125 @@
+"""What machine this is: enough to tell whether a profile measured elsewhere can be believed here.
+
+Reads /proc, cgroups and package metadata; PyTorch is asked (and loaded) only when a GPU is to be described.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from autotune.profile import GpuInfo, Machine, Software
+
+FLAGS = (
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
+"""CPU features that change how fast matrix products run; the rest of /proc/cpuinfo is noise."""
+
+_SHOWN = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "asimd")  # best first
+
+
+def machine(*, gpu: bool = False, threads: int | None = None) -> Machine:
+    """This machine. ``gpu`` describes the first CUDA device too (loads torch); ``threads``: what the engine computes with."""
+    return Machine(
+        kind="gpu" if gpu else "cpu",
+        cpu=cpu_model(),
+        cores=usable_cores(),
+        flags=cpu_flags(),
+        memory_gib=round(memory_bytes() / 2**30, 1),
+        threads=threads,
+        gpu=gpu_info() if gpu else None,
+        os=f"{platform.system()} {platform.release()} {platform.machine()}",
+    )
+
+
+def software() -> Software:
+    """Versions of what computes."""
+    return Software(
+        autotune=package_version("gpu-autotune"),
+        torch=package_version("torch"),
+        transformers=package_version("transformers"),
+        python=platform.python_version(),
+    )
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    return _cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    present = set((_cpuinfo_field(cpuinfo, "flags") or _cpuinfo_field(cpuinfo, "Features")).split())
+    return tuple(flag for flag in FLAGS if flag in present)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: its affinity, cut by a container's CPU quota (cgroup v2) when that is smaller."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return affinity if quota == "max" else max(1, min(affinity, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return affinity
+
+
+def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of the machine, or of the container when that is smaller."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int((cgroup / "memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return total
+
+
+def gpu_info() -> GpuInfo:
+    """The first CUDA device. Raises RuntimeError, from torch, when there is none."""
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    return GpuInfo(
+        name=device.name,
+        count=torch.cuda.device_count(),
+        memory_gib=round(device.total_memory / 2**30, 1),
+        capability=f"{device.major}.{device.minor}",
+        cuda=str(torch.version.cuda or ""),
+    )
+
+
+def gpu_available() -> bool:
+    """Whether PyTorch sees a CUDA device (loads torch)."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def describe(machine: Machine) -> str:
+    """One line for people: ``cpu: 2 cores, avx512_bf16, 23 GiB``."""
+    if machine.gpu is not None:
+        many = f"{machine.gpu.count} × " if machine.gpu.count > 1 else ""
+        return f"gpu: {many}{machine.gpu.name}, {machine.gpu.memory_gib:.0f} GiB"
+    best = next((flag for flag in _SHOWN if flag in machine.flags), "")
+    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+    return "cpu: " + ", ".join(part for part in (cores, best, f"{machine.memory_gib:.0f} GiB") if part)
+
+
+def _cpuinfo_field(path: Path, field: str) -> str:
+    try:
+        text = path.read_text()
+    except OSError:
+        return ""
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip() == field:
+            return value.strip()
+    return ""

@@ -1,0 +1,115 @@
+"""From runs to points: repeated measurements of one setting put together, with intervals that respect bursts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from autotune.profile import Part, Point, Spread
+from autotune.score import Score
+from runtime.knobs import Knobs
+from runtime.slo import wilson_interval
+
+Stage = Literal["search", "validation", "capacity"]
+_RESAMPLES = 2000
+
+
+class Run(Part):
+    """One measurement: a line of the sidecar file. ``trial``: its number in the study, -1 outside the search."""
+
+    stage: Stage
+    label: str
+    trial: int
+    score: Score
+
+    @property
+    def knobs(self) -> Knobs:
+        return Knobs.from_mapping(self.score.setting)
+
+
+def points(runs: Iterable[Run]) -> list[Point]:
+    """One point for each (stage, setting, rate), in order of first appearance."""
+    groups: dict[tuple[Stage, Knobs, float], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.stage, run.knobs, run.score.rate), []).append(run)
+    return [point(group) for group in groups.values()]
+
+
+def point(runs: Sequence[Run]) -> Point:
+    """Runs of one setting at one rate. Shares are pooled; percentiles are the median of each run's own."""
+    scores = [run.score for run in runs]
+    met, offered = sum(s.met for s in scores), sum(s.offered for s in scores)
+    low, high = wilson_interval(met, offered)
+    blocks = [(score.window_s, score.blocks) for score in scores]
+    return Point(
+        knobs=runs[0].knobs,
+        stage=runs[0].stage,
+        label=runs[0].label,
+        rate=scores[0].rate,
+        seeds=tuple(s.seed for s in scores),
+        offered=offered,
+        met=met,
+        attainment=_round(met / offered if offered else 0.0),
+        attainment_low=_round(low),
+        attainment_high=_round(high),
+        goodput=goodput_spread(blocks, tuple(s.goodput for s in scores)),
+        throughput=mean_spread(tuple(s.throughput for s in scores)),
+        ttft_p50_ms=_median(scores, lambda s: s.ttft_ms.p50),
+        ttft_p99_ms=_median(scores, lambda s: s.ttft_ms.p99),
+        tpot_p50_ms=_median(scores, lambda s: s.tpot_ms.p50),
+        tpot_p99_ms=_median(scores, lambda s: s.tpot_ms.p99),
+        e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
+        preemptions=sum(s.steps.preemptions for s in scores),
+    )
+
+
+def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[int, int]]]], runs: tuple[float, ...]) -> Spread:
+    """The mean goodput and its 95% percentile-bootstrap interval over one-second blocks.
+
+    Requests of a burst are late together, so single requests are no independent sample; seconds nearly are (a block
+    bootstrap: Künsch 1989). With few blocks the interval is rather too narrow than too wide.
+    """
+    met = np.array([m for _, seconds in blocks for _, m in seconds], dtype=float)
+    window = sum(seconds for seconds, _ in blocks)
+    rng = np.random.default_rng(0)  # the same runs give the same interval
+    sums = rng.choice(met, size=(_RESAMPLES, len(met))).sum(axis=1) / window
+    low, high = np.percentile(sums, [2.5, 97.5])
+    return Spread(mean=_round(met.sum() / window), low=_round(low), high=_round(high), runs=tuple(map(_round, runs)))
+
+
+def mean_spread(runs: tuple[float, ...]) -> Spread:
+    """The mean and range of a few runs: too few for an interval of their own."""
+    return Spread(
+        mean=_round(statistics.fmean(runs)),
+        low=_round(min(runs)),
+        high=_round(max(runs)),
+        runs=tuple(map(_round, runs)),
+    )
+
+
+def pareto(candidates: Sequence[Point]) -> list[Point]:
+    """Those no other beats in goodput, throughput, TTFT p99 and TPOT p99 at once (at least equal in all, better in one)."""
+    return [p for p in candidates if not any(_dominates(q, p) for q in candidates)]
+
+
+def _dominates(a: Point, b: Point) -> bool:
+    mine, other = _merits(a), _merits(b)
+    return all(x >= y for x, y in zip(mine, other, strict=True)) and mine != other
+
+
+def _merits(p: Point) -> tuple[float, ...]:
+    worst = float("inf")
+    latencies = (worst if value is None else value for value in (p.ttft_p99_ms, p.tpot_p99_ms))
+    return (p.goodput.mean, p.throughput.mean, *(-value for value in latencies))
+
+
+def _median(scores: Sequence[Score], get: Callable[[Score], float | None]) -> float | None:
+    known = [value for score in scores if (value := get(score)) is not None]
+    return _round(statistics.median(known)) if known else None
+
+
+def _round(value: float) -> float:
+    return round(float(value), 4)

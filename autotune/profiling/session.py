@@ -1,0 +1,318 @@
+"""One profiling run: calibrate, search, validate, find the capacity, recommend. Resumable at every step.
+
+Everything measured goes into the study's journal the moment it exists, under a key that says what it was. A second run
+of the same command finds it there and goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.profile import Capacity, ModelFacts, Point
+from autotune.profiling.choice import candidates, choose, refuted
+from autotune.profiling.points import Run, Stage, point, points
+from autotune.profiling.reporting import Reporter
+from autotune.profiling.setup import Calibrator, Setup, next_rate
+from autotune.profiling.space import VLLM_DEFAULTS, VLLM_LABEL, SearchSpace, starting_points
+from autotune.profiling.study import SweepStudy
+from autotune.profiling.timing import CALIBRATION, SEARCH, VALIDATION, Meter, Schedule
+from autotune.workload import Workload
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+CANDIDATES = 4
+VALIDATION_SEEDS = 3
+_UNBOUNDED_SEEDS = 2  # validations of each candidate when no budget bounds them
+_CAPACITY_STEPS = 3
+_KNEE_STEPS = 4
+_SLOWER, _FASTER = 0.75, 1.15
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. ``slo`` and ``rate`` None: settled by the calibration. ``trials``, ``budget_s`` None: no bound."""
+
+    workload: Workload
+    slo: SLO | None
+    rate: float | None
+    seed: int
+    trials: int | None
+    budget_s: float | None
+    space: SearchSpace
+
+
+@dataclass
+class Findings:
+    """What a session has found so far. ``capacity`` None: not looked for."""
+
+    setup: Setup | None
+    runs: list[Run]
+    failures: list[tuple[int, str]]
+    capacity: Capacity | None
+    stopped: bool
+    validated: tuple[int, int]  # runs done, runs planned
+    spent_s: float
+
+    def comparable(self) -> list[Point]:
+        """The points settings are chosen from: validated ones if the baseline and another are among them, else the search's."""
+        validated = points(run for run in self.runs if run.stage == "validation")
+        if len(validated) > 1:
+            full = max(len(p.seeds) for p in validated)
+            return [p for p in validated if len(p.seeds) == full]  # the same seeds each, or the comparison is luck
+        return points(run for run in self.runs if run.stage == "search")
+
+
+class Session:
+    """Works on one study with one engine. ``stop`` is asked between and during measurements."""
+
+    def __init__(
+        self,
+        engine: Served,
+        model: ModelFacts,
+        question: Question,
+        study: SweepStudy,
+        reporter: Reporter,
+        *,
+        stop: Callable[[], bool] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._engine, self._model, self._question = engine, model, question
+        self._study, self._reporter = study, reporter
+        self._stop = stop or (lambda: False)
+        self._clock = clock or MonotonicClock()
+        self._meter = Meter(self._clock, float(study.get("spent_s") or 0.0))
+        self._schedule = Schedule.of(question.budget_s)
+        self._baseline = engine.limits.clamp(VLLM_DEFAULTS)
+        self._found = Findings(None, [], [], None, False, (0, 0), 0.0)
+        self._serial = 0
+
+    def run(self) -> Findings:
+        """Go through the stages; whatever stops it, what was found by then is returned."""
+        try:
+            setup = self._found.setup = self._calibrate()
+            self._reporter.ready(setup)
+            load = setup.apply(self._question.workload)
+            space = self._question.space.narrowed(setup.fitted)
+            self._search(setup, load, space)
+            if self._found.runs:
+                self._validate(setup, load)
+                self._capacity(setup)
+        except Interrupted:
+            self._found.stopped = True
+        finally:
+            self._study.put("spent_s", self._meter.spent)
+            self._found.failures = self._study.failures()
+            self._found.spent_s = self._meter.spent
+        return self._found
+
+    # -- stages ---------------------------------------------------------------------------------------------------------
+
+    def _calibrate(self) -> Setup:
+        stored = self._study.get("setup")
+        if stored is not None:
+            self._reporter.note(f"going on with a study of {len(self._study.completed())} trials; --fresh begins anew")
+            return Setup.model_validate(stored)
+        self._reporter.stage("calibrating")
+        question, schedule = self._question, self._schedule
+        calibrator = Calibrator(
+            self._engine,
+            self._model,
+            question.workload,
+            seed=question.seed,
+            clock=self._clock,
+            stop=self._stop,
+            advance=lambda share, note: self._reporter.progress(share / 2, "", note, None),
+        )
+        setup = calibrator.run(
+            slo=question.slo,
+            rate=question.rate,
+            saturate_s=schedule.saturate_s,
+            window_s=schedule.window_s,
+            warmup_s=schedule.warmup_s,
+        )
+        if question.rate is None:
+            setup = self._knee(setup)
+        self._study.put("setup", setup.model_dump(mode="json"))
+        self._study.put("seeds", list(range(question.seed + 1, question.seed + 1 + VALIDATION_SEEDS)))
+        for label, knobs in starting_points(question.space.narrowed(setup.fitted), setup.fitted):
+            override = knobs if label == VLLM_LABEL else None
+            self._study.enqueue(label, question.space.narrowed(setup.fitted).params(knobs), override)
+        found = setup.calibration
+        self._reporter.stage_done(
+            "", f"alone {found.alone_tpot_ms:.1f} ms a token, saturated {found.saturated_rate:.1f} req/s"
+        )
+        return setup
+
+    def _knee(self, setup: Setup) -> Setup:
+        """``setup`` with the rate at which its own guess keeps some promises and breaks some."""
+        known: list[tuple[float, float]] = []
+        rate = setup.rate
+        for step in range(_KNEE_STEPS):
+            load = setup.model_copy(update={"rate": rate}).apply(self._question.workload)
+            found = self._measure("search", "knee", setup.fitted, load, setup, self._question.seed, -1).score
+            known.append((rate, found.attainment))
+            note = f"{found.attainment:.0%} in SLO at {rate:.3g} req/s"
+            self._reporter.progress(0.5 + 0.5 * (step + 1) / _KNEE_STEPS, "", note, None)
+            better = next_rate(rate, found, setup.mean_output, known)
+            if better is None:
+                break
+            rate = float(f"{better:.3g}")
+        return setup.model_copy(update={"rate": rate})
+
+    def _search(self, setup: Setup, load: Workload, space: SearchSpace) -> None:
+        self._reporter.stage("searching")
+        for earlier in self._study.completed():
+            self._found.runs.append(Run.model_validate(earlier.user_attrs["result"]))
+        begun = self._meter.spent if self._found.runs else self._schedule.until(CALIBRATION) or 0.0
+        end = self._schedule.until(CALIBRATION + SEARCH)
+        failed = len(self._study.failures())
+        while self._more_trials(len(self._found.runs), end):
+            trial, label, knobs = self._study.ask(space, self._question.seed)
+            try:
+                run = self._measure("search", label, knobs, load, setup, self._question.seed, trial.number)
+            except Interrupted:
+                self._study.failed(trial, "interrupted", again=True)
+                raise
+            except EvaluationError as error:
+                self._study.failed(trial, str(error))
+                self._reporter.note(f"trial {trial.number} failed ({knobs}): {error}")
+                if (failed := failed + 1) > 3 + len(self._found.runs):
+                    raise
+                continue
+            self._study.done(trial, run.score.goodput, run.model_dump(mode="json"))
+            self._study.put("spent_s", self._meter.spent)
+            self._found.runs.append(run)
+            self._show(len(self._found.runs), begun, end)
+        self._reporter.stage_done(f"{len(self._found.runs)} trials", self._best_note(self._found.comparable()))
+
+    def _more_trials(self, done: int, end: float | None) -> bool:
+        if self._stop():
+            raise Interrupted("interrupted")
+        if self._question.trials is not None and done >= self._question.trials:
+            return False
+        return done < 2 or self._meter.fits(end, self._run_guess())
+
+    def _show(self, done: int, begun: float, end: float | None) -> None:
+        note = self._best_note(self._found.comparable())
+        shares, left = [], []
+        if self._question.trials is not None:
+            shares.append(done / self._question.trials)
+            left.append((self._question.trials - done) * self._meter.typical(self._run_guess()))
+        if end is not None and end > begun:
+            shares.append((self._meter.spent - begun) / (end - begun))
+            left.append(end - self._meter.spent)
+        self._reporter.progress(
+            min(1.0, max(shares, default=0.0)), f"{done} trials", note, max(0.0, min(left, default=0.0))
+        )
+
+    def _validate(self, setup: Setup, load: Workload) -> None:
+        """The best few and the baseline under fresh seeds, seed by seed, so that all have met the same ones."""
+        search = points(run for run in self._found.runs if run.stage == "search")
+        chosen = candidates(search, self._baseline, setup.slo, CANDIDATES)
+        end = self._schedule.until(CALIBRATION + SEARCH + VALIDATION)
+        seeds: Sequence[int] = self._study.get("seeds")
+        if end is None:
+            rounds = _UNBOUNDED_SEEDS
+        else:
+            fitting = (end - self._meter.spent) / (len(chosen) * self._meter.typical(self._run_guess()))
+            rounds = max(1, min(len(seeds), round(fitting)))
+        total, done = rounds * len(chosen), 0
+        self._found.validated = (0, total)
+        self._reporter.stage("validating")
+        for seed in seeds[:rounds]:
+            for label, knobs in chosen:
+                run = self._recorded("validation", label, knobs, load, setup, seed)
+                done += 1
+                self._found.validated = (done, total)
+                if run is not None:
+                    self._found.runs.append(run)
+                left = (total - done) * self._meter.typical(self._run_guess())
+                best = self._best_note(points(r for r in self._found.runs if r.stage == "validation"))
+                self._reporter.progress(done / total, f"{done}/{total}", best, left)
+        self._reporter.stage_done(f"{done}/{total}", self._best_note(self._found.comparable()))
+
+    def _capacity(self, setup: Setup) -> None:
+        """Step the rate down, or up, from the balanced setting's goodput to find the highest that keeps the share."""
+        choice = choose(self._found.comparable(), setup.slo)["balanced"]
+        if self._question.rate is not None:
+            kept = None if refuted(choice.point, setup.slo) else choice.point.rate
+            self._found.capacity = Capacity(knobs=choice.knobs, rate=kept, tried=(choice.point,))
+            return
+        self._reporter.stage("capacity")
+        tried: list[Point] = []
+        rate = min(setup.rate, max(choice.point.goodput.mean * 0.95, setup.rate * 0.2))
+        for step in range(_CAPACITY_STEPS):
+            if step and not self._meter.fits(self._schedule.until(1.0), self._run_guess()):
+                break
+            rate = float(f"{rate:.3g}")
+            load = setup.model_copy(update={"rate": rate}).apply(self._question.workload)
+            run = self._recorded("capacity", "balanced", choice.knobs, load, setup, self._question.seed + 101 + step)
+            if run is None:
+                break
+            self._found.runs.append(run)
+            tried.append(point([run]))
+            held = [p.rate for p in tried if not refuted(p, setup.slo)]
+            missed = [p.rate for p in tried if refuted(p, setup.slo)]
+            self._found.capacity = Capacity(knobs=choice.knobs, rate=max(held, default=None), tried=tuple(tried))
+            note = f"{tried[-1].attainment:.0%} in SLO at {rate:g} req/s"
+            self._reporter.progress((step + 1) / _CAPACITY_STEPS, f"{step + 1}/{_CAPACITY_STEPS}", note, None)
+            if held and missed:
+                rate = (max(held) * min(missed)) ** 0.5 if min(missed) > max(held) else max(held) * _FASTER
+            else:
+                rate *= _FASTER if held else _SLOWER
+            if held and rate > setup.rate:
+                break
+        self._reporter.stage_done(f"{len(tried)} rates", "")
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _recorded(self, stage: Stage, label: str, knobs: Knobs, load: Workload, setup: Setup, seed: int) -> Run | None:
+        """A measurement outside the search: taken from the study if it is there, None if it failed."""
+        key = f"run/{stage}/{knobs}/{load.rate:g}/{seed}"
+        if (stored := self._study.get(key)) is not None:
+            return Run.model_validate(stored)
+        try:
+            run = self._measure(stage, label, knobs, load, setup, seed, -1)
+        except Interrupted:
+            raise
+        except EvaluationError as error:
+            self._reporter.note(f"{stage} of {knobs} failed: {error}")
+            return None
+        self._study.put(key, run.model_dump(mode="json"))
+        self._study.put("spent_s", self._meter.spent)
+        return run
+
+    def _measure(
+        self, stage: Stage, label: str, knobs: Knobs, load: Workload, setup: Setup, seed: int, trial: int
+    ) -> Run:
+        begun = self._clock.now()
+        self._serial += 1
+        found = evaluate(
+            self._engine,
+            knobs,
+            load,
+            setup.slo,
+            vocab_size=self._model.vocab_size,
+            seed=seed,
+            duration=setup.window_s,
+            warmup=setup.warmup_s,
+            prompt_seed=(self._question.seed << 20)
+            + self._serial,  # other tokens each time: no prefix of an earlier run
+            label=f"{stage}-{self._serial}",
+            stop=self._stop,
+            clock=self._clock,
+        )
+        self._meter.took(self._clock.now() - begun)
+        return Run(stage=stage, label=label, trial=trial, score=found)
+
+    def _run_guess(self) -> float:
+        return self._schedule.window_s + 2 * self._schedule.warmup_s
+
+    def _best_note(self, found: Sequence[Point]) -> str:
+        if not found:
+            return ""
+        best = max(found, key=lambda p: p.goodput.mean).goodput
+        return f"best {best.mean:.1f} ± {(best.high - best.low) / 2:.1f} req/s in SLO"

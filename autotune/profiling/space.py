@@ -1,0 +1,194 @@
+"""The search space: one range or one pinned value for each knob, and the settings worth trying first.
+
+Made from ``KNOBS`` and the engine's limits. A knob without a row in ``SEARCHED`` fails a test rather than going unsearched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
+
+SEARCHED: Mapping[str, tuple[float, float]] = {
+    "max_batch_size": (2, 512),
+    "max_wait_ms": (0, 10),  # holding prompts back belongs at 0 in continuous batching; a few ms may fill a step better
+    "token_budget": (16, 8192),
+    "chunk_size": (16, 8192),
+}
+"""Where each knob is searched unless ``--range`` says otherwise; the engine's limits cut it."""
+
+VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+"""vLLM's own defaults (max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts)."""
+
+VLLM_LABEL = "vLLM defaults"
+
+_RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """``pinned``: name → value; ``ranges``: name → (low, high). Together they name every knob once."""
+
+    pinned: Mapping[str, float]
+    ranges: Mapping[str, tuple[float, float]]
+    limits: KnobLimits
+    ours: frozenset[str] = frozenset()  # ranges nobody asked for, free to be narrowed
+
+    def narrowed(self, fitted: Knobs) -> SearchSpace:
+        """Our own logarithmic ranges cut to an eighth … sixteen times of the calibration's guess: the rest is surely worse."""
+        cut = dict(self.ranges)
+        for spec in KNOBS:
+            if spec.name in self.ours and spec.log:
+                low, high = self.ranges[spec.name]
+                guess = min(max(getattr(fitted, spec.name), low), high)
+                cut[spec.name] = (max(low, _as(spec.name, guess / 8)), min(high, _as(spec.name, guess * 16)))
+        return replace(self, ranges=cut)
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        made: dict[str, BaseDistribution] = {}
+        for spec in KNOBS:
+            if spec.name not in self.ranges:
+                continue
+            low, high = self.ranges[spec.name]
+            if spec.integer:
+                made[spec.name] = IntDistribution(int(low), int(high), log=spec.log)
+            else:
+                step = (
+                    None if spec.log else float((Decimal(str(high)) - Decimal(str(low))) / 10)
+                )  # 0 ms must be a likely draw
+                made[spec.name] = FloatDistribution(low, high, log=spec.log, step=step)
+        return made
+
+    def knobs(self, params: Mapping[str, float]) -> Knobs:
+        """Knobs of a trial. A chunk longer than the budget acts like the budget, so it is written as that."""
+        values = {**self.pinned, **params}
+        for spec in KNOBS:
+            if not spec.integer:
+                values[spec.name] = round(values[spec.name], 1)
+        if "chunk_size" not in self.pinned:
+            values["chunk_size"] = min(values["chunk_size"], values["token_budget"])
+        return Knobs(**values)  # type: ignore[arg-type]  # integers for integer knobs, checked by Knobs
+
+    def params(self, knobs: Knobs) -> dict[str, float]:
+        """The nearest point of the space: pinned knobs dropped, the others moved into their range."""
+        values = knobs.as_dict()
+        return {name: _as(name, min(max(values[name], low), high)) for name, (low, high) in self.ranges.items()}
+
+    def contains(self, knobs: Knobs) -> bool:
+        """Whether the search could have proposed ``knobs``."""
+        values = knobs.as_dict()
+        return all(values[name] == value for name, value in self.pinned.items()) and all(
+            low <= values[name] <= high for name, (low, high) in self.ranges.items()
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """For the study's identity."""
+        return {
+            "pinned": dict(self.pinned),
+            "ranges": {name: list(bounds) for name, bounds in self.ranges.items()},
+            "limits": self.limits.as_dict(),
+        }
+
+
+def make_space(limits: KnobLimits, pins: Iterable[str] = (), ranges: Iterable[str] = ()) -> SearchSpace:
+    """The space from ``--pin name=value`` and ``--range name=low:high``. Raises :class:`InputError`, one line."""
+    pinned: dict[str, float] = {}
+    chosen: dict[str, tuple[float, float]] = {}
+    ours: set[str] = set()
+    for text in pins:
+        spec, value = _assignment("--pin", text, "token_budget=512")
+        _once(spec, "--pin", pinned, chosen)
+        pinned[spec.name] = _number("--pin", spec, value, limits)
+    for text in ranges:
+        spec, value = _assignment("--range", text, "token_budget=64:2048")
+        match = _RANGE.match(value)
+        if match is None:
+            raise InputError(
+                f'--range: "{text}" is not a range; write {spec.name}=LOW:HIGH, such as token_budget=64:2048'
+            )
+        _once(spec, "--range", pinned, chosen)
+        low, high = (_number("--range", spec, match[end], limits) for end in ("low", "high"))
+        if low >= high:
+            raise InputError(f"--range: {spec.name}={value}: {low:g} is not below {high:g}; use --pin for one value")
+        if spec.log and low <= 0:
+            raise InputError(f"--range: {spec.name}={value}: it must start above 0")
+        chosen[spec.name] = (low, high)
+    for spec in KNOBS:
+        if spec.name in pinned or spec.name in chosen:
+            continue
+        low, high = SEARCHED[spec.name]
+        top = min(high, getattr(limits, spec.name))
+        if top > low:
+            chosen[spec.name] = (low, top)
+            ours.add(spec.name)
+        else:
+            pinned[spec.name] = _as(spec.name, top)
+    if not chosen:
+        raise InputError("--pin: every knob is pinned, so there is nothing to search; leave one free")
+    ordered = {spec.name: chosen[spec.name] for spec in KNOBS if spec.name in chosen}
+    return SearchSpace(pinned, ordered, limits, frozenset(ours))
+
+
+def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]]:
+    """What to try before the sampler proposes anything: vLLM's defaults, then ``fitted`` (from the calibration), half and double.
+
+    The baseline is clamped to the engine's limits and otherwise tried as it is, outside pins and ranges too: it is
+    the yardstick, not a candidate.
+    """
+    points = [(VLLM_LABEL, space.limits.clamp(VLLM_DEFAULTS))]
+    for label, factor in (("fitted", 1.0), ("fitted × 2", 2.0), ("fitted / 2", 0.5)):
+        scaled = {
+            spec.name: _as(spec.name, value * factor) if spec.log else value
+            for spec in KNOBS
+            for value in [getattr(fitted, spec.name)]
+        }
+        knobs = space.knobs(space.params(Knobs(**{n: _bounded(n, v) for n, v in scaled.items()})))  # type: ignore[arg-type]
+        if all(knobs != known for _, known in points):
+            points.append((label, knobs))
+    return points
+
+
+def _spec(name: str, option: str) -> KnobSpec:
+    for spec in KNOBS:
+        if spec.name == name:
+            return spec
+    raise InputError(f"{option}: {name} is not a knob; the knobs are {', '.join(s.name for s in KNOBS)}")
+
+
+def _assignment(option: str, text: str, example: str) -> tuple[KnobSpec, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f'{option}: "{text}" has no value; write {example}')
+    return _spec(name.strip(), option), value.strip()
+
+
+def _once(spec: KnobSpec, option: str, *given: Mapping[str, object]) -> None:
+    if any(spec.name in values for values in given):
+        raise InputError(f"{option}: {spec.name} is given twice")
+
+
+def _number(option: str, spec: KnobSpec, text: str, limits: KnobLimits) -> float:
+    try:
+        value = float(text)
+        value = int(value) if value.is_integer() and spec.integer else value
+    except ValueError:
+        raise InputError(f'{option}: {spec.name}="{text}" is not a number') from None
+    try:
+        return spec.check(value, high=getattr(limits, spec.name))
+    except ValueError as error:
+        raise InputError(f"{option}: {error}") from None
+
+
+def _as(name: str, value: float) -> float:
+    return int(value) if _spec(name, "").integer else float(value)
+
+
+def _bounded(name: str, value: float) -> float:
+    spec = _spec(name, "")
+    return min(max(value, spec.low), spec.high)

@@ -1,0 +1,86 @@
+"""The result as a table for people: recommended settings, the baseline, and what else is Pareto-optimal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile
+from autotune.profiling.points import pareto
+from runtime.knobs import KNOBS
+
+HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
+"""Short column titles; a knob without one goes by its full name."""
+
+BASELINE, OTHERS = "vLLM defaults", "also Pareto"
+_MOST_OTHERS = 4
+_WIDE = 110  # columns of the full table
+
+
+def rows(profile: Profile) -> list[tuple[str, Point, str]]:
+    """(label, point, mark): the three purposes, the baseline, then other Pareto-optimal points of the same comparison."""
+    found = [
+        (str(purpose), profile.settings[purpose].point, "← recommended" if purpose == RECOMMENDED else "")
+        for purpose in PURPOSES
+        if purpose in profile.settings
+    ]
+    if profile.baseline is not None:
+        found.append((BASELINE, profile.baseline, ""))
+    shown = {row[1].knobs for row in found}
+    stage, rate = found[0][1].stage, found[0][1].rate
+    peers = [p for p in profile.points if p.stage == stage and p.rate == rate]
+    others = [p for p in pareto(peers) if p.knobs not in shown]
+    others.sort(key=lambda p: p.goodput.mean, reverse=True)
+    return found + [(OTHERS, p, "") for p in others[:_MOST_OTHERS]]
+
+
+def table(profile: Profile, width: int = 120) -> Table:
+    """For a terminal of ``width`` columns; a narrow one loses throughput and the interval of the share."""
+    wide = width >= _WIDE
+    drawn = Table(box=None, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0), header_style="bold")
+    drawn.add_column("", no_wrap=True)
+    for spec in KNOBS:
+        drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
+    drawn.add_column("│")
+    for title in ("in SLO", "req/s", *(("tok/s",) if wide else ()), "TTFT p99", "TPOT p99"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    drawn.add_column("", no_wrap=True)
+    for label, point, mark in rows(profile):
+        style = "bold green" if mark else "dim" if label in (OTHERS, BASELINE) else ""
+        knobs = [f"{getattr(point.knobs, spec.name):g}" for spec in KNOBS]
+        interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if wide else ""
+        figures = [
+            f"{point.attainment * 100:.0f}%{interval}",
+            f"{point.goodput.mean:.1f} ± {(point.goodput.high - point.goodput.low) / 2:.1f}",
+            *((f"{point.throughput.mean:.0f}",) if wide else ()),
+            _ms(point.ttft_p99_ms),
+            _ms(point.tpot_p99_ms),
+        ]
+        mark = mark if wide else mark[:1]
+        drawn.add_row(*(Text(cell, style=style) for cell in (label, *knobs, "│", *figures, mark)))
+    return drawn
+
+
+def show(profile: Profile, console: Console) -> None:
+    """The table, how it was measured, and the verdict."""
+    first = rows(profile)[0][1]
+    runs = len(first.seeds)
+    how = {
+        "validation": f"{runs} fresh seed{'s' if runs != 1 else ''} a row",
+        "search": "the search's own seed, not validated",
+    }
+    console.print()
+    console.print(table(profile, console.width))
+    console.print(
+        f"req/s: those in SLO, of the same {first.rate:g} req/s offered to all; {profile.workload.window_s:g} s windows, "
+        f"{how.get(first.stage, first.stage)}; ± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
+        style="dim",
+        highlight=False,
+    )
+    console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f} ms"

@@ -1,0 +1,149 @@
+"""What a measurement found: the :class:`Score`, and the pure arithmetic from records to it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from autotune.workload.replay import ReplayReport
+from runtime.knobs import Knobs
+from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
+from runtime.slo import SLO, attainment, wilson_interval
+
+
+class Latency(BaseModel):
+    """Percentiles of one metric over the requests that have it, ms. None where none has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    p50: float | None
+    p99: float | None
+
+
+class StepStats(BaseModel):
+    """The engine's steps inside the window. ``limited_by``: share of steps each bound held back."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    steps: int
+    mean_ms: float
+    p99_ms: float
+    mean_running: float
+    max_running: int
+    mean_tokens: float
+    preemptions: int
+    limited_by: dict[str, float]
+
+
+class Score(BaseModel):
+    """What one setting did under one load.
+
+    ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
+    window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
+    met) of each second of the window, for intervals that respect bursts. ``lateness_p99_ms``: how late the sender was.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    setting: dict[str, float]
+    epoch: int
+    seed: int
+    rate: float
+    window_s: float
+    offered: int
+    met: int
+    attainment: float
+    attainment_low: float
+    attainment_high: float
+    goodput: float
+    completed_rate: float
+    throughput: float
+    ttft_ms: Latency
+    tpot_ms: Latency
+    e2e_ms: Latency
+    violations: dict[str, int]
+    unfinished: int
+    blocks: list[tuple[int, int]]
+    lateness_p99_ms: float
+    sender_busy: float
+    steps: StepStats
+    wall_s: float
+
+
+def deadline(slo: SLO, output_tokens: int) -> float:
+    """Seconds after its arrival by which a request of ``output_tokens`` has met its SLO, or never will (inf: no such time)."""
+    gap = min((t for t in (slo.tpot_ms, slo.itl_ms) if t is not None), default=math.inf)
+    first = slo.ttft_ms if slo.ttft_ms is not None else math.inf
+    by_tokens = first if output_tokens == 1 else first + gap * (output_tokens - 1)
+    return min(by_tokens, slo.e2e_ms if slo.e2e_ms is not None else math.inf) / 1000
+
+
+def score(
+    records: Sequence[RequestRecord],
+    slo: SLO,
+    *,
+    setting: Knobs,
+    epoch: int,
+    seed: int,
+    rate: float,
+    start: float,
+    duration: float,
+    tokens: int,
+    steps: Sequence[StepRecord],
+    report: ReplayReport,
+    wall_s: float,
+) -> Score:
+    """Pure arithmetic from records (arrival = when due) to a :class:`Score`."""
+    kept = attainment(records, slo)
+    low, high = wilson_interval(kept.met, kept.offered)
+    blocks = [(0, 0)] * max(1, math.ceil(duration))
+    for record in records:
+        at = min(len(blocks) - 1, max(0, int(record.arrival - start)))
+        offered, met = blocks[at]
+        blocks[at] = (offered + record.offered, met + (record.offered and slo.met(record)))
+    return Score(
+        setting=setting.as_dict(),
+        epoch=epoch,
+        seed=seed,
+        rate=rate,
+        window_s=duration,
+        offered=kept.offered,
+        met=kept.met,
+        attainment=kept.share,
+        attainment_low=low,
+        attainment_high=high,
+        goodput=kept.met / duration,
+        completed_rate=sum(r.completed for r in records) / duration,
+        throughput=tokens / duration,
+        ttft_ms=_latency(r.ttft for r in records),
+        tpot_ms=_latency(r.tpot for r in records),
+        e2e_ms=_latency(r.e2e for r in records),
+        violations=dict(kept.violations),
+        unfinished=sum(r.reason is FinishReason.TIMEOUT for r in records),
+        blocks=blocks,
+        lateness_p99_ms=report.lateness_p99 * 1000,
+        sender_busy=report.busy / max(report.end - report.start, 1e-9),
+        steps=step_stats(steps),
+        wall_s=wall_s,
+    )
+
+
+def step_stats(steps: Sequence[StepRecord]) -> StepStats:
+    times = [s.duration * 1000 for s in steps]
+    n = max(1, len(steps))
+    bounds: Mapping[str, int] = Counter(str(s.limited_by) for s in steps)
+    return StepStats(
+        steps=len(steps),
+        mean_ms=sum(times) / n,
+        p99_ms=percentile(times, 99) or 0.0,
+        mean_running=sum(s.running for s in steps) / n,
+        max_running=max((s.running for s in steps), default=0),
+        mean_tokens=sum(s.tokens for s in steps) / n,
+        preemptions=sum(s.preemptions for s in steps),
+        limited_by={name: count / n for name, count in sorted(bounds.items())},
+    )
+
+
+def _latency(seconds: Iterable[float | None]) -> Latency:
+    known = [s * 1000 for s in seconds if s is not None]
+    return Latency(p50=percentile(known, 50), p99=percentile(known, 99))
