@@ -153,14 +153,13 @@ class TokenBuffer:
 
     async def wait_async(self, seen: int | None) -> None:
         """As :meth:`wait`, without holding up the running event loop."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         with self._lock:
             if self._ready(seen):
                 return
             future: asyncio.Future[None] = loop.create_future()
             entry = (seen is not None, future)
             self._futures.append(entry)
-            self._loop = loop
         try:
             await future
         finally:

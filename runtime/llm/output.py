@@ -20,8 +20,8 @@ Decode = Callable[[list[int]], str]
 """Text of token ids. Bytes that are not (yet) UTF-8 come out as U+FFFD, as every Hugging Face tokenizer does."""
 
 _UNFINISHED = "\ufffd"
-_REBASE = 16  # tokens decoded anew with each token, at most, while characters are complete ...
-_CONTEXT = 4  # ... of which so many stay as context: what a token's text is depends on those just before it
+_REBASE = 16  # tokens decoded together, at most, while characters are complete ...
+_CONTEXT = range(4, 8)  # ... and how many then stay as context; a character of up to 4 bytes begins at one of these
 _GIVE_UP = 64  # tokens without a complete last character: it never will be
 
 
@@ -54,14 +54,15 @@ class Detokenizer:
         window = self._window
         window.append(token)
         text = self._decode(window)
-        # Only the last character can still change: a truncated UTF-8 sequence decodes to one U+FFFD.
-        complete = not text.endswith(_UNFINISHED) or len(window) > _GIVE_UP
-        stable = len(text) if complete else len(text) - 1
+        # What can still change is a run of U+FFFD at the end: bytes that may become a character (one U+FFFD for all of
+        # them in byte-level tokenizers, one for each in those that fall back to bytes).
+        stable = len(text.rstrip(_UNFINISHED))
+        if len(window) > _GIVE_UP:
+            stable = len(text)
         piece = text[self._shown : stable]
         self._shown = max(stable, self._shown)
-        if complete and len(window) > _REBASE:
-            del window[:-_CONTEXT]
-            self._shown = len(self._decode(window))
+        if stable == len(text) and len(window) > _REBASE:
+            self._rebase(text)
         if self._stop:
             piece = self._until_stop(piece)
         self.pieces.append(piece)
@@ -81,6 +82,19 @@ class Detokenizer:
         if self.pieces:
             self.pieces[-1] += rest
         return rest
+
+    def _rebase(self, text: str) -> None:
+        """Keep only the last few tokens as context: what a token's text is depends on those just before it."""
+        window = self._window
+        for keep in _CONTEXT:
+            tail = self._decode(window[-keep:]) if self._decode is not None else ""
+            if tail and text.endswith(tail) and not tail.startswith(_UNFINISHED):
+                break  # cut between characters: the context decodes to the same text as it did in the whole
+        else:
+            if len(window) <= _GIVE_UP:
+                return
+        del window[:-keep]
+        self._shown = len(tail)
 
     def whole(self, tokens: list[int]) -> str:
         """The text of ``tokens`` by themselves, in one go; nothing is remembered."""
