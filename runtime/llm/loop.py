@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -33,8 +34,7 @@ from runtime.request import Request, Sequence
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-EXIT_WAIT_S: Final = 10.0
-"""How long the interpreter's exit waits for the steps in progress of engines that were never closed."""
+EXIT_WAIT_S: Final = 10.0  # how long the interpreter's exit waits for steps in progress of engines never closed
 
 
 class EngineLoop:
@@ -138,10 +138,6 @@ class EngineLoop:
         """Close without waiting, cancelling what there is. Takes no lock, so that a finalizer may call it."""
         self._inbox.put(self._abandoned)
 
-    def join(self, timeout: float) -> None:
-        if not self.here:
-            self._thread.join(timeout)
-
     def _why_closed(self) -> str:
         return "the engine is closed" if self.error is None else f"the engine stopped: {self.error!r}"
 
@@ -182,39 +178,36 @@ class EngineLoop:
                 return
         for _ in range(inbox.qsize()):
             inbox.get()()
-        self._send_wakes()
+        self._send_wakes([])
 
     def _deliver(self, outcome: StepOutcome) -> None:
         ended = dict(outcome.finished)
         last: dict[Sequence, Token] = {}
         causes: dict[Sequence, BaseException] = {}
+        lost: list[TokenBuffer] = []
         if outcome.result is not None:
-            buffers, wakes = self._buffers, self._wakes
-            lost: list[TokenBuffer] = []
             for token in outcome.result.tokens:
                 if token.sequence in ended:
                     last[token.sequence] = token
                     continue
-                buffer = buffers[token.sequence]
-                buffer.put(token, wakes)
-                if buffer.lost:
-                    lost.append(buffer)
-            for buffer in lost:
-                self._end_early(buffer, FinishReason.CANCELLED, "its event loop was closed")
-            causes = {**dict(outcome.result.failed), **self._output.failures}
+                buffer = self._buffers[token.sequence]
+                buffer.put(token, self._wakes)
+                lost += [buffer] if buffer.lost else []
+            causes = dict(outcome.result.failed) | self._output.failures
         for sequence, record in ended.items():
-            failed = record.reason is FinishReason.ERROR
-            self._ended(sequence, record, causes.get(sequence), None if failed else last.get(sequence))
-        self._send_wakes()
+            readable = sequence not in causes  # else the tokenizer may have failed on the last one
+            self._ended(sequence, record, causes.get(sequence), last.get(sequence) if readable else None)
+        self._send_wakes(lost)
         if outcome.result is not None and outcome.result.oom_tokens:
             with self._lock:  # knobs set by another thread while the limits shrank may be above them
                 self.core.set_knobs(self.core.knobs)
         self.listeners.tell(outcome.record, list(ended.values()))
 
-    def _send_wakes(self) -> None:
-        while lost := self._wakes.send():  # ending them wakes others, who may be lost in turn
-            for buffer in lost:
-                self._end_early(buffer, FinishReason.CANCELLED, "its event loop was closed")
+    def _send_wakes(self, lost: list[TokenBuffer]) -> None:
+        lost += self._wakes.send()
+        while lost:
+            self._end_early(lost.pop(), FinishReason.CANCELLED, "its event loop was closed")
+            lost += self._wakes.send()  # its end may have woken others
 
     def _add(self, request: Request, buffer: TokenBuffer) -> None:
         with self._lock:  # so that submit counts the request once: on the way or waiting
@@ -271,17 +264,13 @@ class EngineLoop:
             self.error = error
         records = []
         for sequence in list(self._buffers):
-            try:
-                record = self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed())
-            except Exception:  # the core may be what broke
-                record = None
+            with suppress(Exception):  # the core may be what broke
+                records.append(self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed()))
             self._ended(sequence, None, error, None)
-            if record is not None:
-                records.append(record)
         while not self._inbox.empty():
             self._inbox.get()()
         self._wakes.send()
-        self.listeners.tell(None, records)
+        self.listeners.tell(None, [record for record in records if record is not None])
 
 
 def _nothing() -> None:
@@ -305,7 +294,7 @@ def _stop_at_exit() -> None:
     for loop in loops:
         loop.abandon()
     for loop in loops:
-        loop.join(max(0.0, until - time.monotonic()))
+        loop._thread.join(max(0.0, until - time.monotonic()))
 
 
 atexit.register(_stop_at_exit)
