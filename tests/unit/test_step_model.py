@@ -1,0 +1,100 @@
+"""The online learner on hardware it was told nothing about."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from runtime.step_model import RecursiveLeastSquares, StepFeatures, StepLearner
+
+Hardware = Callable[[StepFeatures], float]
+
+
+def overlapped(step: StepFeatures) -> float:
+    """Memory and compute run side by side: an 8B model on a large GPU."""
+    tokens = step.decodes + step.prefill_tokens
+    memory = (15e9 + 131072 * (step.decode_context + step.prefill_context)) / 3.84e12
+    compute = (16e9 * tokens + 524288 * (step.decode_context + step.prefill_attention)) / 643e12
+    return 0.75e-3 + max(memory, compute)
+
+
+def additive(step: StepFeatures) -> float:
+    tokens = step.decodes + step.prefill_tokens
+    return 4e-3 + 9e-4 * tokens + 3e-7 * (step.decode_context + step.prefill_context) + 2e-7 * step.prefill_attention
+
+
+def draw(dice: random.Random, share_mixed: float = 0.4) -> StepFeatures:
+    decodes = dice.randrange(0, 200)
+    context = decodes * dice.randrange(200, 2000)
+    if dice.random() > share_mixed and decodes:
+        return StepFeatures(decodes, context, 0, 0, 0)
+    n, behind = dice.randrange(16, 2048), dice.choice([0, 0, dice.randrange(0, 3000)])
+    return StepFeatures(decodes, context, n, n + behind, n * behind + n * (n + 1) // 2)
+
+
+def errors(learner: StepLearner, hardware: Hardware, dice: random.Random, n: int = 400) -> list[float]:
+    steps = [draw(dice) for _ in range(n)]
+    return sorted(abs(learner.predict(s) / hardware(s) - 1) for s in steps)
+
+
+@pytest.mark.parametrize("hardware", [overlapped, additive])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_learns_unknown_hardware(hardware: Hardware, noise: float, seed: int) -> None:
+    dice = random.Random(seed)
+    learner = StepLearner()
+    for _ in range(800):
+        step = draw(dice)
+        stall = 10 if noise and dice.random() < 0.01 else 1
+        learner.observe(step, hardware(step) * stall * max(0.2, dice.gauss(1, noise)))
+    found = errors(learner, hardware, dice)
+    assert statistics.median(found) < (0.05 if noise < 0.1 else 0.08)
+    assert found[int(0.9 * len(found))] < 0.25
+
+
+def test_predicts_after_a_dozen_steps() -> None:
+    dice = random.Random(4)
+    learner = StepLearner()
+    for _ in range(30):
+        step = draw(dice)
+        learner.observe(step, additive(step))
+    assert learner.ready
+    assert statistics.median(errors(learner, additive, dice)) < 0.1
+
+
+def test_follows_a_change_of_speed_even_while_the_inputs_stand_still() -> None:
+    dice = random.Random(5)
+    learner = StepLearner()
+    for _ in range(400):
+        step = draw(dice)
+        learner.observe(step, overlapped(step) * dice.gauss(1, 0.02))
+    still = StepFeatures(64, 64 * 700, 0, 0, 0)
+    for _ in range(20_000):  # constant inputs must not wind anything up
+        learner.observe(still, overlapped(still) * dice.gauss(1, 0.02))
+    assert statistics.median(errors(learner, overlapped, dice)) < 0.08
+    for _ in range(300):
+        learner.observe(still, 1.8 * overlapped(still) * dice.gauss(1, 0.02))
+    assert learner.predict(still) == pytest.approx(1.8 * overlapped(still), rel=0.05)
+
+
+def test_covariance_stays_bounded_and_coefficients_non_negative() -> None:
+    dice = random.Random(6)
+    rls = RecursiveLeastSquares(3)
+    for i in range(50_000):
+        x = [1.0, dice.random() if i < 1000 else 0.5, 0.25]
+        rls.update(x, 2.0 + x[1] - 0.5 * x[2] + dice.gauss(0, 0.05))
+        assert min(rls.coefficients) >= 0
+    assert max(max(map(abs, row)) for row in rls.covariance()) < 1e3
+    assert rls.predict([1.0, 0.5, 0.25]) == pytest.approx(2.375, abs=0.05)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_impossible_times_are_ignored(bad: float) -> None:
+    learner = StepLearner()
+    for _ in range(50):
+        learner.observe(StepFeatures(4, 400, 0, 0, 0), bad)
+    assert learner.samples == 0 and learner.predict(StepFeatures(4, 400, 0, 0, 0)) == 0
