@@ -108,14 +108,18 @@ def load_model(
     _context_length(config, name, max_model_len)  # before the weights are read: that may take minutes
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=kind, output_loading_info=True, **options
+            source, config=config, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         model = model.to(place)
     except Exception as error:
         raise _unreadable(name, local, options, error) from error
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if absent:  # transformers would leave them at random values
+    # transformers would leave these at random values
+    if absent := sorted(info["missing_keys"]):
         raise ModelError(f"model {name}: its files lack {len(absent)} of its weights, such as {absent[0]}")
+    if misfit := sorted(key for key, *_ in info["mismatched_keys"]):
+        raise ModelError(
+            f"model {name}: {len(misfit)} of its weights in its files have another shape, such as {misfit[0]}"
+        )
     return from_model(model, _tokenizer_of(source, options), name, max_model_len=max_model_len)
 
 

@@ -1,0 +1,416 @@
+"""Loading: directories that are whole, broken in every way, or of a kind that is not supported."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from runtime.errors import InputError, ModelError, UnsupportedModelError
+from runtime.torch_backend import loading
+from runtime.torch_backend.loading import (
+    cpu_has_bfloat16,
+    from_model,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+)
+from runtime.torch_backend.rope import safe_context
+from runtime.torch_backend.self_test import self_test
+from runtime.torch_backend.tokenizer import byte_tokenizer
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+}
+
+
+def tiny(kind: str = "llama", **fields: Any) -> PreTrainedModel:
+    given = copy.deepcopy({**FIELDS, **fields})  # transformers writes into nested fields
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole")
+    tiny().save_pretrained(path)
+    byte_tokenizer(300).tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model_dir(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def refusal(path: Path | str, kind: type[Exception] = ModelError, **options: Any) -> str:
+    with pytest.raises(kind) as raised:
+        load_model(str(path), device="cpu", dtype="float32", **options)
+    message = str(raised.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+def test_a_directory(saved: Path) -> None:
+    loaded = load_model(str(saved), dtype="float32", device="cpu")
+    assert loaded.name == str(saved)
+    assert (loaded.architecture, loaded.vocab_size, loaded.max_model_len, loaded.layers) == ("llama", 300, 256, 2)
+    assert loaded.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
+    assert loaded.parameters == sum(p.numel() for p in tiny().parameters())
+    assert loaded.eos_token_ids == (7, 257)  # the model's, then the tokenizer's
+    assert loaded.tokenizer is not None and loaded.tokenizer.encode("a") == [97]
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded.model(ids).logits, tiny().eval()(ids).logits)
+    self_test(loaded)
+
+
+def test_dtype_and_length_as_asked(saved: Path) -> None:
+    loaded = load_model(str(saved), dtype="bfloat16", device="cpu", max_model_len=100)
+    assert loaded.dtype == torch.bfloat16 and loaded.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
+    assert loaded.max_model_len == 100
+
+
+def test_without_a_tokenizer_it_takes_token_ids(model_dir: Path) -> None:
+    for file in model_dir.glob("tokenizer*"):
+        file.unlink()
+    loaded = load_model(str(model_dir), dtype="float32", device="cpu")
+    assert loaded.tokenizer is None and loaded.eos_token_ids == (7,)
+
+
+def test_pytorch_bin_weights(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    torch.save(tiny().state_dict(), model_dir / "pytorch_model.bin")
+    self_test(load_model(str(model_dir), dtype="float32", device="cpu"))
+
+
+def _no_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def _corrupt_config(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "llama",')
+
+
+def _config_is_a_list(path: Path) -> None:
+    (path / "config.json").write_text("[]")
+
+
+def _binary_config(path: Path) -> None:
+    (path / "config.json").write_bytes(b"\xff\xfe\x00\x01")
+
+
+def _no_model_type(path: Path) -> None:
+    (path / "config.json").write_text("{}")
+
+
+def _unknown_model_type(path: Path) -> None:
+    edit(path, model_type="nosuchmodel")
+
+
+def _no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _truncated_weights(path: Path) -> None:
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def _missing_shard(path: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _corrupt_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("oops")
+
+
+def _missing_layer(path: Path) -> None:
+    edit(path, num_hidden_layers=3)
+
+
+def _wrong_shape(path: Path) -> None:
+    edit(path, intermediate_size=64)
+
+
+@pytest.mark.parametrize(
+    ("breaking", "says"),
+    [
+        (_no_config, "no config.json"),
+        (_corrupt_config, "config.json cannot be read"),
+        (_config_is_a_list, "config.json holds a list"),
+        (_binary_config, "config.json cannot be read"),
+        (_no_model_type, "config.json has no model_type"),
+        (_unknown_model_type, "nosuchmodel"),
+        (_no_weights, "no weights in it"),
+        (_truncated_weights, ""),
+        (_missing_shard, "1 weight files are missing, such as model-00002-of-00002.safetensors"),
+        (_corrupt_index, "model.safetensors.index.json cannot be read"),
+        (_missing_layer, "lack 9 of its weights, such as model.layers.2."),
+        (_wrong_shape, "6 of its weights in its files have another shape, such as model.layers.0.mlp."),
+    ],
+)
+def test_a_broken_directory_is_one_clear_line(model_dir: Path, breaking: Callable[[Path], None], says: str) -> None:
+    breaking(model_dir)
+    message = refusal(model_dir)
+    assert str(model_dir) in message and says in message
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tmp_path / "absent")
+    assert "no such directory" in refusal("./absent")
+    (tmp_path / "file").write_text("")
+    assert "not a directory" in refusal(tmp_path / "file")
+
+
+def test_a_name_nobody_knows_when_the_hub_cannot_be_reached() -> None:
+    """The tests run with the hub switched off."""
+    for name in ("tinny", "someone/some-model"):
+        message = refusal(name)
+        assert name in message and "tiny, qwen3-0.6b" in message and "cannot be reached" in message
+
+
+def test_a_hub_that_does_not_answer_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    from runtime.torch_backend.hub import offline
+
+    for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert offline()
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert not offline()  # behind a proxy only the client can tell
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name(name: str) -> None:
+    assert "it must be a preset" in refusal(name, InputError)
+
+
+def test_quantised_weights(model_dir: Path) -> None:
+    edit(model_dir, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantised weights" in refusal(model_dir, UnsupportedModelError)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    assert "GGUF weights, which are quantised" in refusal(tmp_path)
+
+
+def test_lora_adapters(model_dir: Path) -> None:
+    (model_dir / "adapter_config.json").write_text("{}")
+    assert "LoRA adapter" in refusal(model_dir, UnsupportedModelError)
+
+
+def test_tensor_parallelism(saved: Path) -> None:
+    assert "tensor_parallel=2" in refusal(saved, UnsupportedModelError, tensor_parallel=2)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoders(tmp_path: Path, kind: str) -> None:
+    AutoConfig.for_model(kind, is_encoder_decoder=True).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert f"model {kind}: encoder-decoder" in refusal(tmp_path, UnsupportedModelError)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "rwkv", "falcon_h1", "recurrent_gemma"])
+def test_recurrent_layers(tmp_path: Path, kind: str) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # refused before any weight is read
+    message = refusal(tmp_path, UnsupportedModelError)
+    assert message.startswith(f"model {kind}: layers ") and "not supported" in message
+
+
+def test_a_model_already_in_memory() -> None:
+    model = tiny()
+    model.train()
+    loaded = from_model(model, byte_tokenizer(300), "mine")
+    assert loaded.name == "mine" and loaded.model is model and not model.training
+    assert loaded.tokenizer is not None
+    assert from_model(model).tokenizer is None
+    hf = byte_tokenizer(300).tokenizer
+    assert from_model(model, hf).tokenizer.decode([104, 105]) == "hi"
+
+
+def test_kv_bytes_are_measured_where_keys_and_values_differ() -> None:
+    """DeepSeek's latent attention is expanded: heads × (key width + value width), not what the config's head_dim says."""
+    model = tiny(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    assert from_model(model).kv_bytes_per_token == 2 * 4 * (8 + 4 + 6) * 4
+
+
+# -- length ---------------------------------------------------------------------------------------------------------
+
+
+def test_more_context_than_the_model_has(saved: Path) -> None:
+    message = refusal(saved, InputError, max_model_len=257)
+    assert "max_model_len is 257; it must be at most 256" in message
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "9"])
+def test_a_length_that_is_none(saved: Path, length: Any) -> None:
+    assert f"max_model_len is {length!r}; it must be a whole number" in refusal(saved, InputError, max_model_len=length)
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def roped(rope: dict[str, Any]) -> PreTrainedModel:
+    """A model of 256 tokens' context with this RoPE."""
+    if rope is DYNAMIC:
+        return tiny("llama", rope_parameters=rope)
+    return tiny("phi3", pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(("rope", "safe"), [(LONGROPE, 64), (DYNAMIC, 256)])
+def test_rope_that_depends_on_the_batch_is_capped(tmp_path: Path, rope: dict[str, Any], safe: int) -> None:
+    roped(rope).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), dtype="float32", device="cpu").max_model_len == safe
+    assert load_model(str(tmp_path), dtype="float32", device="cpu", max_model_len=safe).max_model_len == safe
+    message = refusal(tmp_path, UnsupportedModelError, max_model_len=safe + 1)
+    assert f"max_model_len is {safe + 1}" in message and rope["rope_type"] in message
+    assert f"at most {safe}" in message
+
+
+def test_the_cap_is_where_logits_begin_to_depend_on_the_longest_position() -> None:
+    """What the refusal is for: beyond the cap the same short text has other logits."""
+    model = roped(LONGROPE).eval()
+    ids, positions = torch.arange(10)[None], torch.arange(10)[None]
+
+    def beside(longest: int) -> torch.Tensor:
+        logits: torch.Tensor = model(
+            torch.cat([ids, ids[:, :1]], 1), position_ids=torch.cat([positions, torch.tensor([[longest]])], 1)
+        ).logits[0, :10]
+        return logits
+
+    with torch.inference_mode():
+        alone = model(ids).logits[0]
+        torch.testing.assert_close(beside(63), alone)
+        assert not torch.allclose(beside(64), alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
+def test_moving_frequencies_are_found_even_if_the_config_hides_them(
+    rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = roped(rope)
+    monkeypatch.setattr(loading, "_context_length", lambda config, name, asked: 1024)
+    with pytest.raises(UnsupportedModelError, match="its rotary embedding changed at position 1023"):
+        from_model(model)
+
+
+class _Config:
+    model_type = "made-up"
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_safe_context_of_every_layer_kind_and_spelling() -> None:
+    fixed = {"rope_type": "yarn", "factor": 4.0}
+    assert safe_context(_Config()) == (None, "")
+    assert safe_context(_Config(rope_parameters=fixed)) == (None, "")
+    assert safe_context(_Config(rope_scaling={"type": "linear"}, rope_parameters=None)) == (None, "")
+    nested = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
+    assert safe_context(_Config(rope_parameters=nested)) == (64, "longrope")
+    both = {"full_attention": LONGROPE, "sliding_attention": DYNAMIC}
+    assert safe_context(_Config(rope_parameters=both, max_position_embeddings=32)) == (32, "dynamic")
+    assert safe_context(_Config(rope_scaling={"type": "dynamic"}, max_position_embeddings=99)) == (99, "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, "names no length"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "names no length"),
+        ({"rope_parameters": {"rope_type": "brandnew"}}, "'brandnew' is not known"),
+    ],
+)
+def test_no_safe_range_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        safe_context(_Config(**fields))
+
+
+# -- device and dtype -------------------------------------------------------------------------------------------------
+
+
+def test_devices() -> None:
+    cuda = torch.cuda.is_available()
+    assert resolve_device("auto").type == ("cuda" if cuda else "cpu")
+    assert resolve_device("cpu") == torch.device("cpu")
+    for bad in ("gpu", "mps", "", "cuda:999" if cuda else "cuda"):
+        with pytest.raises(InputError, match="device is"):
+            resolve_device(bad)
+
+
+def test_dtypes() -> None:
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("auto", cpu) == (torch.bfloat16 if cpu_has_bfloat16() else torch.float32)
+    assert resolve_dtype("float16", cpu) == resolve_dtype(torch.float16, cpu) == torch.float16
+    for bad in ("int8", "fp8", torch.int8, torch.float64):
+        with pytest.raises(InputError, match=r"dtype is '.*'; it must be auto, float32"):
+            resolve_dtype(bad, cpu)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has"),
+    [
+        ("flags\t: sse avx512f avx512_bf16 amx_tile\n", True),
+        ("flags\t: sse amx_bf16\n", True),
+        ("Features\t: asimd sve bf16\n", True),
+        ("flags\t: sse avx2 avx512f\n", False),
+        ("model name : bf16\n", False),
+    ],
+)
+def test_bfloat16_by_cpu_flags(tmp_path: Path, cpuinfo: str, has: bool) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + cpuinfo)
+    assert cpu_has_bfloat16(str(tmp_path / "cpuinfo")) is has
+
+
+def test_no_cpuinfo_no_bfloat16(tmp_path: Path) -> None:
+    assert not cpu_has_bfloat16(str(tmp_path / "absent"))

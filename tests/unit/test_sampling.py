@@ -1,0 +1,302 @@
+"""Each sampling parameter against a plain reference and against transformers' own logits processors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from runtime.errors import StepFailedError
+from runtime.llm.plan import Token
+from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.sampling import Sampler, _filter, _penalise
+
+VOCAB = 97
+
+
+def sequence(name: str = "r", *, prompt: Seq[int] = (1,), output: Seq[int] = (), **params: Any) -> Sequence:
+    made = Sequence(Request(name, tuple(prompt), SamplingParams(**params), 64, 0.0))
+    made.output = list(output)
+    return made
+
+
+def logits_of(rows: int, *, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
+    return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(logits: torch.Tensor, sequences: Seq[Sequence], seed: int = 0) -> list[Token]:
+    out = Sampler(logits.shape[1], "cpu", seed).sample(logits, sequences)
+    assert all(isinstance(token, Token) for token in out), out
+    return out
+
+
+def filtered(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """Probabilities from which the sampler draws."""
+    rows = logits.clone()
+    _penalise(rows, sequences)
+    return _filter(rows, [s.request.params for s in sequences]).softmax(-1)
+
+
+def reference(logits: Seq[float], seen: set[int], params: SamplingParams) -> np.ndarray:
+    """The same by the definitions, one token at a time, in double precision."""
+    scores = [float(x) for x in logits]
+    r = params.repetition_penalty
+    scores = [(x / r if x > 0 else x * r) if i in seen else x for i, x in enumerate(scores)]
+    scores = [x / params.temperature for x in scores]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    keep = order[: params.top_k] if params.top_k else order
+    weight = {i: math.exp(scores[i] - scores[order[0]]) for i in keep}
+    total, mass, nucleus = sum(weight.values()), 0.0, []
+    for i in keep:  # the fewest of the likeliest that hold top_p of the mass
+        nucleus.append(i)
+        mass += weight[i] / total
+        if params.top_p < 1 and mass >= params.top_p:
+            break
+    kept = [i for i in nucleus if weight[i] >= params.min_p * weight[order[0]]]
+    probs = np.zeros(len(scores))
+    for i in kept:
+        probs[i] = weight[i]
+    return probs / probs.sum()
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 4.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.3, "top_k": 96},
+    {"temperature": 1.0, "top_k": 5000},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 2.0, "top_p": 0.5},
+    {"temperature": 1.0, "top_p": 0.01},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.8},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.7},
+    {"temperature": 1.5, "repetition_penalty": 0.6, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "top_k": 12, "top_p": 0.7, "min_p": 0.02},
+]
+
+
+def mixed_batch() -> tuple[torch.Tensor, list[Sequence]]:
+    rng = np.random.default_rng(3)
+    sequences = [
+        sequence(f"r{i}", prompt=rng.integers(VOCAB, size=9).tolist(), output=rng.integers(VOCAB, size=5).tolist(), **p)
+        for i, p in enumerate(MIXED)
+    ]
+    return logits_of(len(MIXED), seed=5), sequences
+
+
+def test_a_mixed_batch_matches_the_definitions() -> None:
+    logits, sequences = mixed_batch()
+    probs = filtered(logits, sequences).double().numpy()
+    for row, s in enumerate(sequences):
+        seen = {*s.request.prompt, *s.output}
+        expected = reference(logits[row].tolist(), seen, s.request.params)
+        assert ((probs[row] > 1e-30) == (expected > 1e-30)).all(), MIXED[row]  # float32 cannot hold less
+        np.testing.assert_allclose(probs[row], expected, rtol=2e-4, atol=1e-7, err_msg=str(MIXED[row]))
+
+
+def test_a_mixed_batch_matches_transformers() -> None:
+    logits, sequences = mixed_batch()
+    probs = filtered(logits, sequences)
+    for row, s in enumerate(sequences):
+        p = s.request.params
+        steps: list[Any] = [RepetitionPenaltyLogitsProcessor(p.repetition_penalty)]
+        steps.append(TemperatureLogitsWarper(p.temperature))
+        if p.top_k:
+            steps.append(TopKLogitsWarper(p.top_k))
+        if p.top_p < 1:
+            steps.append(TopPLogitsWarper(p.top_p))
+        if p.min_p:
+            steps.append(MinPLogitsWarper(p.min_p))
+        ids = torch.tensor([[*s.request.prompt, *s.output]])
+        expected = LogitsProcessorList(steps)(ids, logits[row : row + 1].clone()).softmax(-1)[0]
+        torch.testing.assert_close(probs[row], expected, rtol=1e-4, atol=1e-6, msg=lambda m, r=row: f"{MIXED[r]}: {m}")
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    logits, sequences = mixed_batch()
+    together = [token.id for token in sample(logits, sequences)]
+    alone = [sample(logits[row : row + 1], [s])[0].id for row, s in enumerate(sequences)]
+    backwards = [token.id for token in sample(logits.flip(0), sequences[::-1])][::-1]
+    assert together == alone == backwards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_is_the_first_of_the_likeliest(dtype: torch.dtype) -> None:
+    logits = logits_of(33, vocab=1000).to(dtype)
+    tokens = sample(logits, [sequence(f"r{i}") for i in range(33)])
+    for row, token in enumerate(tokens):
+        values = logits[row].float().tolist()
+        assert token.id == values.index(max(values))
+        assert token.logprob is None and token.top == ()
+
+
+def test_greedy_with_a_penalty_avoids_what_was_said() -> None:
+    logits = torch.tensor([[5.0, 4.9, -1.0], [5.0, 4.9, -1.0], [-2.0, -1.0, -1.5]])
+    rows = [
+        sequence("prompt", prompt=[0], repetition_penalty=1.5),
+        sequence("output", prompt=[2], output=[0, 0], repetition_penalty=1.5),
+        sequence("negative", prompt=[1], repetition_penalty=2.0),
+    ]
+    assert [token.id for token in sample(logits, rows)] == [1, 1, 2]
+
+
+def test_ties_at_the_edge_of_top_k_are_all_kept() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    probs = filtered(logits, [sequence(temperature=1.0, top_k=2)])[0]
+    assert (probs > 0).tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 10},
+        {"temperature": 2.0, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.3},
+    ],
+)
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+    """Chi-square over 20,000 draws, and never a token of probability zero."""
+    draws, vocab = 20_000, 30
+    logits = logits_of(1, seed=11, vocab=vocab, scale=1.5)
+    expected = reference(logits[0].tolist(), {1}, SamplingParams(**params))
+    counts = np.zeros(vocab)
+    sampler = Sampler(vocab)
+    for block in range(0, draws, 500):
+        rows = [sequence(f"draw {block + i}", **params) for i in range(500)]
+        for token in sampler.sample(logits.expand(500, -1), rows):
+            assert isinstance(token, Token)
+            counts[token.id] += 1
+    assert counts[expected == 0].sum() == 0
+    common = expected * draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common] * draws, expected[~common].sum() * draws)
+    if wanted[-1] == 0:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+def test_draws_at_successive_positions_are_independent() -> None:
+    """One seeded request, 4,000 tokens in a row from a fair eight-sided die: singles and pairs are uniform."""
+    sampler, logits = Sampler(8), torch.zeros(1, 8)
+    rolling = sequence(temperature=1.0, seed=5)
+    for _ in range(4000):
+        token = sampler.sample(logits, [rolling])[0]
+        assert isinstance(token, Token)
+        rolling.output.append(token.id)
+    rolls = np.array(rolling.output)
+    assert stats.chisquare(np.bincount(rolls, minlength=8)).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(rolls[:-1] * 8 + rolls[1:], minlength=64)).pvalue > 1e-4
+
+
+def test_a_seed_repeats_whatever_the_request_is_called_and_the_sampler_was_seeded_with() -> None:
+    logits = logits_of(1, vocab=5000)
+    history = [3, 5]
+    one = sample(logits, [sequence("a", output=history, temperature=3.0, seed=42)], seed=0)[0].id
+    two = sample(logits, [sequence("b", output=history, temperature=3.0, seed=42)], seed=9)[0].id
+    assert one == two
+    others = {
+        sample(logits, [sequence("a", output=[3] * n, temperature=3.0, seed=seed)])[0].id
+        for n, seed in [(2, 43), (3, 42), (4, 42), (2, -42), (2, 2**63 - 1)]
+    }
+    assert len(others | {one}) >= 5
+
+
+def test_without_a_seed_requests_differ_and_the_engines_seed_repeats() -> None:
+    logits = logits_of(1, vocab=5000).expand(20, -1)
+    rows = [sequence(f"r{i}", temperature=5.0) for i in range(20)]
+    first = [token.id for token in sample(logits, rows, seed=1)]
+    assert len(set(first)) > 10
+    assert [token.id for token in sample(logits, rows, seed=1)] == first
+    assert [token.id for token in sample(logits, rows, seed=2)] != first
+
+
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
+    logits = logits_of(4, seed=2)
+    rows = [
+        sequence("greedy", logprobs=3),
+        sequence("drawn", temperature=0.1, top_k=2, repetition_penalty=3.0, prompt=[0, 1, 2], logprobs=5),
+        sequence("none"),
+        sequence("only its own", temperature=1.0, logprobs=0),
+    ]
+    tokens = sample(logits, rows)
+    exact = logits.double().log_softmax(-1)
+    for row, n in ((0, 3), (1, 5), (3, 0)):
+        token = tokens[row]
+        assert token.logprob == pytest.approx(float(exact[row, token.id]), abs=1e-5)
+        values, ids = exact[row].topk(n)
+        assert [i for i, _ in token.top] == ids.tolist()
+        assert [v for _, v in token.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert tokens[0].top[0] == (tokens[0].id, tokens[0].logprob)
+    assert tokens[2].logprob is None and tokens[2].top == ()
+
+
+def test_logprobs_of_more_tokens_than_there_are() -> None:
+    token = sample(torch.zeros(1, 4), [sequence(logprobs=50)])[0]
+    assert sorted(i for i, _ in token.top) == [0, 1, 2, 3]
+    assert all(value == pytest.approx(math.log(1 / 4)) for _, value in token.top)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.5, "logprobs": 1}, {"repetition_penalty": 2.0}])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_not_finite_fails_alone(params: dict[str, Any], bad: float, dtype: torch.dtype) -> None:
+    logits = logits_of(5)
+    rows = [sequence(f"r{i}", **params) for i in range(5)]
+    expected = sample(logits.to(dtype), rows)
+    spoiled = logits.to(dtype)
+    spoiled[1, 40] = bad
+    spoiled[3] = -math.inf
+    out = Sampler(VOCAB).sample(spoiled, rows)
+    assert [out[i] for i in (0, 2, 4)] == [expected[i] for i in (0, 2, 4)]
+    for row in (1, 3):
+        error = out[row]
+        assert isinstance(error, StepFailedError)
+        assert "NaN logits" in str(error) and f"r{row}" in str(error)
+
+
+def test_tokens_ruled_out_by_the_model_are_no_fault() -> None:
+    logits = torch.full((2, 6), -math.inf)
+    logits[:, 4] = 1.0
+    tokens = sample(logits, [sequence("a"), sequence("b", temperature=1.0, top_p=0.9, min_p=0.1, top_k=3)])
+    assert [token.id for token in tokens] == [4, 4]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6, 100.0])
+def test_extreme_temperatures_and_logits_stay_finite(temperature: float) -> None:
+    logits = torch.tensor([[1e30, -1e30, 0.0], [3e38, 3.3e38, -3e38]])
+    rows = [sequence(f"r{i}", temperature=temperature, top_p=0.9) for i in range(2)]
+    assert [token.id for token in sample(logits, rows)] == [0, 1]
+
+
+def test_the_callers_logits_are_left_alone() -> None:
+    logits, sequences = mixed_batch()
+    before = logits.clone()
+    sample(logits, sequences)
+    assert torch.equal(logits, before)
+
+
+def test_no_rows_and_wrong_shapes() -> None:
+    assert Sampler(VOCAB).sample(torch.zeros(0, VOCAB), []) == []
+    with pytest.raises(ValueError, match=r"shape \(1, 96\), not \(1, 97\)"):
+        Sampler(VOCAB).sample(torch.zeros(1, 96), [sequence()])
+    with pytest.raises(ValueError, match=r"not \(2, 97\)"):
+        Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [sequence("a"), sequence("b")])

@@ -1,0 +1,137 @@
+"""The load-time self-test notices each way in which packing can go wrong. (Which models pass: test_architectures.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.errors import ModelError, UnsupportedModelError
+from runtime.torch_backend import attention
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.loading import LoadedModel, from_model
+from runtime.torch_backend.self_test import self_test
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def loaded_model(kind: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> LoadedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **{**FIELDS, **fields})
+        return from_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def refusal(loaded: LoadedModel, kind: type[Exception] = UnsupportedModelError) -> str:
+    with pytest.raises(kind) as raised:
+        self_test(loaded)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sound_model_passes(dtype: torch.dtype) -> None:
+    self_test(loaded_model(dtype=dtype))
+
+
+def test_passing_twice_and_after_another_executor() -> None:
+    loaded = loaded_model()
+    TorchExecutor(loaded, kv_blocks=4)
+    self_test(loaded)
+    self_test(loaded)
+
+
+def _break_terms(monkeypatch: pytest.MonkeyPatch, field: str, value: Any) -> None:
+    """Let our attention forget one of the terms a layer asks for."""
+    whole = attention.packed_attention
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **{**kwargs, field: value})
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fields", "field", "value"),
+    [
+        ("llama", {}, "scaling", 1.0),
+        ("mistral", {"sliding_window": 8}, "sliding_window", None),
+        ("gemma2", {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "head_dim": 8}, "softcap", None),
+    ],
+)
+def test_attention_that_forgets_a_term(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, fields: dict[str, Any], field: str, value: Any
+) -> None:
+    loaded = loaded_model(kind, dtype, **fields)
+    self_test(loaded)
+    _break_terms(monkeypatch, field, value)
+    assert refusal(loaded).startswith(f"model {kind}: packed logits differ from the model's own (")
+
+
+@pytest.mark.parametrize("method", ["slots", "positions"])
+def test_decode_rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    from runtime.torch_backend.inputs import DecodeRows
+
+    right = getattr(DecodeRows, method)
+    wrong = (
+        property(lambda self: right.fget(self) + 1)
+        if isinstance(right, property)
+        else lambda self, positions: right(self, positions)[::-1].copy()
+    )
+    monkeypatch.setattr(DecodeRows, method, wrong)
+    message = refusal(loaded_model())
+    assert "decode" in message or "fails in a packed batch" in message
+
+
+def test_too_few_hooked_layers() -> None:
+    loaded = loaded_model()
+    loaded.model.config.num_hidden_layers = 3  # as if a layer had its own attention
+    more = from_model(loaded.model)
+    assert "its attention cannot be hooked (2 of 3 layers called ours)" in refusal(more)
+
+
+def test_a_model_whose_own_forward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_model()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such mode\nmore")
+
+    monkeypatch.setattr(loaded.model, "forward", broken)
+    assert refusal(loaded) == "model llama: its own forward fails: no such mode; supported: see docs/models.md"
+
+
+def test_logits_that_are_not_finite_are_not_taken_for_equal() -> None:
+    loaded = loaded_model()
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[:] = float("nan")
+    assert "packed logits differ" in refusal(loaded)
+
+
+def test_out_of_memory_is_no_verdict_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_model()
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(TorchExecutor, "logits", full)
+    with pytest.raises(ModelError) as raised:
+        self_test(loaded)
+    assert not isinstance(raised.value, UnsupportedModelError)
+    assert "out of memory in its self-test" in str(raised.value)
+
+
+def test_a_context_too_short_to_test() -> None:
+    loaded = from_model(loaded_model().model, max_model_len=25)
+    assert "a context of 25 tokens is too short" in refusal(loaded)
+    self_test(from_model(loaded.model, max_model_len=26))
