@@ -22,6 +22,7 @@ from transformers import (
 from runtime.errors import StepFailedError
 from runtime.llm.plan import Token
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend import sampling
 from runtime.torch_backend.sampling import Sampler, _filter, _penalise
 
 VOCAB = 97
@@ -102,6 +103,15 @@ def mixed_batch() -> tuple[torch.Tensor, list[Sequence]]:
     return logits_of(len(MIXED), seed=5), sequences
 
 
+@pytest.fixture(params=["numpy", "torch"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On a CPU NumPy does part of the work; elsewhere torch does all of it, which can be tried here as well."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampling, "_numpy_can", lambda logits: False)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("library")
 def test_a_mixed_batch_matches_the_definitions() -> None:
     logits, sequences = mixed_batch()
     probs = filtered(logits, sequences).double().numpy()
@@ -130,6 +140,7 @@ def test_a_mixed_batch_matches_transformers() -> None:
         torch.testing.assert_close(probs[row], expected, rtol=1e-4, atol=1e-6, msg=lambda m, r=row: f"{MIXED[r]}: {m}")
 
 
+@pytest.mark.usefixtures("library")
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     logits, sequences = mixed_batch()
     together = [token.id for token in sample(logits, sequences)]
@@ -138,6 +149,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert together == alone == backwards
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_is_the_first_of_the_likeliest(dtype: torch.dtype) -> None:
     logits = logits_of(33, vocab=1000).to(dtype)
@@ -158,6 +170,7 @@ def test_greedy_with_a_penalty_avoids_what_was_said() -> None:
     assert [token.id for token in sample(logits, rows)] == [1, 1, 2]
 
 
+@pytest.mark.usefixtures("library")
 def test_ties_at_the_edge_of_top_k_are_all_kept() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     probs = filtered(logits, [sequence(temperature=1.0, top_k=2)])[0]
@@ -255,6 +268,7 @@ def test_logprobs_of_more_tokens_than_there_are() -> None:
     assert all(value == pytest.approx(math.log(1 / 4)) for _, value in token.top)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.5, "logprobs": 1}, {"repetition_penalty": 2.0}])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -273,6 +287,7 @@ def test_a_row_that_is_not_finite_fails_alone(params: dict[str, Any], bad: float
         assert "NaN logits" in str(error) and f"r{row}" in str(error)
 
 
+@pytest.mark.usefixtures("library")
 def test_tokens_ruled_out_by_the_model_are_no_fault() -> None:
     logits = torch.full((2, 6), -math.inf)
     logits[:, 4] = 1.0
@@ -280,6 +295,7 @@ def test_tokens_ruled_out_by_the_model_are_no_fault() -> None:
     assert [token.id for token in tokens] == [4, 4]
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6, 100.0])
 def test_extreme_temperatures_and_logits_stay_finite(temperature: float) -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [3e38, 3.3e38, -3e38]])
