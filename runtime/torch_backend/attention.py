@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
+from runtime.torch_backend.prefill import attend_tiles
 
 NAME = "autotune_packed"
 
@@ -87,18 +88,26 @@ class Terms:
 
 
 class StepInputs:
-    """Where the tokens of one forward belong. ``slots [tokens]``: the pool slot of each."""
+    """Where the tokens of one forward belong. ``slots [tokens]``: the pool slot of each. ``tiled``: chunks attend by
+    :func:`attend_tiles`, which suits CPUs, where it can."""
 
-    __slots__ = ("calls", "chunks", "decode", "pool", "serial", "slots")
+    __slots__ = ("calls", "chunks", "decode", "pool", "serial", "slots", "tiled")
 
     def __init__(
-        self, serial: int, pool: KVPool, slots: Tensor, decode: DecodeInputs | None, chunks: list[ChunkInputs]
+        self,
+        serial: int,
+        pool: KVPool,
+        slots: Tensor,
+        decode: DecodeInputs | None,
+        chunks: list[ChunkInputs],
+        tiled: bool = False,
     ) -> None:
         self.serial = serial
         self.pool = pool
         self.slots = slots
         self.decode = decode
         self.chunks = chunks
+        self.tiled = tiled
         self.calls = 0
 
 
@@ -240,8 +249,12 @@ def packed_attention(
             past_keys, past_values = layer.blocks(chunk.table, step.pool.block_size)
             context = chunk.start + chunk.end - chunk.begin
             keys, values = past_keys[0, :context].transpose(0, 1), past_values[0, :context].transpose(0, 1)
-        parts.append(attend_chunk(chunk, q[:, rows], keys, values, terms).transpose(0, 1))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if step.tiled and terms.plain:
+            attended = attend_tiles(q[:, rows], keys, values, terms.scale, terms.window)
+        else:
+            attended = attend_chunk(chunk, q[:, rows], keys, values, terms)
+        parts.append(attended.transpose(0, 1))
+    out = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)  # some models take views of it
     return out.unsqueeze(0), None
 
 

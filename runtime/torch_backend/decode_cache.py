@@ -87,6 +87,8 @@ class DecodeCache:
         self._classes: dict[int, LengthClass] = {}
         self._where: dict[int, LengthClass] = {}
         self._active: list[LengthClass] = []
+        self._order: Ints = np.zeros(0, np.int64)
+        self._generation = -1
 
     def clear(self) -> None:
         """Forget every row; the next :meth:`advance` loads all of them anew."""
@@ -96,18 +98,14 @@ class DecodeCache:
 
     def advance(self, rows: DecodeRows, left: list[int], taken: list[int]) -> bool:
         """Follow ``rows``, of which ``left`` and ``taken`` changed, and put them into the order of the classes."""
+        if rows.generation != self._generation or not self._where:
+            self.clear()
+            self._generation = rows.generation
+            left, taken = [], rows.order.tolist()
         stale: set[int] = set()  # homes whose row has to be loaded
         for home in left:
             self._remove(home, stale)
-        if not self._where:
-            taken = rows.order.tolist()
-        changed = bool(left or taken)
-        for cls in self._active:
-            grown = [h for h in cls.homes if rows.position_at(h) >= cls.capacity] if self._outgrown(cls) else []
-            for home in grown:
-                self._remove(home, stale)
-            taken = taken + grown
-            changed = changed or bool(grown)
+        taken = taken + self._outgrown(rows, stale)
         for home in taken:
             need = rows.position_at(home) + _SLACK
             capacity = next(c for c in CAPACITIES if c >= need)
@@ -115,29 +113,40 @@ class DecodeCache:
             cls.homes.append(home)
             self._where[home] = cls
             stale.add(home)
-        if changed:
-            if not self._allocate(stale):
-                return False
+        if not self._allocate(stale):
+            return False
+        if left or taken or rows.order is not self._order:
             self._active = [c for _, c in sorted(self._classes.items()) if c.homes]
-            rows.arrange(np.fromiter(chain.from_iterable(c.homes for c in self._active), np.int64))
+            self._order = np.fromiter(chain.from_iterable(c.homes for c in self._active), np.int64)
+            rows.arrange(self._order)
         positions = rows.positions
         begin = 0
         for cls in self._active:
             end = begin + len(cls.homes)
             cls.begin_step(begin, positions[begin:end])
-            cls.loads = []
-            if stale:
-                for row, home in enumerate(cls.homes):
-                    if home in stale:
-                        tokens = rows.position_at(home)
-                        blocks = rows.sequence_at(home).blocks[: -(-tokens // self.pool.block_size)]
-                        cls.loads.append((row, torch.tensor([blocks]), tokens))
+            cls.loads = self._loads(cls, rows, stale) if stale else []
             begin = end
         self.count = begin
         return True
 
-    def _outgrown(self, cls: LengthClass) -> bool:
-        return bool(len(cls._positions)) and int(cls._positions.max()) + 1 >= cls.capacity
+    def _outgrown(self, rows: DecodeRows, stale: set[int]) -> list[int]:
+        """Take out the rows whose next token does not fit."""
+        grown = []
+        for cls in self._active:
+            if cls.homes and rows.longest(cls.homes) >= cls.capacity:
+                grown += [home for home in cls.homes if rows.position_at(home) >= cls.capacity]
+        for home in grown:
+            self._remove(home, stale)
+        return grown
+
+    def _loads(self, cls: LengthClass, rows: DecodeRows, stale: set[int]) -> list[tuple[int, Tensor, int]]:
+        loads = []
+        for row, home in enumerate(cls.homes):
+            if home in stale:
+                tokens = rows.position_at(home)
+                blocks = rows.sequence_at(home).blocks[: -(-tokens // self.pool.block_size)]
+                loads.append((row, torch.tensor([blocks]), tokens))
+        return loads
 
     def _remove(self, home: int, stale: set[int]) -> None:
         """Take a row out; the last row of its class fills the gap."""

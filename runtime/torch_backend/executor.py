@@ -21,6 +21,7 @@ from runtime.torch_backend.decode_cache import DecodeCache
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.linear import pack_linears
+from runtime.torch_backend.norm import fuse_norms
 from runtime.torch_backend.sampling import Sampler
 
 Work = Sequence | Chunk
@@ -83,6 +84,7 @@ class TorchExecutor:
         self._cache: DecodeCache | None = None
         if self.device.type == "cpu" and cpu_fast_path:
             pack_linears(loaded.model)
+            fuse_norms(loaded.model)
             pool_bytes = kv_blocks * block_size * loaded.kv_bytes_per_token
             self._cache = DecodeCache(self.pool, loaded.kv_bytes_per_token, max(pool_bytes, MIN_CACHE_BYTES))
         self._serial = 0
@@ -98,9 +100,7 @@ class TorchExecutor:
             except Exception as error:
                 cause = error
             if cause is not None:  # out of the except block, so that the frames that raised can be freed
-                self._rows.forget()
-                if self._cache is not None:
-                    self._cache.clear()  # it may have missed tokens that the parts write
+                self._rows.forget()  # and with them the cache, which misses the tokens that the parts write
                 self._divide([*plan.decode_rows(), *plan.chunks], plan.step, cause, outcome)
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
@@ -184,7 +184,9 @@ class TorchExecutor:
             positions, slots = np.concatenate(all_positions), np.concatenate(all_slots)
         tokens = to_device(np.stack([np.array(ids, np.int64), positions]), self.device)
         self._serial += 1
-        step = StepInputs(self._serial, self.pool, to_device(slots, self.device), decode, inputs)
+        step = StepInputs(
+            self._serial, self.pool, to_device(slots, self.device), decode, inputs, self._cache is not None
+        )
         return tokens, to_device(keep, self.device), step, sampling
 
     def _scrub(self, rows: Seq[Sequence], positions: Ints, chunks: Seq[Chunk]) -> None:

@@ -40,6 +40,7 @@ class DecodeRows:
         self._by_home: list[Sequence | None] = []
         self._seen: tuple[object, int] = (None, -1)
         self._step = 0
+        self.generation = 0  # grows when every row is dropped
 
     def advance(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         """Move to ``plan``. Returns the homes left and the homes taken since the last plan (both empty: same rows)."""
@@ -114,6 +115,10 @@ class DecodeRows:
         """Of the rows' new tokens, in row order."""
         return self._position[self.order]
 
+    def longest(self, homes: list[int]) -> int:
+        """The highest position among ``homes``."""
+        return int(self._position[homes].max())
+
     def position_at(self, home: int) -> int:
         return int(self._position[home])
 
@@ -135,6 +140,7 @@ class DecodeRows:
 
     def forget(self) -> None:
         """Drop every row; the next plan enters them anew."""
+        self.generation += 1
         self._seen = (None, -1)
         self._free += self.homes.values()
         self.homes.clear()
