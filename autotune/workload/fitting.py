@@ -13,6 +13,7 @@ from autotune.workload.randomness import Floats
 
 SHORTEST_GAP = 1e-5  # s; clocks tie, densities of shapes below 1 do not like 0
 SHAPES = (0.05, 5000.0)  # bounds of a state's gamma shape: near-constant gaps (clients on a timer) do occur
+PRIOR = 1e-3  # transitions added to every count
 
 
 class Fit(NamedTuple):
@@ -28,7 +29,11 @@ def fit_process(gaps: Floats, states: int, *, rounds: int = 60, tolerance: float
 
     Expectation-maximisation finds a local optimum, so it runs from four deterministic starts (gaps split by their own
     size, and by the mean of ever wider neighbourhoods, which finds slow changes) and keeps the likeliest. Gamma
-    parameters are the closed-form estimate of Ye & Chen (2017), weighted. Ends when the log-likelihood gains less than ``tolerance``.
+    parameters are the closed-form estimate of Ye & Chen (2017), weighted. Ends when the log-likelihood
+    gains less than ``tolerance``.
+
+    The chain is kept reversible (counted in both directions): then its stationary shares are the shares found in the
+    trace. Free chains fitted to an hour with one slow hump visit each level once and drift off into the last one.
     """
     gaps = np.maximum(gaps, SHORTEST_GAP)
     if len(gaps) < 20 * states:
@@ -79,7 +84,7 @@ def _baum_welch(gaps: Floats, member: Floats, rounds: int, tolerance: float) -> 
     done = 0
     while done < rounds:
         done += 1
-        transition = pair_sum + 1e-3
+        transition = pair_sum + pair_sum.T + PRIOR
         transition /= transition.sum(axis=1, keepdims=True)
         means, shapes = _gamma_fit(gaps, member)
         member, pair_sum, found = _forward_backward(_log_density(gaps, means, shapes), start, transition)

@@ -12,7 +12,8 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,21 +25,23 @@ MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 MOONCAKE_BLOCK = 512  # tokens
 
 Reader = Callable[[str | Path, int | None], list[TraceRow]]
+Parse = Callable[[str | Path, Iterable[str]], Iterator[tuple[int, TraceRow]]]
 
 
 def read_azure(path: str | Path, limit: int | None = None) -> list[TraceRow]:
     """Rows of an Azure CSV, at most ``limit``. Raises InputError."""
-    return _checked(path, _azure_rows(path), limit)
+    return _checked(path, _azure_rows, limit)
 
 
 def read_mooncake(path: str | Path, limit: int | None = None) -> list[TraceRow]:
     """Rows of a Mooncake-style jsonl, at most ``limit``. Raises InputError."""
-    return _checked(path, _mooncake_rows(path), limit)
+    return _checked(path, _mooncake_rows, limit)
 
 
 def guess_reader(path: str | Path) -> Reader:
     """The reader for what the first line that is not blank looks like."""
-    first = next((line.strip() for line in _lines(path) if line.strip()), "")
+    with _opened(path) as lines:
+        first = next((line.strip() for line in lines if line.strip()), "")
     if first.startswith("{"):
         return read_mooncake
     if not first or {column.strip() for column in first.split(",")} & set(AZURE_COLUMNS):
@@ -49,8 +52,8 @@ def guess_reader(path: str | Path) -> Reader:
     )
 
 
-def _azure_rows(path: str | Path) -> Iterator[tuple[int, TraceRow]]:
-    reader = csv.reader(_lines(path))
+def _azure_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
+    reader = csv.reader(lines)
     header: list[str] | None = None
     try:
         for cells in reader:
@@ -81,8 +84,8 @@ def _azure_rows(path: str | Path) -> Iterator[tuple[int, TraceRow]]:
         _bad(path, reader.line_num, f"not CSV: {error}")
 
 
-def _mooncake_rows(path: str | Path) -> Iterator[tuple[int, TraceRow]]:
-    for line, text in enumerate(_lines(path), start=1):
+def _mooncake_rows(path: str | Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
+    for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         try:
@@ -123,25 +126,26 @@ def _blocks(path: str | Path, line: int, ids: Any, prompt: int) -> tuple[tuple[i
     return (*((i, MOONCAKE_BLOCK) for i in ids[:-1]), (ids[-1], last))
 
 
-def _checked(path: str | Path, rows: Iterable[tuple[int, TraceRow]], limit: int | None) -> list[TraceRow]:
+def _checked(path: str | Path, parse: Parse, limit: int | None) -> list[TraceRow]:
     kept: list[TraceRow] = []
-    for line, row in rows:
-        if kept and row.time < kept[-1].time:
-            _bad(
-                path, line, f"its time is {kept[-1].time - row.time:g} s before the line above; times must not descend"
-            )
-        kept.append(row)
-        if len(kept) == limit:
-            break
+    with _opened(path) as lines:
+        for line, row in parse(path, lines):
+            if kept and row.time < kept[-1].time:
+                ago = kept[-1].time - row.time
+                _bad(path, line, f"its time is {ago:g} s before the line above; times must not descend")
+            kept.append(row)
+            if len(kept) == limit:
+                break
     if not kept:
         raise InputError(f"{path}: no requests; there must be at least one")
     return kept
 
 
-def _lines(path: str | Path) -> Iterator[str]:
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Iterator[str]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from file
+            yield file
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason})") from None
     except OSError as error:
@@ -160,7 +164,7 @@ def _timestamp(path: str | Path, line: int, text: str) -> float:
             pass
         else:
             # A time without a zone is not the machine's local time: its clock changes would bend the trace.
-            zero = datetime(1970, 1, 1, tzinfo=moment.tzinfo)
+            zero = datetime(1970, 1, 1, tzinfo=None if moment.tzinfo is None else UTC)
             return (moment - zero).total_seconds()
     allowed = "a date and time such as 2023-11-16 18:17:03.97, or a number of seconds, at least 0"
     _bad(path, line, f"TIMESTAMP is {_short(text)}; it must be {allowed}")
