@@ -224,8 +224,8 @@ class TokenBuffer:
             case FinishReason.CANCELLED:
                 return RequestCancelledError(f"{name} was cancelled after {record.output_tokens} tokens{because}")
             case FinishReason.TIMEOUT:
-                after = record.finished - record.arrival
-                return RequestTimeoutError(f"{name} timed out after {after:.3g} s and {record.output_tokens} tokens")
+                after = round(record.finished - record.arrival, 3)
+                return RequestTimeoutError(f"{name} timed out after {after:g} s and {record.output_tokens} tokens")
             case FinishReason.REJECTED:
                 return RejectedError(f"{name} was not accepted{because}", reason=record.cause or "rejected")
             case _:

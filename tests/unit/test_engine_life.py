@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from runtime import (
     RequestTimeoutError,
     StepFailedError,
 )
+from runtime.clock import MonotonicClock
 from runtime.llm.engine import Engine
 from runtime.llm.stream import Stream
 from runtime.request import Sequence
@@ -89,17 +90,23 @@ def test_cancel_in_every_state(state: Callable[[Bench], Stream]) -> None:
         assert b.engine.submit("a", max_tokens=2).result(timeout=30).text == "bc"
 
 
+class ClockThatJumps(MonotonicClock):
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_timeout_in_every_state(state: Callable[[Bench], Stream], monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda self, *a, **k: submit(self, *a, **{"timeout_s": 0.2, **k}))
+    clock, submit = ClockThatJumps(), Engine.submit
+    monkeypatch.setattr("runtime.llm.engine.MonotonicClock", lambda: clock)
+    monkeypatch.setattr(Engine, "submit", lambda self, *a, **k: submit(self, *a, **{"timeout_s": 1000.0, **k}))
     with bench(kv_tokens=96) as b:
         stream = state(b)
-        until = time.monotonic() + 0.2
-        while time.monotonic() <= until:  # the step in progress outlasts it
-            pass
+        clock.ahead = 1001.0
         b.executor.go()
-        with pytest.raises(RequestTimeoutError, match=f"request {stream.request_id} timed out after"):
+        with pytest.raises(RequestTimeoutError, match=f"request {stream.request_id} timed out after 1001"):
             stream.result(timeout=30)
         assert stream.record is not None and stream.record.reason is FinishReason.TIMEOUT
 
@@ -319,6 +326,23 @@ async def test_errors_reach_async_readers() -> None:
             await stream
 
 
+@contextmanager
+def goes_on_once_closed(engine: Engine, executor: FakeExecutor) -> Iterator[None]:
+    """The step that stands still ends as soon as the engine has been told to close, which the block does."""
+
+    def watch() -> None:
+        while not engine.closed:
+            left.wait(0.001)
+        with engine._loop._lock:  # whoever said so has also put it into the inbox
+            executor.go()
+
+    left = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield
+    watcher.join(timeout=30)
+
+
 # -- the engine ---------------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +362,8 @@ def test_close_finishes_what_was_accepted() -> None:
 def test_close_without_draining_cancels() -> None:
     with bench(knobs=Knobs(max_batch_size=2)) as b:
         streams = [*b.decoding(2), *(b.engine.submit("a", max_tokens=50) for _ in range(3))]
-        threading.Timer(0, b.executor.go).start()
-        b.engine.close(drain=False)
+        with goes_on_once_closed(b.engine, b.executor):
+            b.engine.close(drain=False)
         for stream in streams:
             with pytest.raises(RequestCancelledError, match="the engine was closed"):
                 stream.result(timeout=30)
@@ -381,8 +405,9 @@ def test_a_second_close_cuts_the_first_short() -> None:
         stream = b.decoding(1, max_tokens=200)[0]
         first = threading.Thread(target=b.engine.close)
         first.start()
-        threading.Timer(0, b.executor.step).start()
-        b.held()  # still draining
+        while not b.engine.closed:
+            first.join(timeout=0.001)
+        b.step()  # it has taken note, and still drains
         second = threading.Thread(target=b.engine.close, args=(False,))
         second.start()
         while b.engine._loop._inbox.empty():  # until the second has said so
@@ -393,13 +418,13 @@ def test_a_second_close_cuts_the_first_short() -> None:
             stream.result(timeout=30)
 
 
-def test_block_that_raises_does_not_wait() -> None:
+def test_a_block_that_raises_does_not_wait() -> None:
     executor = FakeExecutor()
-    with pytest.raises(KeyError), Engine(FakeModel(), executor=executor, kv_tokens=512) as engine:
+    engine = Engine(FakeModel(), executor=executor, kv_tokens=512)
+    with goes_on_once_closed(engine, executor), pytest.raises(KeyError), engine:
         executor.hold()
         stream = engine.submit("a", max_tokens=200)
         assert executor.held.acquire(timeout=30)
-        threading.Timer(0.01, executor.go).start()
         raise KeyError
     with pytest.raises(RequestCancelledError):
         stream.result(timeout=30)
@@ -434,6 +459,7 @@ def test_a_forgotten_engine_stops_its_thread() -> None:
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del engine, stream"])
 def test_a_forgotten_engine_does_not_hold_up_the_interpreter(ending: str) -> None:
     code = f"""
+from runtime.clock import MonotonicClock
 from runtime.llm.engine import Engine
 from tests.fakes import FakeExecutor, FakeModel
 import threading
