@@ -61,7 +61,7 @@ def _slo(value: object) -> SLO:
         raise ValueError(f": {error}") from None
 
 
-def _as_numbers(value: Knobs | KnobLimits) -> dict[str, float]:
+def _as_numbers(value: Knobs | KnobLimits) -> dict[str, int | float]:
     return value.as_dict()
 
 
@@ -145,7 +145,8 @@ class EngineFacts(Part):
 
 
 class LoadFacts(Part):
-    """The load. ``spec`` reads back as ``--workload``; ``rate`` (requests/s) is where settings were compared."""
+    """The load. ``spec`` reads back as ``--workload``; ``rate`` (requests/s) is where settings were compared,
+    ``offered_rate`` what that brought in the search's own window."""
 
     spec: str
     description: str
@@ -155,6 +156,7 @@ class LoadFacts(Part):
     mean_prompt: float
     mean_output: float
     rate: float
+    offered_rate: float
     rate_from: Literal["user", "calibration"]
     window_s: float
     warmup_s: float
@@ -172,12 +174,17 @@ class Spread(Part):
 
 
 class Point(Part):
-    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar has every run."""
+    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar has every run.
+
+    ``offered_rate``: requests/s that came in the windows, where ``rate`` is the workload's mean. ``lateness_p99_ms``: how
+    late the sender was at worst (counted in the latencies).
+    """
 
     knobs: KnobsField
     stage: Literal["search", "validation", "capacity"]
     label: str
     rate: float
+    offered_rate: float
     seeds: tuple[int, ...]
     offered: int
     met: int
@@ -192,6 +199,7 @@ class Point(Part):
     tpot_p99_ms: float | None
     e2e_p99_ms: float | None
     preemptions: int
+    lateness_p99_ms: float
 
 
 class Setting(Part):

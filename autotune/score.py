@@ -39,16 +39,19 @@ class StepStats(BaseModel):
 class Score(BaseModel):
     """What one setting did under one load.
 
+    ``rate`` is the workload's mean; ``offered_rate`` what came in this window, which for a few seconds of bursts or of a
+    trace may be something else.
     ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
     window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
     met) of each second of the window, for intervals that respect bursts. ``lateness_p99_ms``: how late the sender was.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    setting: dict[str, float]
+    setting: dict[str, int | float]
     epoch: int
     seed: int
     rate: float
+    offered_rate: float
     window_s: float
     offered: int
     met: int
@@ -106,6 +109,7 @@ def score(
         epoch=epoch,
         seed=seed,
         rate=rate,
+        offered_rate=kept.offered / duration,
         window_s=duration,
         offered=kept.offered,
         met=kept.met,

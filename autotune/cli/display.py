@@ -58,13 +58,13 @@ class Display:
         basis = (
             "as asked"
             if setup.rate_from == "user"
-            else "a little above what the machine can serve, so that settings differ"
+            else "about what the machine can just serve, so that settings differ"
         )
         scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
         self._console.print(
             f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"
             f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n"
-            f"rate {setup.rate:g} req/s ({basis}); {setup.window_s:g} s windows",
+            f"rate {setup.offered_rate:.3g} req/s ({basis}); {setup.window_s:g} s windows",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
 
 from autotune.cli import profile, profiles, show
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
+
+# Typer has its own copy of click in some versions and imports click in others; the bases of its public error fit both.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="autotune",
@@ -54,13 +58,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else DONE
     except (InputError, ModelError) as error:
         return _complain(str(error))
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.UsageError as error:
+    except UsageError as error:
         return _complain(_usage(error))
-    except click.ClickException as error:
-        return _complain(error.format_message())
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except ClickException as error:
+        return _complain(str(getattr(error, "message", error)))
+    except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `autotune show … | head`
@@ -69,9 +73,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return DONE
 
 
-def _usage(error: click.UsageError) -> str:
-    text = error.format_message().rstrip(".")
-    verb = f" {error.ctx.info_name}" if error.ctx is not None and error.ctx.parent is not None else ""
+def _usage(error: Any) -> str:
+    text = str(error.format_message()).rstrip(".")
+    if not text:  # no verb was given, and the help has been printed
+        return "name a command"
+    context = error.ctx
+    verb = f" {context.info_name}" if context is not None and context.parent is not None else ""
     return f"{text[:1].lower()}{text[1:]}; see autotune{verb} --help"
 
 

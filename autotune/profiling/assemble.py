@@ -55,6 +55,7 @@ def assemble(
             mean_prompt=setup.mean_prompt,
             mean_output=setup.mean_output,
             rate=setup.rate,
+            offered_rate=setup.offered_rate,
             rate_from=setup.rate_from,
             window_s=setup.window_s,
             warmup_s=setup.warmup_s,
@@ -84,21 +85,21 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     if findings.capacity is None:
         kept = not refuted(balanced, setup.slo)
         return kept, (
-            f"stopped before the highest rate that keeps {share} was looked for; at {balanced.rate:g} req/s offered, "
+            f"stopped before the highest rate that keeps {share} was looked for; at {balanced.offered_rate:.3g} req/s offered, "
             f"the balanced setting kept {_share(balanced)}"
         )
     tried = findings.capacity.tried
     if findings.capacity.rate is None:
         best = max(tried, key=lambda p: p.attainment, default=balanced)
         return False, (
-            f"the SLO was not met at any rate tried: at best {_share(best)} at {best.rate:g} req/s, where {share} are asked; "
-            "ask for less (--slo), or for shorter requests"
+            f"the SLO was not met at any rate tried: at best {_share(best)} at {best.offered_rate:.3g} req/s, "
+            f"where {share} are asked; ask for less (--slo), or for shorter requests"
         )
     at = next(p for p in tried if p.rate == findings.capacity.rate)
     if at.attainment >= setup.slo.attainment:
-        return True, f"balanced keeps {share} in SLO up to about {at.rate:.3g} req/s (measured {_share(at)})"
+        return True, f"balanced keeps {share} in SLO up to about {at.offered_rate:.3g} req/s (measured {_share(at)})"
     return True, (
-        f"balanced may keep {share} in SLO up to about {at.rate:.3g} req/s: {_share(at)} is too short a measurement "
+        f"balanced may keep {share} in SLO up to about {at.offered_rate:.3g} req/s: {_share(at)} is too short a measurement "
         "to tell; a longer --budget tells more"
     )
 

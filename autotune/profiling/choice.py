@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
+
+from scipy.stats import binom
 
 from autotune.profile import Point, Purpose, Setting
 from runtime.knobs import KNOBS, Knobs
@@ -10,6 +13,9 @@ from runtime.slo import SLO
 
 GIVE_UP = 0.15
 """Goodput the interactive setting may cost, as a share of the best."""
+
+SIGNIFICANCE = 0.05
+_SLOWER, _FASTER = 0.75, 1.15
 
 ALIKE = 1.2
 """Two settings whose logarithmic knobs all lie within this ratio are not worth two validations."""
@@ -70,8 +76,29 @@ def choose(found: Sequence[Point], slo: SLO) -> dict[Purpose, Setting]:
 
 
 def refuted(point: Point, slo: SLO) -> bool:
-    """Whether this point shows that the share is not kept: even the upper end of its interval lies below it."""
-    return point.offered == 0 or point.attainment_high < slo.attainment
+    """Whether this point shows that the share is not kept.
+
+    By the binomial tail: were the share kept, so many misses would be seen less than once in twenty times. (Of 14
+    requests one may miss a 99% promise by bad luck, of 400 hardly 12.)
+    """
+    if not point.offered:
+        return True
+    misses = point.offered - point.met
+    return misses > 0 and float(binom.sf(misses - 1, point.offered, 1 - slo.attainment)) < SIGNIFICANCE
+
+
+def highest_held(tried: Sequence[Point], slo: SLO) -> tuple[float | None, float]:
+    """The highest rate not missed below every rate that was (None: none), and the rate to try next.
+
+    Up while the share is kept, down (or to what was served in SLO, if less) while it is not, then in between.
+    """
+    missed = [p.rate for p in tried if refuted(p, slo)]
+    held = max((p.rate for p in tried if not refuted(p, slo) and p.rate < min(missed, default=inf)), default=None)
+    if held is None:
+        lowest = min((p for p in tried if refuted(p, slo)), key=lambda p: p.rate)
+        served = lowest.rate * lowest.attainment
+        return None, max(lowest.rate / 3, min(_SLOWER * lowest.rate, 0.95 * served))
+    return held, (held * min(missed)) ** 0.5 if missed else held * _FASTER
 
 
 def _by_headroom(search: Sequence[Point], slo: SLO) -> list[Point]:

@@ -49,6 +49,7 @@ def point(runs: Sequence[Run]) -> Point:
         stage=runs[0].stage,
         label=runs[0].label,
         rate=scores[0].rate,
+        offered_rate=_round(offered / sum(s.window_s for s in scores)),
         seeds=tuple(s.seed for s in scores),
         offered=offered,
         met=met,
@@ -63,6 +64,7 @@ def point(runs: Sequence[Run]) -> Point:
         tpot_p99_ms=_median(scores, lambda s: s.tpot_ms.p99),
         e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
         preemptions=sum(s.steps.preemptions for s in scores),
+        lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
     )
 
 

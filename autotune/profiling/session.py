@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
 from autotune.profile import Capacity, ModelFacts, Point
-from autotune.profiling.choice import candidates, choose, refuted
+from autotune.profiling.choice import candidates, choose, highest_held, refuted
 from autotune.profiling.points import Run, Stage, point, points
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Calibrator, Setup, next_rate
@@ -28,7 +28,6 @@ VALIDATION_SEEDS = 3
 _UNBOUNDED_SEEDS = 2  # validations of each candidate when no budget bounds them
 _CAPACITY_STEPS = 3
 _KNEE_STEPS = 4
-_SLOWER, _FASTER = 0.75, 1.15
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,14 @@ class Session:
         *,
         stop: Callable[[], bool] | None = None,
         clock: Clock | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self._engine, self._model, self._question = engine, model, question
         self._study, self._reporter = study, reporter
         self._stop = stop or (lambda: False)
         self._clock = clock or MonotonicClock()
         self._meter = Meter(self._clock, float(study.get("spent_s") or 0.0))
-        self._schedule = Schedule.of(question.budget_s)
+        self._schedule = schedule or Schedule.of(question.budget_s)
         self._baseline = engine.limits.clamp(VLLM_DEFAULTS)
         self._found = Findings(None, [], [], None, False, (0, 0), 0.0)
         self._serial = 0
@@ -135,6 +135,7 @@ class Session:
         )
         if question.rate is None:
             setup = self._knee(setup)
+        setup = setup.at(setup.rate, question.workload, question.seed)
         self._study.put("setup", setup.model_dump(mode="json"))
         self._study.put("seeds", list(range(question.seed + 1, question.seed + 1 + VALIDATION_SEEDS)))
         for label, knobs in starting_points(question.space.narrowed(setup.fitted), setup.fitted):
@@ -154,7 +155,7 @@ class Session:
             load = setup.model_copy(update={"rate": rate}).apply(self._question.workload)
             found = self._measure("search", "knee", setup.fitted, load, setup, self._question.seed, -1).score
             known.append((rate, found.attainment))
-            note = f"{found.attainment:.0%} in SLO at {rate:.3g} req/s"
+            note = f"{found.attainment:.0%} in SLO at {found.offered_rate:.3g} req/s"
             self._reporter.progress(0.5 + 0.5 * (step + 1) / _KNEE_STEPS, "", note, None)
             better = next_rate(rate, found, setup.mean_output, known)
             if better is None:
@@ -235,37 +236,30 @@ class Session:
         self._reporter.stage_done(f"{done}/{total}", self._best_note(self._found.comparable()))
 
     def _capacity(self, setup: Setup) -> None:
-        """Step the rate down, or up, from the balanced setting's goodput to find the highest that keeps the share."""
+        """The balanced setting at other rates, up while it keeps the share and down while it does not, then in between."""
         choice = choose(self._found.comparable(), setup.slo)["balanced"]
         if self._question.rate is not None:
             kept = None if refuted(choice.point, setup.slo) else choice.point.rate
             self._found.capacity = Capacity(knobs=choice.knobs, rate=kept, tried=(choice.point,))
             return
         self._reporter.stage("capacity")
-        tried: list[Point] = []
-        rate = min(setup.rate, max(choice.point.goodput.mean * 0.95, setup.rate * 0.2))
+        tried = [choice.point]
+        _, rate = highest_held(tried, setup.slo)
         for step in range(_CAPACITY_STEPS):
             if step and not self._meter.fits(self._schedule.until(1.0), self._run_guess()):
                 break
-            rate = float(f"{rate:.3g}")
-            load = setup.model_copy(update={"rate": rate}).apply(self._question.workload)
+            rate = float(f"{max(rate, setup.rate / 10):.3g}")
+            load = setup.at(rate, self._question.workload, self._question.seed).apply(self._question.workload)
             run = self._recorded("capacity", "balanced", choice.knobs, load, setup, self._question.seed + 101 + step)
             if run is None:
                 break
             self._found.runs.append(run)
             tried.append(point([run]))
-            held = [p.rate for p in tried if not refuted(p, setup.slo)]
-            missed = [p.rate for p in tried if refuted(p, setup.slo)]
-            self._found.capacity = Capacity(knobs=choice.knobs, rate=max(held, default=None), tried=tuple(tried))
-            note = f"{tried[-1].attainment:.0%} in SLO at {rate:g} req/s"
+            held, rate = highest_held(tried, setup.slo)
+            self._found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
+            note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
             self._reporter.progress((step + 1) / _CAPACITY_STEPS, f"{step + 1}/{_CAPACITY_STEPS}", note, None)
-            if held and missed:
-                rate = (max(held) * min(missed)) ** 0.5 if min(missed) > max(held) else max(held) * _FASTER
-            else:
-                rate *= _FASTER if held else _SLOWER
-            if held and rate > setup.rate:
-                break
-        self._reporter.stage_done(f"{len(tried)} rates", "")
+        self._reporter.stage_done(f"{len(tried) - 1} rates", "")
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 

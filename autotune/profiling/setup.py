@@ -5,7 +5,8 @@
    least squares over its steps the time of a step: ``base + per_prompt_token · n + per_decode · b``.
 
 From those follow the length scale, the SLO when none was given, a first rate, and where the search begins. Serving that
-start at a few rates then finds the knee, where settings differ most (:func:`next_rate`). All of it is stored with the study, so a resumed run compares like with like.
+start at a few rates then finds the knee, where settings differ most (:func:`next_rate`). All of it is stored with the
+study, so a resumed run compares like with like.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class StepCost(Part):
 
 
 class Setup(Part):
-    """What the calibration decided. ``rate``: requests/s offered in the search; ``fitted``: where it begins."""
+    """What the calibration decided.
+
+    ``rate``: mean requests/s offered in the search; ``offered_rate``: what comes in its window; ``fitted``: where it begins.
+    """
 
     length_scale: float
     cap_prompt: int
@@ -64,6 +68,7 @@ class Setup(Part):
     mean_prompt: float
     mean_output: float
     rate: float
+    offered_rate: float
     rate_from: Literal["user", "calibration"]
     slo: SLOField
     slo_from: str
@@ -78,6 +83,13 @@ class Setup(Part):
             length=self.length_scale / workload.length_scale, cap_prompt=self.cap_prompt, cap_output=self.cap_output
         )
         return scaled.at_rate(self.rate)
+
+    def at(self, rate: float, workload: Workload, seed: int) -> Setup:
+        """The same at another rate."""
+        moved = self.model_copy(update={"rate": rate})
+        end = self.warmup_s + self.window_s
+        inside = [a for a in moved.apply(workload).arrivals(seed, duration=end) if a.time >= self.warmup_s]
+        return moved.model_copy(update={"offered_rate": round(len(inside) / self.window_s, 3)})
 
 
 class Calibrator:
@@ -129,6 +141,7 @@ class Calibrator:
             mean_prompt=round(mean_prompt, 1),
             mean_output=round(mean_output, 1),
             rate=asked,
+            offered_rate=asked,
             rate_from="calibration" if rate is None else "user",
             slo=chosen,
             slo_from=why,

@@ -74,11 +74,18 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     console.print(table(profile, console.width))
     console.print(
-        f"req/s: those in SLO, of the same {first.rate:g} req/s offered to all; {profile.workload.window_s:g} s windows, "
-        f"{how.get(first.stage, first.stage)}; ± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
+        f"req/s: those in SLO, of the {first.offered_rate:.3g} req/s offered to every setting alike; "
+        f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
+        "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
         highlight=False,
     )
+    late, target = max(row[1].lateness_p99_ms for row in rows(profile)), profile.slo.ttft_ms
+    if target is not None and late > target / 10:
+        console.print(
+            f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
+            style="yellow",
+        )
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
 
 

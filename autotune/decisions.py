@@ -1,0 +1,95 @@
+"""The decision log: what was changed, from what to what, why, and on what evidence. One JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, Knobs
+
+VERSION = 1
+
+
+class Decision(NamedTuple):
+    """``at``: seconds on the engine's clock; ``wall``: seconds since 1970 when it was logged, None in replays.
+
+    ``action``: ``set`` (the knobs changed), ``hold`` (the regime changed, the knobs did not), ``observe`` (would have set), or
+    what an operator did: ``pause``, ``resume``, ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
+    """
+
+    at: float
+    action: str
+    regime: str
+    old: dict[str, float]
+    new: dict[str, float]
+    epoch: int
+    cause: str
+    evidence: Mapping[str, Any]
+    wall: float | None = None
+
+    def as_json(self) -> str:
+        """One line, the same bytes for the same decision."""
+        fields = {"v": VERSION, **self._asdict()}
+        if self.wall is None:
+            del fields["wall"]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @property
+    def changes(self) -> list[tuple[str, float, float]]:
+        """(knob, old, new) of the knobs that differ."""
+        return [(s.name, self.old[s.name], self.new[s.name]) for s in KNOBS if self.old[s.name] != self.new[s.name]]
+
+
+def read_decisions(path: str | Path) -> Iterator[Decision]:
+    """The decisions of a log file. Raises :class:`InputError` naming the line that cannot be read.
+
+    A last line without a newline is one that was being written when its process died, and is left out.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        if line.strip():
+            yield _decision(line, f"{path}: line {number}")
+
+
+def _decision(line: str, where: str) -> Decision:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        raise InputError(f"{where} is not JSON; is it a decision log?") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{where} is not a decision; is it a decision log?")
+    if fields.pop("v", None) != VERSION:
+        raise InputError(f"{where} has no version {VERSION} decision; this autotune reads version {VERSION}")
+    missing = [name for name in Decision._fields if name != "wall" and name not in fields]
+    unknown = [name for name in fields if name not in Decision._fields]
+    if missing or unknown:
+        raise InputError(f"{where}: {'missing' if missing else 'unknown'} field {(missing or unknown)[0]}")
+    for name in ("old", "new"):
+        try:
+            Knobs.from_mapping(fields[name], where=f"{name}.")
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{where}: {error}") from None
+        absent = [s.name for s in KNOBS if s.name not in fields[name]]
+        if absent:
+            raise InputError(f"{where}: {name}.{absent[0]} is missing")
+    return Decision(**fields)
+
+
+SHORT = {"max_batch_size": "max_batch", "max_wait_ms": "wait_ms", "token_budget": "token_budget", "chunk_size": "chunk"}
+
+
+def describe(decision: Decision) -> tuple[str, str]:
+    """(what happened, why) of a decision, for a person."""
+    if decision.changes and decision.action in ("set", "observe"):
+        changed = "  ".join(f"{SHORT.get(name, name)} {old:g} → {new:g}" for name, old, new in decision.changes)
+        what = changed if decision.action == "set" else f"(would set) {changed}"
+    else:
+        what = decision.action
+    return what, f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause

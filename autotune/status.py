@@ -1,0 +1,43 @@
+"""How a controller stands, in one line or as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.knobs import Knobs
+from runtime.slo import SLO, Attainment
+
+
+@dataclass(frozen=True)
+class Status:
+    """``attainment`` is over the latest requests that have ended."""
+
+    knobs: Knobs
+    regime: str
+    attainment: Attainment
+    slo: SLO
+    paused: bool
+    observe_only: bool
+    ended: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "in_slo": self.attainment.share if self.attainment.offered else None,
+            "offered": self.attainment.offered,
+            "regime": self.regime,
+            "slo": str(self.slo),
+            "paused": self.paused,
+            "observe_only": self.observe_only,
+            "ended": self.ended,
+            "knobs": self.knobs.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        k, seen = self.knobs, self.attainment
+        share = f"in SLO {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
+        state = "detached" if self.ended else "paused" if self.paused else "observing" if self.observe_only else ""
+        knobs = (
+            f"max_batch {k.max_batch_size}, budget {k.token_budget}, chunk {k.chunk_size}, wait {k.max_wait_ms:g} ms"
+        )
+        return " · ".join(part for part in (share, f"regime {self.regime}", knobs, state) if part)
