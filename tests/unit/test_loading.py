@@ -309,7 +309,9 @@ def roped(rope: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.parametrize(("rope", "safe"), [(LONGROPE, 64), (DYNAMIC, 256)])
 def test_rope_that_depends_on_the_batch_is_capped(tmp_path: Path, rope: dict[str, Any], safe: int) -> None:
     roped(rope).save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), dtype="float32", device="cpu").max_model_len == safe
+    loaded = load_model(str(tmp_path), dtype="float32", device="cpu")
+    assert loaded.max_model_len == safe
+    self_test(loaded)
     assert load_model(str(tmp_path), dtype="float32", device="cpu", max_model_len=safe).max_model_len == safe
     message = refusal(tmp_path, UnsupportedModelError, max_model_len=safe + 1)
     assert f"max_model_len is {safe + 1}" in message and rope["rope_type"] in message
