@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 from autotune.version import __version__
 
 if TYPE_CHECKING:
+    from autotune.attach import Control, control
     from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
     from autotune.score import Score
 
-__all__ = ["Profile", "Score", "__version__", "load_profile", "save_profile", "shipped_profiles"]
+__all__ = ["Control", "Profile", "Score", "__version__", "control", "load_profile", "save_profile", "shipped_profiles"]
 
 _HOMES = {
+    "Control": "autotune.attach",
     "Profile": "autotune.profile",
     "Score": "autotune.score",
+    "control": "autotune.attach",
     "load_profile": "autotune.profile",
     "save_profile": "autotune.profile",
     "shipped_profiles": "autotune.profile",

@@ -183,3 +183,29 @@ class StepLearner:
             self._decode.update(decode, y)
         else:
             self._mixed.update(mixed, y)
+
+    def most_prefill(self, decodes: int, context: int, seconds: float) -> float:
+        """The most prompt tokens that a step may hold beside ``decodes`` (reading ``context`` tokens) to take ``seconds``.
+
+        Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. The tokens are taken
+        as one fresh chunk, whose attention costs the most.
+        """
+        if not self._unit:
+            return math.inf
+        room = seconds / self._unit
+        if decodes and self._decode.samples:
+            d0, d1, d2 = self._decode.coefficients
+            over = d0 + d1 * decodes * self._DECODES + d2 * context * self._CONTEXT - room
+            if over > 0:
+                return -over * self._unit
+        if not self._mixed.samples:
+            return math.inf
+        m0, m1, m2, m3, m4 = self._mixed.coefficients
+        left = room - m0 - m2 * decodes * self._DECODES - m3 * context * self._CONTEXT
+        if left <= 0:
+            return 0.0
+        linear = m1 * self._TOKENS + m3 * self._CONTEXT
+        square = m4 * self._PAIRS / 2
+        if square > 0:
+            return (math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square)
+        return left / linear if linear > 0 else math.inf

@@ -14,8 +14,9 @@ class SchedulerView(NamedTuple):
     """A read-only look at a scheduler, made when asked for.
 
     ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
-    missed; inf: no targets). ``waiting_tokens``: prompt tokens queued and not found in the prefix cache.
-    ``prefilling_tokens``: prompt tokens admitted and not yet computed.
+    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone.
+    ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
+    and not yet computed.
     """
 
     now: float
@@ -29,6 +30,7 @@ class SchedulerView(NamedTuple):
     kv_total_blocks: int
     oldest_arrival: float
     least_slack: float
+    decode_slack: float
     knobs: Knobs
     epoch: int
     effective_limits: KnobLimits

@@ -63,7 +63,7 @@ class Engine(TunableEngine):
         block_size: int = 16,
         max_model_len: int | None = None,
         max_queue: int = 4096,
-        ordering: str = "fcfs",
+        ordering: str = "priority",
         prefix_cache: bool | Literal["tenant"] = True,
         seed: int = 0,
         step_policy: StepPolicy | None = None,
@@ -242,6 +242,10 @@ class Engine(TunableEngine):
     def slos(self) -> Mapping[str, SLO]:
         """The promise to each request class; that of ``default`` is for classes not named."""
         return MappingProxyType(self._slos)
+
+    def set_slo(self, slo: SLO) -> None:
+        """Promise ``slo`` to the class ``default`` from now on."""
+        self._slos["default"] = self._core.scheduler.slack.slos["default"] = slo
 
     @property
     def kv_tokens(self) -> int:

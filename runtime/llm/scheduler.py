@@ -288,7 +288,8 @@ class Scheduler:
     # -- to look at ---------------------------------------------------------------------------------------------------
 
     def view(self, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
-        oldest, last_end = self.waiting.oldest(), self.decodes.last_end
+        oldest, step = self.waiting.oldest(), self.decodes.step
+        last_end = now if self.decodes.last_end is None else self.decodes.last_end
         return SchedulerView(
             now=now,
             decoding=len(self.decodes),
@@ -300,7 +301,8 @@ class Scheduler:
             kv_free_blocks=self.kv.free,
             kv_total_blocks=self.kv.total,
             oldest_arrival=inf if oldest is None else oldest.request.arrival,
-            least_slack=self.slack.least(now, self.decodes.step, now if last_end is None else last_end),
+            least_slack=self.slack.least(now, step, last_end),
+            decode_slack=self.slack.decodes(now, step, last_end),
             knobs=knobs,
             epoch=epoch,
             effective_limits=limits,

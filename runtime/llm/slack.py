@@ -14,6 +14,9 @@ from math import inf
 from runtime.request import Sequence
 from runtime.slo import SLO
 
+GIVE_UP = 16
+"""Token times behind schedule at which a sequence is counted as late for good."""
+
 
 class _Earliest:
     """A heap of (key, sequence) whose entries die when the sequence's stamp moves on."""
@@ -36,10 +39,13 @@ class _Earliest:
     def drop(self, sequence: Sequence) -> None:
         self._live.pop(sequence, None)
 
-    def least(self) -> float:
+    def least(self, give_up_below: float = -inf) -> float:
+        """The smallest live key. Those below ``give_up_below`` are forgotten."""
         heap = self._heap
-        while heap and self._live.get(heap[0][2]) != heap[0][1]:
-            heapq.heappop(heap)
+        while heap and (self._live.get(heap[0][2]) != heap[0][1] or heap[0][0] < give_up_below):
+            _, stamp, sequence = heapq.heappop(heap)
+            if self._live.get(sequence) == stamp:
+                del self._live[sequence]
         return heap[0][0] if heap else inf
 
 
@@ -107,9 +113,17 @@ class SlackTracker:
 
     def least(self, now: float, step: int, last_end: float) -> float:
         """Seconds from ``now`` until the first target is missed; negative if one is, inf if there is none."""
-        due = self._fixed.least()
+        return min(self._fixed.least() - now, self.decodes(now, step, last_end))
+
+    def decodes(self, now: float, step: int, last_end: float) -> float:
+        """The same for the next tokens of the decoding sequences alone (TPOT and ITL).
+
+        One that is further behind than :data:`GIVE_UP` token times no longer counts: it is late whatever is done, and
+        would hold up all others.
+        """
+        due = inf
         for pace, heap in self._pace.items():
-            due = min(due, heap.least() + pace * step)
+            due = min(due, heap.least(now - pace * (step + GIVE_UP)) + pace * step)
         if self._gaps:
             due = min(due, last_end + min(self._gaps))
         return due - now

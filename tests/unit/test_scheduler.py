@@ -272,3 +272,17 @@ def test_tenants_share_under_fair_order(policy: dict[str, str]) -> None:
     w.drain()
     rank = [r.tenant for r in sorted(w.records.values(), key=lambda r: r.finished)].index("modest")
     assert rank == (1 if policy else 5)
+
+
+def test_who_is_late_for_good_no_longer_holds_up_the_others() -> None:
+    w = world()
+    w.scheduler.slack.slos["default"] = SLO(tpot_ms=20)
+    w.add([1] * 4, 90)
+    w.step()
+    w.now += 0.1  # five token times behind
+    assert w.core.view(w.now).decode_slack == pytest.approx(-0.08)
+    w.now += 1.0
+    w.add([2] * 4, 90)
+    w.step()
+    assert w.core.view(w.now).decode_slack == pytest.approx(0.02)
+    w.drain()

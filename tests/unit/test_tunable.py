@@ -64,7 +64,7 @@ def test_lease_errors_are_ours() -> None:
 def test_running_is_decoding_and_prefilling() -> None:
     view = SchedulerView(
         now=0.0, decoding=5, prefilling=2, waiting=9, waiting_tokens=900, prefilling_tokens=70, decode_context=500,
-        kv_free_blocks=3, kv_total_blocks=8, oldest_arrival=0.0, least_slack=0.1, knobs=Knobs(), epoch=0,
+        kv_free_blocks=3, kv_total_blocks=8, oldest_arrival=0.0, least_slack=0.1, decode_slack=0.1, knobs=Knobs(), epoch=0,
         effective_limits=KnobLimits(),
     )  # fmt: skip
     assert view.running == 7

@@ -1,0 +1,273 @@
+"""The predictive controller: learn what a step costs, and solve for the largest one that keeps the promise.
+
+Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, m a margin (the
+90% quantile of actual/predicted) and τ the TPOT target:
+
+- per step (``budget``): the largest P with m·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ) shares out what the tightest
+  decoding request is ahead of its schedule; behind schedule, a = slack; never above an ITL target;
+- ``max_batch_size``: the largest D with m·t(D, D·c̄, D·p̄/ō) ≤ τ: at D running sequences every step has to compute, on average,
+  p̄/ō prompt tokens for each decode (p̄, ō, c̄: mean prompt not found in the cache, output, and context), and no more than the KV
+  pool holds;
+- ``token_budget``: D plus the P that a step of 2τ holds, a ceiling for the per-step budget;
+- ``chunk_size``: the whole budget, or a quarter of it when prompts are mixed (p95 > 4 × median), so that a long prompt leaves
+  room for short ones;
+- ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
+
+Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
+raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one sequence alone is slower than τ: throughput
+is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold).
+
+Feedback. ``trim`` scales τ: a bounded quantile tracker on TPOT misses, frozen while demand-limited, that settles where
+the share of misses is what the SLO allows.
+
+TTFT and E2E contain queueing and never make a batch smaller: that would cut capacity just when it is short.
+
+Failure mode: a step time that depends on something the model cannot see (another process, a slow region). The margin
+widens first; then the fallback takes over. Sources: DESIGN "What the controller must know"; the step model in
+:mod:`runtime.step_model`; sharing out slack follows deadline-aware chunking as in Sarathi-Serve (OSDI 2024) and
+the slack of earliest-deadline schedulers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+
+from autotune.controllers.protocol import Proposal
+from autotune.controllers.quantile import OnlineQuantile
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import LimitedBy, RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures, StepLearner
+from runtime.tunable import SchedulerView
+
+_WRONG = 0.5  # relative error that counts as a wrong prediction
+_DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
+_TRIM_RATE = 0.01
+
+
+class _Recent:
+    """The last ``n`` values, with their mean and order statistics."""
+
+    __slots__ = ("_order", "_sorted", "_sum")
+
+    def __init__(self, n: int) -> None:
+        self._order: deque[float] = deque(maxlen=n)
+        self._sorted: list[float] = []
+        self._sum = 0.0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, value: float) -> None:
+        if len(self._order) == self._order.maxlen:
+            old = self._order[0]
+            self._sum -= old
+            self._sorted.remove(old)
+        self._order.append(value)
+        self._sum += value
+        insort(self._sorted, value)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / len(self._order) if self._order else 0.0
+
+    def quantile(self, q: float) -> float:
+        return self._sorted[min(len(self._sorted) - 1, int(q * len(self._sorted)))] if self._sorted else 0.0
+
+
+class PredictiveController:
+    """See the module. ``start`` are the knobs to fall back on; ``model`` may come warm from a profile."""
+
+    name = "predictive"
+
+    def __init__(
+        self, slo: SLO, start: Knobs, *, kv_tokens: int, block_size: int = 16, model: StepLearner | None = None
+    ) -> None:
+        self.slo = slo
+        self.start = start
+        self.model = model or StepLearner()
+        self.regime = "learning"
+        self.margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
+        self.trim = 1.0
+        self._pace = None if slo.tpot_ms is None else slo.tpot_ms / 1e3
+        self._gap = None if slo.itl_ms is None else slo.itl_ms / 1e3
+        self._kv_tokens = kv_tokens
+        self._block_size = block_size
+        self._prompts = _Recent(256)  # tokens to compute of each request's prompt
+        self._outputs = _Recent(256)
+        self._contexts = _Recent(256)  # mean context of a decode, by step
+        self._decodes = _Recent(256)
+        self._wrong = 0.0  # decaying share of wrong predictions
+        self._trusted = True
+        self._preemptions = 0.0  # decaying count
+        self._bound = 0.0  # decaying shares of steps: that anything limited,
+        self._slots_bound = 0.0  # that max_batch_size limited,
+        self._tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
+        self._ceiling = 0  # token_budget as of the last decision
+        self._steps = 0
+
+    @property
+    def target(self) -> float:
+        """Seconds that a step may take on average; inf when nothing bounds it."""
+        bounds = [t for t in (self._pace, self._gap) if t is not None]
+        return min(bounds) * self.trim if bounds else math.inf
+
+    def observe_step(self, record: StepRecord) -> None:
+        seconds = record.duration
+        if record.failed or not (math.isfinite(seconds) and seconds > 0):
+            return
+        step = StepFeatures(
+            record.decodes,
+            record.decode_context,
+            record.prefill_tokens,
+            record.prefill_context,
+            record.prefill_attention,
+        )
+        if self.model.ready:
+            predicted = self.model.predict(step)
+            if predicted > 0:
+                self.margin.add(seconds / predicted)
+            wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
+            self._wrong += 0.02 * (wrong - self._wrong)
+            self._trusted = self._wrong < (_DISTRUST if self._trusted else _TRUST)
+        self.model.observe(step, seconds)
+        self._steps += 1
+        self._preemptions += record.preemptions - 0.002 * self._preemptions
+        short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
+        self._bound += 0.02 * ((record.limited_by is not LimitedBy.DEMAND) - self._bound)
+        self._slots_bound += 0.02 * ((record.limited_by is LimitedBy.SLOTS) - self._slots_bound)
+        self._tokens_bound += 0.02 * ((short and record.budget_used >= self._ceiling) - self._tokens_bound)
+        if record.decodes:
+            self._decodes.add(record.decodes)
+            self._contexts.add(record.decode_context / record.decodes)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        if not record.completed:
+            return
+        self._prompts.add(record.prompt_tokens - record.cached_tokens)
+        self._outputs.add(record.output_tokens)
+        if self._pace is None or record.tpot is None or self.regime == "infeasible":
+            return
+        missed = record.tpot > self._pace
+        if missed or self._bound > 0.1:  # without load, a kept promise says nothing about the limit
+            allowed = 1 - self.slo.attainment
+            self.trim = min(1.1, max(0.6, self.trim + _TRIM_RATE * (allowed - missed) / max(allowed, 0.05)))
+
+    def budget(self, view: SchedulerView) -> int:
+        top = view.knobs.token_budget
+        if not view.decoding or not self._trusted or not self.model.ready or self.regime == "infeasible":
+            return top
+        pace = self.target
+        allowed = pace
+        if view.decode_slack < math.inf:
+            ahead = view.decode_slack - pace
+            allowed = pace + 0.5 * ahead if ahead > 0 else max(view.decode_slack, 0.5 * pace)
+        if self._gap is not None:
+            allowed = min(allowed, self._gap)
+        if allowed == math.inf:
+            return top
+        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.margin.value)
+        return top if room >= top else min(top, view.decoding + max(0, int(room)))
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        del now  # nothing here depends on the time of day, only on what was seen
+        evidence = self._evidence()
+        if not self._trusted:
+            return self._propose(
+                "fallback", self.start, evidence, "step times have not followed the model; starting knobs hold"
+            )
+        if not self.model.ready or len(self._outputs) < 4:
+            return self._propose("learning", knobs, evidence, f"{self.model.samples} steps seen: too few to judge")
+        if self.target == math.inf:
+            opened = _opened(limits, limits.max_batch_size)
+            return self._propose(
+                "throughput", opened, evidence, "no target bounds a step, so nothing needs to be held back"
+            )
+        alone = self.model.predict(self._mix(1, 0))
+        wanted = self.target / self.trim
+        if alone > wanted:
+            cause = f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {wanted * 1e3:g} ms cannot be met: throughput instead"
+            opened = _opened(limits, self._kv_bound(limits.max_batch_size))
+            return self._propose("infeasible", opened, evidence, cause)
+        pace = self.target / self.margin.value
+        most = max(1, self._most_decodes(pace, limits.max_batch_size))
+        batch = min(most, self._kv_bound(limits.max_batch_size))
+        # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
+        decodes = int(min(batch, max(self._decodes.quantile(0.5), 1)))
+        room = self.model.most_prefill(decodes, int(decodes * self._contexts.mean), 2 * pace)
+        budget = min(limits.token_budget, max(64, decodes + int(min(room, 1e9)), batch))
+        mixed = self._prompts.quantile(0.95) > 4 * max(1.0, self._prompts.quantile(0.5))
+        chunk = min(limits.chunk_size, max(32, budget // 4) if mixed else budget)
+        regime = "demand-limited" if self._bound < 0.02 else "kv-limited" if batch < most else "compute-limited"
+        if self._slots_bound < 0.01:  # a limit that does not bind is not raised
+            batch = min(batch, knobs.max_batch_size)
+        if self._tokens_bound < 0.01:
+            budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
+        self._ceiling = budget
+        cause = self._cause(regime, budget, decodes, batch)
+        return self._propose(regime, Knobs(batch, 0.0, budget, chunk), evidence, cause)
+
+    def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
+        pace = self.target * 1e3
+        full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
+        text = f"{decodes} decodes and {budget - decodes} prompt tokens take {full:.0f} ms (target {pace:.0f}, at most twice)"
+        steady = f"{batch} sequences at once keep {self._steady(batch) * 1e3:.0f} ms a step"
+        if regime == "kv-limited":
+            steady = f"the KV pool holds {batch} sequences of this length"
+        return f"{text}; {steady}"
+
+    def _mix(self, decodes: int, prefill: int) -> StepFeatures:
+        return StepFeatures(decodes, int(decodes * self._contexts.mean), prefill, prefill, prefill * (prefill + 1) // 2)
+
+    def _steady(self, decodes: int) -> float:
+        """Predicted seconds of the average step with ``decodes`` running, their successors' prompts included."""
+        prefill = decodes * self._prompts.mean / max(1.0, self._outputs.mean)
+        chunk = min(prefill, self._prompts.mean)
+        step = StepFeatures(
+            decodes, int(decodes * self._contexts.mean), int(prefill), int(prefill), int(prefill * (chunk + 1) / 2)
+        )
+        return self.model.predict(step)
+
+    def _most_decodes(self, seconds: float, top: int) -> int:
+        if self._steady(top) <= seconds:
+            return top
+        low, high = 0, top  # steady(low) fits, steady(high) does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._steady(middle) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _kv_bound(self, top: int) -> int:
+        """Sequences that the KV pool holds without preempting; only asked of it once it has preempted."""
+        if self._preemptions < 0.05:
+            return top
+        each = self._prompts.mean + self._outputs.mean + self._block_size
+        return max(1, min(top, int(0.9 * self._kv_tokens / max(1.0, each))))
+
+    def _propose(self, regime: str, knobs: Knobs, evidence: dict[str, float], cause: str) -> Proposal:
+        self.regime = regime
+        return Proposal(knobs, regime, cause, evidence)
+
+    def _evidence(self) -> dict[str, float]:
+        return {
+            "steps": self._steps,
+            "model_error": round(self.model.error, 4),
+            "margin": round(self.margin.value, 4),
+            "trim": round(self.trim, 4),
+            "decodes": self._decodes.quantile(0.5),
+            "context": round(self._contexts.mean, 1),
+            "prompt": round(self._prompts.mean, 1),
+            "output": round(self._outputs.mean, 1),
+            "bound": round(self._bound, 3),
+            "preemptions": round(self._preemptions, 2),
+        }
+
+
+def _opened(limits: KnobLimits, batch: int) -> Knobs:
+    """Nothing held back, but for the sequences at once."""
+    return Knobs(batch, 0.0, limits.token_budget, limits.chunk_size)

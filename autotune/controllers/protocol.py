@@ -1,0 +1,41 @@
+"""What a controller is: records in, proposals out. No clock, no thread, no engine.
+
+A controller sees records and nothing else, and its ``now`` is the end of the last step. The same records therefore give
+the same decisions, which is what makes a log replayable.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.tunable import SchedulerView
+
+
+class Proposal(NamedTuple):
+    """What a controller wants. ``cause`` is one sentence for a person; ``evidence`` the figures behind it."""
+
+    knobs: Knobs
+    regime: str
+    cause: str
+    evidence: dict[str, Any]
+
+
+class Controller(Protocol):
+    """One algorithm. Calls come from one thread, in the order in which things happened."""
+
+    @property
+    def name(self) -> str: ...
+
+    def observe_step(self, record: StepRecord) -> None: ...
+
+    def observe_request(self, record: RequestRecord) -> None: ...
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        """What the knobs should be, ``knobs`` being in force and ``limits`` their ceilings."""
+        ...
+
+    def budget(self, view: SchedulerView) -> int:
+        """The token budget of the coming step, at most ``view.knobs.token_budget``."""
+        ...

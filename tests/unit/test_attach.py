@@ -1,0 +1,176 @@
+"""``autotune.control``: lease, log, pause, kill switch, and a controller that breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.attach import control
+from autotune.controllers.protocol import Proposal
+from autotune.decisions import Decision, describe, read_decisions
+from runtime.errors import AutotuneError, InputError, LeaseError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+
+SLO_ = SLO(ttft_ms=500, tpot_ms=30)
+LOAD = poisson(15, 10, 1000, 200, seed=1)
+
+
+class Fixed:
+    """Always proposes the same; breaks on request."""
+
+    name = "fixed"
+
+    def __init__(self, knobs: Knobs, breaks: str = "") -> None:
+        self.knobs = knobs
+        self.breaks = breaks
+
+    def observe_step(self, record: StepRecord) -> None:
+        self._maybe("step")
+
+    def observe_request(self, record: RequestRecord) -> None:
+        self._maybe("request")
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        self._maybe("decide")
+        return Proposal(self.knobs, "fixed", "because", {"n": 1})
+
+    def budget(self, view: SchedulerView) -> int:
+        self._maybe("budget")
+        return view.knobs.token_budget
+
+    def _maybe(self, where: str) -> None:
+        if where == self.breaks:
+            raise ZeroDivisionError(where)
+
+
+def test_one_controller_at_a_time() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_):
+        with pytest.raises(LeaseError, match="predictive controller controls this engine"):
+            control(engine, slo=SLO_)
+        with pytest.raises(LeaseError):
+            engine.set_knobs(Knobs())
+    with control(engine, slo="ttft=1s"):
+        assert engine.slos["default"] == SLO(ttft_ms=1000)
+    assert engine.core.policy is None and not engine.listeners
+
+
+def test_needs_a_promise() -> None:
+    with pytest.raises(ValueError, match="slo is None, and the engine has none"):
+        control(SimulatedEngine(h200))
+
+
+def test_observing_sets_nothing_but_says_what_it_would() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_, observe_only=True) as attached:
+        engine.run(LOAD)
+        assert engine.knobs == VLLM and engine.epoch == 0 and engine.core.policy is None
+        would = [d for d in attached.decisions if d.action == "observe"]
+        assert would and "(would set)" in describe(would[0])[0]
+
+
+def test_operator_bounds_and_pins_hold_from_the_start() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_, bounds={"max_batch_size": (16, 48)}, pinned={"chunk_size": 256}) as attached:
+        assert engine.knobs.max_batch_size == 48 and engine.knobs.chunk_size == 256
+        engine.run(LOAD)
+        for decision in attached.decisions:
+            if decision.action == "set":
+                assert 16 <= decision.new["max_batch_size"] <= 48 and decision.new["chunk_size"] == 256
+
+
+def test_log_holds_every_decision_and_can_be_read_again(tmp_path: Path) -> None:
+    engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
+    with control(engine, slo=SLO_, log=path) as attached:
+        engine.run(LOAD)
+    read = list(read_decisions(path))
+    assert read == list(attached.decisions)
+    assert read[0].action == "attach" and read[-1].action == "detach"
+    sets = [d for d in read if d.action == "set"]
+    assert sets and all(d.cause and d.evidence and d.changes for d in sets)
+    assert [d.epoch for d in sets] == list(range(1, len(sets) + 1))
+    assert describe(sets[0])[0].count("→") == len(sets[0].changes)
+
+
+def test_pause_set_and_resume() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512))) as attached:
+        attached.pause()
+        engine.run(LOAD)
+        assert engine.knobs == VLLM and attached.status().paused
+        assert attached.set(max_batch_size=99).max_batch_size == 99
+        with pytest.raises(ValueError, match="batch is not a knob"):
+            attached.set(batch=3)
+        attached.resume()
+        engine.run([(engine.now + t, p, o) for t, p, o in LOAD])
+        assert engine.knobs == Knobs(16, 0, 512, 512)
+    with pytest.raises(AutotuneError, match="detached"):
+        attached.pause()
+
+
+def test_kill_switch_puts_the_old_knobs_back() -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512)))
+    engine.run(LOAD)
+    assert engine.knobs != VLLM
+    attached.kill()
+    attached.kill()
+    assert engine.knobs == VLLM and engine.core.policy is None and attached.status().ended
+    engine.acquire("another").release()
+
+
+@pytest.mark.parametrize("where", ["step", "request", "decide", "budget"])
+def test_a_controller_that_breaks_is_detached_and_the_engine_goes_on(where: str) -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512), where))
+    records = engine.run(LOAD)
+    assert len(records) == len(LOAD) and all(r.completed for r in records)
+    assert attached.status().ended and engine.knobs == VLLM
+    assert any("ZeroDivisionError" in d.cause for d in attached.decisions)
+
+
+def test_status_is_a_line_and_data() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_) as attached:
+        assert "no request has ended yet" in str(attached.status())
+        engine.run(LOAD)
+        line, data = str(attached.status()), attached.status().as_dict()
+        assert "in SLO" in line and "regime" in line and json.dumps(data)
+        assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)
+
+
+def test_a_log_that_cannot_be_written_is_said_at_once_and_leaves_no_lease(tmp_path: Path) -> None:
+    engine = SimulatedEngine(h200)
+    with pytest.raises(InputError, match="cannot be written"):
+        control(engine, slo=SLO_, log=tmp_path / "no" / "such.jsonl")
+    engine.acquire("someone").release()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nonsense\n", "line 1 is not JSON"),
+        ("[1]\n", "line 1 is not a decision"),
+        ('{"v":9}\n', "no version 1 decision"),
+        ('{"v":1,"at":1}\n', "missing field action"),
+    ],
+)
+def test_a_log_that_is_none(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=says):
+        list(read_decisions(path))
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    knobs = Knobs().as_dict()
+    line = Decision(1.0, "set", "r", knobs, knobs, 1, "c", {}).as_json()
+    path = tmp_path / "x.jsonl"
+    path.write_text(line + "\n" + line[:20])
+    assert len(list(read_decisions(path))) == 1

@@ -1,0 +1,144 @@
+"""The predictive controller on simulated hardware it knows nothing of, starting from settings that are wrong for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autotune.attach import control
+from autotune.controllers.predictive import PredictiveController
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import LimitedBy, StepRecord
+from runtime.slo import SLO, attainment
+from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
+
+Arrivals = list[tuple[float, int, int]]
+GROWING_H200 = poisson(12, 40, 800, 200, seed=3) + poisson(6, 40, 4000, 200, seed=4, start=40)
+GROWING_CPU = poisson(6, 60, 100, 40, seed=5) + poisson(7, 60, 500, 40, seed=6, start=60)
+INTERACTIVE = SLO(ttft_ms=500, tpot_ms=30)
+RELAXED = SLO(ttft_ms=3000, tpot_ms=60)
+
+
+def share(hardware: object, slo: SLO, arrivals: Arrivals, knobs: Knobs, *, controlled: bool) -> float:
+    engine = SimulatedEngine(hardware, knobs=knobs, noise=0.02)  # type: ignore[arg-type]
+    engine.set_slo(slo)
+    if controlled:
+        with control(engine, slo=slo):
+            records = engine.run(arrivals)
+    else:
+        records = engine.run(arrivals)
+    return attainment(records, slo).share
+
+
+@pytest.mark.parametrize(
+    ("hardware", "slo", "arrivals"),
+    [(h200, INTERACTIVE, GROWING_H200), (slow_cpu, RELAXED, GROWING_CPU)],
+    ids=["H200, prompts grow", "CPU, prompts grow past capacity"],
+)
+def test_beats_the_defaults_and_nears_the_best_fixed_setting(hardware: object, slo: SLO, arrivals: Arrivals) -> None:
+    fixed = [VLLM, *(Knobs(b, 0, t, t) for b, t in ((512, 2048), (512, 1024), (256, 512), (64, 256), (32, 128)))]
+    best = max(share(hardware, slo, arrivals, k, controlled=False) for k in fixed)
+    default = share(hardware, slo, arrivals, VLLM, controlled=False)
+    ours = share(hardware, slo, arrivals, VLLM, controlled=True)
+    assert ours > default + 0.02
+    assert ours >= best - 0.03
+
+
+def test_recovers_from_a_start_that_is_far_too_small() -> None:
+    arrivals = poisson(15, 60, 1000, 200, seed=8)
+    tiny = Knobs(4, 100, 64, 16)
+    assert share(h200, INTERACTIVE, arrivals, tiny, controlled=False) < 0.1
+    late = [a for a in arrivals if a[0] > 30]
+    engine = SimulatedEngine(h200, knobs=tiny)
+    with control(engine, slo=INTERACTIVE):
+        records = engine.run(arrivals)
+    after = [r for r in records if r.arrival >= late[0][0]]
+    assert attainment(after, INTERACTIVE).share > 0.95
+    assert engine.knobs.max_wait_ms == 0
+
+
+def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
+    engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
+    with control(engine, slo=SLO(tpot_ms=4)) as attached:
+        engine.run(poisson(4, 20, 100, 40, seed=9))
+        infeasible = [d for d in attached.decisions if d.regime == "infeasible"]
+    assert infeasible and infeasible[0].at < 10
+    assert "decode alone takes 6." in infeasible[0].cause and "4 ms cannot be met" in infeasible[0].cause
+    assert engine.knobs.max_batch_size == 256
+
+
+def test_a_small_pool_bounds_the_batch_once_it_has_preempted() -> None:
+    engine = SimulatedEngine(h200, kv_tokens=12_000)
+    with control(engine, slo=SLO(ttft_ms=5000, tpot_ms=50)) as attached:
+        engine.run(poisson(20, 30, 400, 300, seed=10))
+        assert any(d.regime == "kv-limited" for d in attached.decisions)
+    assert engine.scheduler.preemptions > 0 and engine.knobs.max_batch_size < 40
+
+
+def test_nothing_is_raised_that_does_not_bind() -> None:
+    engine = SimulatedEngine(h200, knobs=Knobs(64, 0, 512, 512))
+    with control(engine, slo=INTERACTIVE):
+        engine.run([(t, min(p, 500), o) for t, p, o in poisson(0.5, 100, 100, 50, seed=11)])
+    assert engine.knobs.max_batch_size <= 64 and engine.knobs.token_budget <= 512
+
+
+def step(end: float, seconds: float, decodes: int = 8) -> StepRecord:
+    return StepRecord(
+        end - seconds,
+        end,
+        1,
+        decodes,
+        decodes * 300,
+        0,
+        0,
+        0,
+        0,
+        decodes,
+        decodes,
+        0,
+        0,
+        100,
+        0,
+        0,
+        8192,
+        LimitedBy.SLOTS,
+    )
+
+
+def test_falls_back_when_the_model_is_wrong_for_long_and_comes_back() -> None:
+    start = Knobs(32, 0, 256, 256)
+    made = PredictiveController(INTERACTIVE, start, kv_tokens=10_000)
+    now = 0.0
+    for _ in range(100):
+        made.observe_step(step(now := now + 0.01, 0.01))
+    for i in range(400):  # each step another time: nothing explains it
+        made.observe_step(step(now := now + 1, 0.01 * (20 if i % 2 else 1)))
+    proposal = made.decide(now, VLLM, KnobLimits())
+    assert proposal.regime == "fallback" and proposal.knobs == start
+    for _ in range(400):
+        made.observe_step(step(now := now + 0.01, 0.01))
+    assert made.decide(now, VLLM, KnobLimits()).regime != "fallback"
+
+
+def test_the_margin_follows_the_noise() -> None:
+    quiet, noisy = (PredictiveController(INTERACTIVE, VLLM, kv_tokens=10_000) for _ in range(2))
+    now = 0.0
+    for i in range(800):
+        now += 0.02
+        quiet.observe_step(step(now, 0.01))
+        noisy.observe_step(step(now, 0.01 * (1.4 if i % 4 == 0 else 0.9)))
+    assert quiet.margin.value < 1.05 < 1.2 < noisy.margin.value
+
+
+def test_only_ttft_opens_the_step() -> None:
+    engine = SimulatedEngine(h200, knobs=Knobs(8, 0, 128, 64))
+    with control(engine, slo=SLO(ttft_ms=500)):
+        engine.run(poisson(10, 20, 500, 50, seed=12))
+    assert engine.knobs.token_budget == engine.limits.token_budget
+
+
+def test_target_is_the_tightest_of_pace_and_gap() -> None:
+    made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM, kv_tokens=1000)
+    assert made.target == pytest.approx(0.02)
+    assert PredictiveController(SLO(ttft_ms=50), VLLM, kv_tokens=1000).target == math.inf
