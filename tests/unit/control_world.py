@@ -119,25 +119,14 @@ class SimulatedEngine:
     def view(self) -> SchedulerView:
         return self.core.view(self.now)
 
-    def run(
-        self, arrivals: Iterable[tuple[float, int, int]], *, queue_timeout: float | None = None
-    ) -> list[RequestRecord]:
-        """Serve until all have ended; returns their records. A request still in the queue after ``queue_timeout`` is lost."""
+    def run(self, arrivals: Iterable[tuple[float, int, int]]) -> list[RequestRecord]:
+        """Serve until all have ended; returns their records."""
         before = len(self.records)
         for arrival, prompt, output in arrivals:
             self._run_until(arrival)
             self._number += 1
-            self.core.add(
-                Request(
-                    f"r{self._number}",
-                    (),
-                    SamplingParams(max_tokens=output),
-                    output,
-                    arrival,
-                    prompt_len=prompt,
-                    expires=None if queue_timeout is None else arrival + queue_timeout + 60,
-                )  # fmt: skip
-            )
+            params = SamplingParams(max_tokens=output)
+            self.core.add(Request(f"r{self._number}", (), params, output, arrival, prompt_len=prompt))
         self._run_until(inf)
         return self.records[before:]
 
