@@ -111,6 +111,7 @@ class Calibrator:
         self._stop = stop or (lambda: False)
         self._advance = advance
         self._count = 0
+        self._small: list[StepRecord] = []  # steps of the requests alone, the warm-up's left out
 
     def run(self, *, slo: SLO | None, rate: float | None, saturate_s: float, window_s: float, warmup_s: float) -> Setup:
         alone_ttft, alone_tpot, prompt = self._alone()
@@ -125,7 +126,7 @@ class Calibrator:
         mean_prompt = statistics.fmean(a.prompt_tokens for a in lengths)
         mean_output = statistics.fmean(a.output_tokens for a in lengths)
         steps, seconds = self._saturate(lengths, saturate_s)
-        cost = fit_steps(steps)
+        cost = fit_steps(self._small, steps)
         tokens_per_s = sum(s.tokens for s in steps) / seconds
         saturated = tokens_per_s / (mean_prompt + mean_output)
         chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
@@ -164,7 +165,7 @@ class Calibrator:
         prompt = max(1, min(_PROBE_PROMPT, self._model.max_model_len - _PROBE_OUTPUT))
         self._engine.set_knobs(self._engine.limits.clamp(_SATURATING))
         found: list[RequestRecord] = []
-        for _ in range(_PROBES + 1):
+        for probe in range(_PROBES + 1):
             recorder = Recorder()
             unsubscribe = self._engine.subscribe(recorder)
             try:
@@ -173,6 +174,7 @@ class Calibrator:
             finally:
                 unsubscribe()
             found += recorder.requests.values()
+            self._small += recorder.steps if probe else []
         kept = found[1:]
         ttft = statistics.median(r.ttft or 0.0 for r in kept)
         return ttft, statistics.median(r.tpot or r.ttft or 0.0 for r in kept), prompt
@@ -241,10 +243,15 @@ def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:
     return list(workload.arrivals(seed, limit=count))
 
 
-def fit_steps(steps: Sequence[StepRecord]) -> StepCost:
-    """Non-negative least squares; steps above three medians (a hiccup of the machine) are left out."""
-    middle = statistics.median(s.duration for s in steps)
-    kept = [s for s in steps if s.duration <= 3 * middle] or list(steps)
+def fit_steps(*groups: Sequence[StepRecord]) -> StepCost:
+    """Non-negative least squares over all groups; in each, steps above three medians (a hiccup of the machine) are left out.
+
+    Small steps and full ones belong into it together: full ones alone look much the same, and their base is anyone's guess.
+    """
+    kept: list[StepRecord] = []
+    for steps in groups:
+        middle = statistics.median(s.duration for s in steps) if steps else 0.0
+        kept += [s for s in steps if s.duration <= 3 * middle]
     inputs = np.array([[1.0, s.prefill_tokens, s.decodes] for s in kept])
     solution, _ = nnls(inputs, np.array([s.duration for s in kept]))
     return StepCost(base=float(solution[0]), per_prompt_token=float(solution[1]), per_decode=float(solution[2]))

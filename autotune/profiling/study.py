@@ -45,7 +45,7 @@ def open_study(journal: Path, identity: Mapping[str, Any], *, fresh: bool = Fals
     with _sole_owner(journal):
         try:
             if fresh:
-                journal.unlink(missing_ok=True)
+                os.truncate(journal, 0)
             _mend(journal)
             storage = JournalStorage(JournalFileBackend(str(journal)))
             study = optuna.create_study(
@@ -172,13 +172,12 @@ class SweepStudy:
 
 @contextmanager
 def _sole_owner(journal: Path) -> Iterator[None]:
-    """Hold an advisory lock for the whole session: the kernel drops it however the process ends.
+    """Hold an advisory lock on the journal for the whole session: the kernel drops it however the process ends.
 
     With it held, Optuna's own lock beside the journal can only be a leftover, and is removed (it would cost 30 s).
     """
-    path = journal.with_name(journal.name + ".owner")
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(journal, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InputError(f"{journal}: cannot be written ({error.strerror or error})") from None
     try:
@@ -189,15 +188,12 @@ def _sole_owner(journal: Path) -> Iterator[None]:
         for leftover in journal.parent.glob(f"{journal.name}.lock*"):
             leftover.unlink(missing_ok=True)
         yield
-        path.unlink(missing_ok=True)
     finally:
         os.close(file)
 
 
 def _mend(journal: Path) -> None:
     """Cut off a last line a killed process left half-written: Optuna would choke on it once another line follows."""
-    if not journal.exists():
-        return
     data = journal.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):

@@ -1,0 +1,175 @@
+"""One setting measured on a real engine with known step times, and the arithmetic from records to a score."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from autotune.evaluate import EvaluationError, Interrupted, evaluate
+from autotune.score import Score, deadline, score, step_stats
+from autotune.workload import parse_workload
+from autotune.workload.replay import ReplayReport
+from runtime.knobs import Knobs
+from runtime.llm.engine import Engine
+from runtime.records import FinishReason, LimitedBy, StepRecord
+from runtime.request import Sequence
+from runtime.slo import SLO
+from tests.building import request_record
+from tests.fakes import count_up
+from tests.unit.paced import WORKLOAD, paced
+
+EASY = SLO(ttft_ms=5000, tpot_ms=1000)
+KNOBS = Knobs(16, 0, 128, 128)
+
+
+def measure(engine: Engine, slo: SLO = EASY, workload: str = WORKLOAD, **options: Any) -> Score:
+    given = {"vocab_size": 256, "seed": 0, "duration": 0.6, "warmup": 0.2}
+    return evaluate(engine, KNOBS, parse_workload(workload), slo, **(given | options))
+
+
+def test_an_easy_promise_is_kept_and_counted_over_the_window_only() -> None:
+    with paced() as engine:
+        found = measure(engine)
+        expected = [a for a in parse_workload(WORKLOAD).arrivals(0, duration=0.8) if a.time >= 0.2]
+        assert found.offered == found.met == len(expected)
+        assert found.attainment == 1.0 and found.attainment_low < 1.0
+        assert found.goodput == found.completed_rate == found.offered_rate == pytest.approx(len(expected) / 0.6)
+        assert sum(offered for offered, _ in found.blocks) == found.offered
+        assert found.setting == KNOBS.as_dict() and engine.knobs == KNOBS
+        assert found.epoch == engine.epoch
+        assert found.ttft_ms.p50 is not None and 2 < found.ttft_ms.p50 < 1000
+        assert found.steps.steps > 10 and found.steps.mean_ms >= 2
+        assert found.unfinished == 0 and found.violations == {}
+
+
+def test_throughput_counts_tokens_that_came_in_the_window() -> None:
+    with paced() as engine:
+        found = measure(engine, workload="fixed:rate=50,prompt=8,output=4", duration=1.0)
+    assert found.throughput == pytest.approx(200, rel=0.15)
+
+
+def test_what_cannot_be_kept_is_a_miss_not_an_error() -> None:
+    with paced(base=0.03) as engine:  # four tokens take 0.12 s
+        found = measure(engine, SLO(tpot_ms=1, e2e_ms=60))
+        assert found.met == 0 and found.offered > 0 and found.goodput == 0
+        assert found.unfinished + sum(found.violations.values()) >= found.offered
+        assert engine.view().running == engine.view().waiting == 0
+
+
+def test_the_drain_ends_with_the_last_deadline() -> None:
+    with paced(base=0.2) as engine:  # hopeless: 40 requests/s where two tokens take 0.4 s
+        found = measure(engine, SLO(e2e_ms=300))
+        assert found.wall_s < 0.8 + 0.3 + 2.0
+        assert found.unfinished > 0
+        assert engine.view().running == engine.view().waiting == 0
+
+
+def test_equal_seeds_offer_equal_loads_and_other_tokens_when_asked() -> None:
+    prompts: list[list[list[int]]] = []
+    with paced() as engine:
+        submit = engine.submit
+        for prompt_seed in (1, 1, 2):
+            seen: list[list[int]] = []
+
+            def spy(prompt: Any, *args: Any, _seen: list[list[int]] = seen, **options: Any) -> Any:
+                _seen.append(prompt)
+                return submit(prompt, *args, **options)
+
+            engine.submit = spy  # type: ignore[method-assign]
+            measure(engine, prompt_seed=prompt_seed)
+            prompts.append(seen)
+    assert prompts[0] == prompts[1]
+    assert prompts[0] != prompts[2]
+    assert [len(p) for p in prompts[0]] == [len(p) for p in prompts[2]]
+
+
+def test_a_request_that_fails_fails_the_measurement_with_its_cause() -> None:
+    def sample(sequence: Sequence) -> int:
+        if len(sequence.output) == 2:
+            raise ArithmeticError("the weights melted")
+        return count_up(sequence)
+
+    with paced(sample=sample) as engine, pytest.raises(EvaluationError, match="the weights melted"):
+        measure(engine)
+
+
+def test_stop_ends_it_at_once_and_leaves_the_engine_idle() -> None:
+    with paced() as engine:
+        stop = threading.Event()
+        timer = threading.Timer(0.3, stop.set)
+        timer.start()
+        with pytest.raises(Interrupted):
+            measure(engine, duration=30.0, stop=stop.is_set)
+        timer.join()
+        assert engine.view().running == engine.view().waiting == 0
+        assert measure(engine).offered > 0
+
+
+def test_a_reject_is_a_miss() -> None:
+    with paced(base=0.05) as engine:
+        engine._loop._max_queue = 1  # type: ignore[attr-defined]
+        found = measure(engine, SLO(e2e_ms=2000), workload="fixed:rate=100,prompt=8,output=4")
+    assert 0 < found.met < found.offered
+    assert found.violations["completion"] == found.offered - found.met
+
+
+def test_no_setting_leaves_the_knobs() -> None:
+    with paced() as engine:
+        engine.set_knobs(Knobs(3, 0, 33, 33))
+        found = evaluate(engine, None, parse_workload(WORKLOAD), EASY, vocab_size=256, seed=0, duration=0.3)
+        assert found.setting == Knobs(3, 0, 33, 33).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("slo", "tokens", "seconds"),
+    [
+        (SLO(ttft_ms=500, tpot_ms=50), 1, 0.5),
+        (SLO(ttft_ms=500, tpot_ms=50), 11, 1.0),
+        (SLO(ttft_ms=500, tpot_ms=50, e2e_ms=800), 11, 0.8),
+        (SLO(ttft_ms=500, itl_ms=20), 11, 0.7),
+        (SLO(e2e_ms=200), 1000, 0.2),
+        (SLO(ttft_ms=500), 1, 0.5),
+        (SLO(ttft_ms=500), 2, math.inf),
+        (SLO(tpot_ms=50), 2, math.inf),
+    ],
+)
+def test_deadlines(slo: SLO, tokens: int, seconds: float) -> None:
+    assert deadline(slo, tokens) == pytest.approx(seconds)
+
+
+def test_score_from_records() -> None:
+    records = [
+        request_record([100.1, 100.2], arrival=100.0),
+        request_record([100.9, 101.0], arrival=100.3),  # TTFT 600 ms
+        request_record([101.6], arrival=101.5),
+        request_record((), arrival=101.9, reason=FinishReason.TIMEOUT),
+    ]
+    found = score(
+        records, SLO(ttft_ms=500, tpot_ms=200), setting=KNOBS, epoch=3, seed=5, rate=2.0, start=100.0, duration=2.0,
+        tokens=5, steps=[], report=ReplayReport(4, 99.0, 102.0, 0.001, 0.002, 0.003, 0.3, False), wall_s=4.0,
+    )  # fmt: skip
+    assert (found.offered, found.met, found.attainment) == (4, 2, 0.5)
+    assert found.goodput == 1.0 and found.completed_rate == 1.5 and found.throughput == 2.5
+    assert found.blocks == [(2, 1), (2, 1)]
+    assert found.violations == {"ttft": 1, "completion": 1}
+    assert found.unfinished == 1
+    assert found.ttft_ms.p50 == pytest.approx(100) and found.ttft_ms.p99 == pytest.approx(600)
+    assert found.tpot_ms.p99 == pytest.approx(100)
+    assert found.lateness_p99_ms == 2.0 and found.sender_busy == pytest.approx(0.1)
+    assert Score.model_validate_json(found.model_dump_json()) == found
+
+
+def test_step_statistics() -> None:
+    def step(duration: float, running: int, bound: LimitedBy) -> StepRecord:
+        return StepRecord(
+            0.0, duration, 1, running, 0, 0, 0, 0, 0, 0, running, 0, 0, 0, 1, 0, 0, bound
+        )  # fmt: skip
+
+    found = step_stats([step(0.01, 2, LimitedBy.DEMAND), step(0.03, 4, LimitedBy.SLOTS)])
+    assert (found.steps, found.max_running, found.preemptions) == (2, 4, 2)
+    assert found.mean_ms == pytest.approx(20) and found.mean_running == 3 and found.mean_tokens == 3
+    assert found.limited_by == {"demand": 0.5, "slots": 0.5}
+    assert step_stats([]).steps == 0

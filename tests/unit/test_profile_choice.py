@@ -1,0 +1,165 @@
+"""From runs to points, from points to recommendations, and the sentences about them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.profile import Capacity, Point
+from autotune.profiling.assemble import judge, sidecar
+from autotune.profiling.choice import alike, candidates, choose, highest_held, latency, refuted
+from autotune.profiling.points import goodput_spread, pareto, point, points
+from autotune.score import Latency
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run
+
+OTHER = Knobs(4, 0, 32, 32)
+
+
+def at(
+    knobs: Knobs, met: int, tokens: float = 200.0, ttft: float = 300.0, tpot: float = 30.0, rate: float = 10.0
+) -> Point:
+    return point(
+        [
+            run(
+                knobs,
+                met,
+                throughput=tokens,
+                ttft_ms=Latency(p50=1, p99=ttft),
+                tpot_ms=Latency(p50=1, p99=tpot),
+                rate=rate,
+            )
+        ]
+    )
+
+
+def test_runs_of_one_setting_are_pooled_and_kept_apart_by_stage_and_rate() -> None:
+    made = points(
+        [
+            run(SMALL, 40, seed=1),
+            run(LARGE, 30),
+            run(SMALL, 20, seed=2),
+            run(SMALL, 40, "search"),
+            run(SMALL, 40, rate=5.0),
+        ]
+    )
+    assert [(p.knobs, p.stage, p.rate) for p in made] == [
+        (SMALL, "validation", 10.0), (LARGE, "validation", 10.0), (SMALL, "search", 10.0), (SMALL, "validation", 5.0)
+    ]  # fmt: skip
+    both = made[0]
+    assert (both.met, both.offered, both.attainment, both.seeds) == (60, 80, 0.75, (1, 2))
+    assert both.attainment_low < 0.75 < both.attainment_high
+    assert both.goodput.mean == 7.5 and both.goodput.runs == (10.0, 5.0)
+    assert both.offered_rate == 10.0
+
+
+def test_the_goodput_interval_follows_the_bursts_not_the_requests() -> None:
+    steady = goodput_spread([(4.0, [(10, 10), (10, 10), (10, 10), (10, 10)])], (10.0,))
+    bursty = goodput_spread([(4.0, [(20, 20), (0, 0), (20, 20), (0, 0)])], (10.0,))
+    assert steady.mean == bursty.mean == steady.low == steady.high == 10.0
+    assert bursty.low < 6 and bursty.high > 14
+    longer = goodput_spread([(4.0, [(20, 20), (0, 0), (20, 20), (0, 0)])] * 8, (10.0,) * 8)
+    assert longer.high - longer.low < (bursty.high - bursty.low) / 2
+
+
+def test_the_three_purposes() -> None:
+    best, quick, quickest, full = (
+        at(SMALL, 40),
+        at(LARGE, 36, ttft=200, tpot=10),
+        at(OTHER, 30, ttft=9, tpot=9),
+        at(VLLM, 10, 900.0),
+    )
+    chosen = choose([best, quick, quickest, full], TARGETS)
+    assert chosen["balanced"].point is best
+    assert chosen["interactive"].point is quick  # the quickest gives up a quarter of the goodput
+    assert chosen["throughput"].point is full
+
+
+def test_of_equals_the_balanced_one_is_quicker() -> None:
+    assert choose([at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200)], TARGETS)["balanced"].knobs == LARGE
+
+
+def test_latency_is_the_worst_p99_in_units_of_its_target() -> None:
+    assert latency(at(SMALL, 1, ttft=250, tpot=40), TARGETS) == pytest.approx(0.8)
+    assert latency(at(SMALL, 1, ttft=250, tpot=40), SLO(ttft_ms=500)) == pytest.approx(0.5)
+    assert latency(point([run(SMALL, 0, ttft_ms=Latency(p50=None, p99=None))]), TARGETS) == float("inf")
+
+
+def test_candidates_are_the_best_of_each_kind_without_twins_and_with_the_yardstick() -> None:
+    twin = Knobs(17, 0, 130, 130)
+    assert alike(SMALL, twin) and not alike(SMALL, LARGE) and not alike(SMALL, SMALL.with_(max_wait_ms=5))
+    found = [at(SMALL, 40), at(twin, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 39)]
+    chosen = candidates(found, VLLM, TARGETS, 4)
+    assert [k for _, k in chosen] == [SMALL, LARGE, OTHER, VLLM]
+    assert chosen[-1][0] == "baseline"
+    assert candidates(found, VLLM, TARGETS, 2) == [("candidate", SMALL), ("baseline", VLLM)]
+
+
+def test_pareto_drops_what_another_beats_in_everything() -> None:
+    best, worse, other = at(SMALL, 40), at(LARGE, 30), at(OTHER, 20, ttft=10)
+    assert pareto([best, worse, other]) == [best, other]
+    assert pareto([best, best]) == [best, best]
+
+
+@pytest.mark.parametrize(
+    ("met", "offered", "expected"),
+    [
+        (14, 14, False),
+        (13, 14, False),
+        (12, 14, True),
+        (39, 40, False),
+        (37, 40, True),
+        (396, 400, False),
+        (388, 400, True),
+    ],
+)
+def test_a_promise_is_broken_only_beyond_bad_luck(met: int, offered: int, expected: bool) -> None:
+    assert refuted(point([run(SMALL, met, offered=offered)]), TARGETS) is expected
+
+
+def test_nothing_offered_shows_nothing_kept() -> None:
+    empty = at(SMALL, 40).model_copy(update={"offered": 0, "met": 0})
+    assert refuted(empty, TARGETS)
+
+
+def test_the_next_rate_goes_up_while_kept_down_while_not_then_between() -> None:
+    kept, missed = at(SMALL, 40, rate=10.0), at(SMALL, 20, rate=12.0)
+    assert highest_held([kept], TARGETS) == (10.0, pytest.approx(11.5))
+    assert highest_held([kept, missed], TARGETS) == (10.0, pytest.approx(120**0.5))
+    assert highest_held([missed], TARGETS) == (None, pytest.approx(0.95 * 6))
+    lucky = at(SMALL, 40, rate=14.0)
+    assert highest_held([kept, missed, lucky], TARGETS)[0] == 10.0  # above a rate that was missed: luck
+    hopeless = at(SMALL, 0, rate=9.0)
+    assert highest_held([hopeless], TARGETS) == (None, pytest.approx(3.0))
+
+
+def test_the_verdict_in_words() -> None:
+    kept, missed = at(SMALL, 40, rate=8.0), at(SMALL, 20, rate=12.0)
+    short = at(SMALL, 39, rate=8.0)
+    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=8.0, tried=(missed, kept))), kept)
+    assert met and text.startswith("balanced keeps 99% in SLO up to about 10 req/s (measured 100.0% of 40")
+    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=8.0, tried=(short,))), short)
+    assert met and "may keep 99%" in text and "97.5% of 40" in text
+    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=None, tried=(missed,))), missed)
+    assert not met and text.startswith("the SLO was not met at any rate tried: at best 50.0% of 40")
+    met, text = judge(findings(capacity=None, stopped=True), kept)
+    assert met and text.startswith("stopped before")
+
+
+def test_settings_are_compared_only_after_equal_seeds() -> None:
+    found = findings(
+        run(SMALL, 40, "search"), run(LARGE, 40, "search"),
+        run(SMALL, 30, seed=1), run(LARGE, 30, seed=1), run(VLLM, 30, seed=1), run(SMALL, 40, seed=2), run(LARGE, 40, seed=2),
+    )  # fmt: skip
+    assert {p.knobs for p in found.comparable()} == {SMALL, LARGE}
+    only = findings(run(SMALL, 40, "search"), run(LARGE, 40, "search"), run(SMALL, 30, seed=1))
+    assert {p.stage for p in only.comparable()} == {"search"}
+
+
+def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
+    import json
+
+    lines = [json.loads(line) for line in sidecar(findings(run(), run(LARGE), failures=[(3, "oom")])).splitlines()]
+    assert [line["stage"] for line in lines] == ["validation", "validation", "search"]
+    assert lines[0]["score"]["setting"]["token_budget"] == 128
+    assert lines[2] == {"stage": "search", "trial": 3, "failed": "oom"}

@@ -1,0 +1,139 @@
+"""The calibration's conclusions, each from known step costs, and its two measurements on a paced engine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autotune.evaluate import Interrupted
+from autotune.profiling.setup import (
+    KNEE,
+    TARGET_RATE,
+    Calibrator,
+    StepCost,
+    comparison_rate,
+    default_slo,
+    fit_steps,
+    fitted_knobs,
+    length_scale,
+    next_rate,
+)
+from autotune.profiling.timing import Meter, Schedule
+from autotune.workload import parse_workload
+from runtime.clock import MonotonicClock, VirtualClock
+from runtime.records import LimitedBy, StepRecord
+from runtime.slo import SLO
+from tests.unit.paced import FACTS, WORKLOAD, paced
+from tests.unit.profiles import TARGETS, score, setup
+
+FAST = StepCost(base=0.005, per_prompt_token=0.0001, per_decode=0.0002)
+
+
+def step(prompt: int, decodes: int, seconds: float) -> StepRecord:
+    return StepRecord(
+        0.0, seconds, 1, decodes, 0, 1, prompt, 0, 0, 0, decodes, 0, 0, 0, 0, 0, 0, LimitedBy.DEMAND
+    )  # fmt: skip
+
+
+def test_step_costs_are_found_again_and_hiccups_left_out() -> None:
+    steps = [step(p, d, FAST.step(p, d)) for p, d in itertools.product((0, 50, 200), (1, 8, 30))]
+    found = fit_steps([*steps, step(10, 10, 3.0)], [step(0, 1, FAST.step(0, 1))] * 5)
+    assert found.base == pytest.approx(FAST.base)
+    assert found.per_prompt_token == pytest.approx(FAST.per_prompt_token)
+    assert found.per_decode == pytest.approx(FAST.per_decode)
+
+
+def test_lengths_shrink_by_powers_of_two_to_a_useful_rate_but_not_to_nothing() -> None:
+    assert length_scale(1000, 200, 1e-6, 1e-4) == 1.0
+    scale = length_scale(1000, 200, 3e-4, 0.012)
+    assert scale == 1 / 16
+    assert TARGET_RATE * (3e-4 * 1000 + 0.012 * 200 / 6) * scale <= 1
+    assert length_scale(1000, 200, 1.0, 1.0) == 1 / 16  # a hopeless machine: outputs keep 8 tokens on average
+    assert length_scale(2048, 28, 1.0, 1.0) == 1 / 8  # already short: an eighth
+
+
+def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:
+    assert default_slo(FAST, 150) == (TARGETS, "default")
+    slow = StepCost(base=0.04, per_prompt_token=0.001, per_decode=0.001)
+    slo, why = default_slo(slow, 150)
+    assert slo == SLO(ttft_ms=1000, tpot_ms=100)
+    assert why.startswith("default × 2: here a step of 8 decodes takes 48 ms, an average prompt 198 ms")
+
+
+def test_the_first_guess_keeps_its_step_within_tpot() -> None:
+    guess = fitted_knobs(FAST, TARGETS, rate=20, mean_output=25)
+    assert FAST.step(guess.token_budget - guess.max_batch_size, guess.max_batch_size) < 1.6 * 0.05
+    assert guess.chunk_size == guess.token_budget >= 2 * guess.max_batch_size
+    loose = fitted_knobs(FAST, SLO(ttft_ms=500, tpot_ms=500), rate=20, mean_output=25)
+    assert loose.token_budget > guess.token_budget and loose.max_batch_size > guess.max_batch_size
+    assert fitted_knobs(StepCost(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
+
+
+def test_the_comparison_rate_brings_the_asked_load_in_the_very_window() -> None:
+    workload = parse_workload("azure-conv").scaled(length=1 / 8)
+    for seed in range(4):
+        rate = comparison_rate(workload, 2000.0, 12.0, seed, 5.0)
+        arrivals = list(workload.at_rate(rate).arrivals(seed, duration=5.0))
+        assert sum(a.prompt_tokens + a.output_tokens for a in arrivals) / 5.0 == pytest.approx(2000, rel=0.35)
+
+
+def test_the_search_for_the_knee() -> None:
+    low, high = KNEE
+    assert next_rate(10, score(met=int(40 * (low + high) / 2)), 20, [(10, 0.75)]) is None
+    assert next_rate(10, score(met=40), 20, [(10, 1.0)]) == pytest.approx(14)
+    down = next_rate(10, score(met=4, throughput=100.0), 20, [(10, 0.1)])
+    assert down == pytest.approx(4.25)  # 85% of the 5 requests/s whose tokens came out
+    assert next_rate(14, score(met=4), 20, [(10, 1.0), (14, 0.1)]) == pytest.approx(140**0.5)
+
+
+def test_it_measures_what_the_engine_was_made_to_do() -> None:
+    with paced(base=0.004, per_token=0.0001) as engine:
+        found = Calibrator(engine, FACTS, parse_workload(WORKLOAD), seed=0, clock=MonotonicClock()).run(
+            slo=None, rate=None, saturate_s=1.0, window_s=1.0, warmup_s=0.2
+        )
+        assert engine.view().running == engine.view().waiting == 0
+    assert found.calibration.alone_tpot_ms >= 4.1
+    assert found.calibration.step_base_ms > 3
+    assert found.length_scale == 1.0 and found.mean_prompt == 12
+    assert found.rate > 20 and found.rate_from == "calibration"
+    assert found.apply(parse_workload(WORKLOAD)).rate == pytest.approx(found.rate)
+    assert found.cap_prompt + found.cap_output <= FACTS.max_model_len
+
+
+def test_what_was_asked_for_is_taken() -> None:
+    with paced() as engine:
+        slo = SLO(e2e_ms=900)
+        found = Calibrator(engine, FACTS, parse_workload(WORKLOAD + ",length=1/2"), seed=0, clock=MonotonicClock()).run(
+            slo=slo, rate=7.5, saturate_s=0.4, window_s=1.0, warmup_s=0.2
+        )
+    assert (found.slo, found.slo_from, found.rate, found.rate_from) == (slo, "given", 7.5, "user")
+    assert found.length_scale == 0.5 and found.mean_prompt == 6
+
+
+def test_it_stops_when_told() -> None:
+    with paced() as engine:
+        calibrator = Calibrator(
+            engine, FACTS, parse_workload(WORKLOAD), seed=0, clock=MonotonicClock(), stop=lambda: True
+        )
+        with pytest.raises(Interrupted):
+            calibrator.run(slo=None, rate=None, saturate_s=5.0, window_s=1.0, warmup_s=0.2)
+        assert engine.view().running == engine.view().waiting == 0
+
+
+def test_a_setup_knows_what_its_window_brings() -> None:
+    moved = setup().at(20.0, parse_workload("fixed:rate=1,prompt=80,output=8"), 0)
+    assert moved.rate == 20.0 and moved.offered_rate == pytest.approx(20.0, rel=0.05)
+
+
+def test_a_budget_is_divided_and_kept() -> None:
+    short, long = Schedule.of(60.0), Schedule.of(600.0)
+    assert 1 < short.window_s < long.window_s
+    assert Schedule.of(None).until(0.5) is None and long.until(0.5) == 300
+    clock = VirtualClock()
+    meter = Meter(clock, spent_before=10.0)
+    clock.advance(5.0)
+    assert meter.spent == 15.0
+    assert meter.fits(None, 99) and meter.fits(20.0, 4.0) and not meter.fits(20.0, 12.0)
+    meter.took(2.0)
+    assert meter.typical(12.0) == 2.0 and meter.fits(20.0, 12.0)
