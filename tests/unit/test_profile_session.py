@@ -150,7 +150,7 @@ def test_an_engine_that_always_fails_is_given_up(journal: Path, monkeypatch: pyt
 def test_a_budget_ends_it_on_time(journal: Path) -> None:
     schedule = Schedule(6.0, window_s=0.2, warmup_s=0.05, saturate_s=0.2)
     found, _ = session(journal, question(trials=None, budget_s=6.0), schedule=schedule)
-    assert 3 <= len([r for r in found.runs if r.stage == "search"])
+    assert len([r for r in found.runs if r.stage == "search"]) >= 3
     assert found.spent_s < 6.0 * 1.35
 
 

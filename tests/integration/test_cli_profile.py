@@ -1,0 +1,203 @@
+"""``autotune profile`` as users run it: a real model, real files, interrupted in every way there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autotune.cli.main import run
+from autotune.profile import load_profile
+
+QUICK = [
+    "--cpu",
+    "--dtype",
+    "float32",
+    "--workload",
+    "poisson:rate=20,prompt=24,output=6",
+    "--slo",
+    "ttft=400ms,tpot=100ms",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a Llama of two tiny layers, random weights and no tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("models") / "small"
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["profile", "--model", model, *QUICK, "--budget", "10s", "--json"])
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)  # one JSON object and nothing else
+    assert code == (0 if told["slo_met"] else 1), captured.err
+    assert told["file"] == "small-cpu.yaml" and told["status"] == "complete"
+    assert sorted(p.name for p in Path().iterdir()) == ["small-cpu.journal", "small-cpu.points.jsonl", "small-cpu.yaml"]
+    made = load_profile("small-cpu.yaml")
+    assert (made.model.name, made.model.architecture, made.model.dtype) == (
+        told["profile"]["model"]["name"],
+        "llama",
+        "float32",
+    )
+    assert not made.model.random_weights
+    assert made.command.startswith("autotune ")
+    assert made.baseline is not None and made.baseline.knobs.max_batch_size == 1024
+    assert {p.stage for p in made.points} == {"search", "validation", "capacity"}
+    runs = [json.loads(line) for line in Path("small-cpu.points.jsonl").read_text().splitlines()]
+    assert sum(len(p.seeds) for p in made.points) == len([r for r in runs if "score" in r])
+    assert "← recommended" in captured.err and "searching" in captured.err
+    assert run(["show", "small-cpu.yaml"]) == 0
+
+
+def test_a_trace_is_replayed_on_the_real_engine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"2023-11-16 18:00:{i // 10:02d}.{i % 10}000000,{200 + 10 * (i % 7)},{8 + i % 9}" for i in range(590)]
+    Path("trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    spec = "azure-conv:trace.csv,length=1/8"
+    code = run(
+        [
+            "profile",
+            "--cpu",
+            "--model",
+            model,
+            "--workload",
+            spec,
+            "--trials",
+            "2",
+            "--budget",
+            "10s",
+            "--out",
+            "t.yaml",
+        ]
+    )
+    assert code in (0, 1), capsys.readouterr().err
+    made = load_profile("t.yaml")
+    assert made.workload.spec == spec and made.workload.length_scale == 0.125
+    assert made.workload.mean_prompt == pytest.approx(230 / 8, rel=0.1)
+    assert "replay of 590 requests" in made.workload.description
+    assert all(p.offered > 0 for p in made.points)
+    assert len([p for p in made.points if p.stage == "search"]) == 2
+
+
+def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", "--model", model, *QUICK, "--trials", "1", "--budget", "10s", "--out", "a.yaml"]
+    assert run(command) in (0, 1)
+    before = Path("a.yaml").read_bytes()
+    capsys.readouterr()
+    assert run([*command, "--seed", "4"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and "a.journal: holds a study of something else" in error
+        and "seed was 0, is now 4" in error
+    )
+    assert "--fresh" in error
+    assert Path("a.yaml").read_bytes() == before
+
+
+def start(model: str, *options: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "autotune.cli.main",
+        "profile",
+        "--model",
+        model,
+        *QUICK,
+        "--out",
+        "a.yaml",
+        *options,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def wait_for_trials(process: subprocess.Popen[str], count: int) -> None:
+    """Until ``count`` trials are in the journal."""
+    give_up = time.monotonic() + 120
+    journal = Path("a.journal")
+    while not journal.exists() or journal.read_text().count('"result"') < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < give_up, "no trial was done"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(model: str, number: signal.Signals) -> None:
+    process = start(model, "--budget", "40s")
+    wait_for_trials(process, 2)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 130, error
+    assert "stopped; best so far written to a.yaml (" in out and "Run the same command to go on." in out
+    assert "Traceback" not in out + error
+    first = load_profile("a.yaml")
+    assert first.status == "stopped" and len(first.points) >= 2
+    again = start(model, "--budget", "40s")
+    out, error = again.communicate(timeout=120)
+    assert again.returncode in (0, 1), error
+    assert "going on with a study of" in out and "calibrating" not in out
+    second = load_profile("a.yaml")
+    assert second.status == "complete" and second.calibration == first.calibration
+    kept = {p.knobs for p in first.points}
+    assert kept <= {p.knobs for p in second.points}
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_quits_at_once_and_breaks_nothing(model: str) -> None:
+    process = start(model, "--budget", "60s")
+    wait_for_trials(process, 1)
+    for _ in range(2):  # nothing else may come between: the first is seen within 20 ms
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+    begun = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 10
+    assert not [p for p in Path().iterdir() if p.suffix == ".tmp"]
+    if Path("a.yaml").exists():
+        load_profile("a.yaml")
+    again = start(model, "--trials", "2")
+    out, error = again.communicate(timeout=120)
+    assert again.returncode in (0, 1), error
+    assert "going on with a study of" in out
+
+
+@pytest.mark.slow
+def test_killed_in_a_trial_nothing_is_lost(model: str) -> None:
+    process = start(model, "--trials", "4")
+    wait_for_trials(process, 2)
+    process.kill()
+    process.communicate(timeout=30)
+    assert not Path("a.yaml").exists()
+    again = start(model, "--trials", "4")
+    out, error = again.communicate(timeout=180)
+    assert again.returncode in (0, 1), error
+    assert "going on with a study of 2 trials" in out or "going on with a study of 3 trials" in out
+    made = load_profile("a.yaml")
+    search = [json.loads(line) for line in Path("a.points.jsonl").read_text().splitlines()]
+    done = [r for r in search if r["stage"] == "search" and "score" in r]
+    assert len(done) == 4 and made.status == "complete"
+    assert len([r for r in search if r.get("failed") == "the process ended while it ran"]) <= 1

@@ -1,0 +1,212 @@
+"""The command line: exit codes, one line for each wrong input, help with examples, and a quick start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autotune import __version__
+from autotune.cli.display import Display, duration, ratio
+from autotune.cli.main import run
+from autotune.cli.profile import _stem, seconds
+from autotune.profile import save_profile
+from autotune.profiling.table import rows, show, table
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from tests.unit.profiles import VLLM, findings, profile, setup
+from tests.unit.profiles import run as measured
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr of a command that must end with exit code 2 and leave nothing behind."""
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    assert list(Path().iterdir()) == []
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
+        (["--slo", "speed=5ms"], '--slo: "speed" is not a metric; the metrics are ttft, tpot, itl, e2e'),
+        (["--pin", "budget=5"], "--pin: budget is not a knob; the knobs are max_batch_size, max_wait_ms, "),
+        (["--pin", "token_budget=0"], "--pin: token_budget is 0; it must be a whole number between 1 and 8192 tokens"),
+        (["--range", "token_budget=64:99999"], "--range: token_budget is 99999; it must be a whole number between "),
+        (["--workload", "nope"], '--workload: workload "nope": '),
+        (["--workload", "azure-conv:missing.csv"], "--workload: "),
+        (["--budget", "5"], '--budget: "5" is not a time; write 5s or 5m'),
+        (["--budget", "soon"], '--budget: "soon" is not a time, such as 90s, 2m or 1h30m'),
+        (["--budget", "3s"], "--budget is 3s; it must be at least 10s"),
+        (["--trials", "0"], "--trials is 0; it must be at least 1"),
+        (["--rate", "-1"], "--rate is -1; it must be above 0 requests/s"),
+        (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
+        (["--cpu", "--out", "nowhere/x.yaml"], "--out: nowhere/x.yaml cannot be written: there is no directory nowhere"),
+        (["--cpu", "--out", "x.txt"], "--out: x.txt must end in .yaml"),
+        (["--cpu", "--study", "/"], "--study: / is a directory; name a file"),
+        (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
+        (["--cpu", "--dtype", "float7"], "dtype is 'float7'; it must be auto, float32, bfloat16, float16"),
+        (["--seed", "x"], "invalid value for '--seed': "),
+        (["--nope"], "no such option: --nope"),
+    ],
+)  # fmt: skip
+def test_wrong_options_of_profile(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    assert refused(capsys, "profile", *arguments).startswith(text)
+
+
+def test_no_gpu_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert refused(capsys, "profile", "--gpu") == (
+        f"--gpu: PyTorch sees no CUDA device (torch {torch.__version__}). "
+        "Install a CUDA build of torch, or drop --gpu to profile the CPU."
+    )
+
+
+def test_an_unreadable_model_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    empty = tmp_path_factory.mktemp("model")
+    assert str(empty) in refused(capsys, "profile", "--cpu", "--model", str(empty))
+    (empty / "config.json").write_text("{broken")
+    assert str(empty) in refused(capsys, "profile", "--cpu", "--model", str(empty))
+
+
+def test_a_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    Path("locked").mkdir(mode=0o500)
+    assert run(["profile", "--cpu", "--out", "locked/x.yaml"]) == 2
+    assert "permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["show"])
+def test_files_that_are_no_profiles(capsys: pytest.CaptureFixture[str], verb: str, tmp_path: Path) -> None:
+    assert refused(capsys, verb, "none.yaml") == "none.yaml: cannot be read (No such file or directory)"
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("knobs: [1,")
+    assert run([verb, "bad.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: bad.yaml: not valid YAML: line 1") and captured.err.count("\n") == 1
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"autotune {__version__}\n"
+    for verb in ("profile", "profiles", "show"):
+        assert run([verb, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.count(f"autotune {verb}") >= 3  # usage and two examples
+    assert run([]) == 2
+    assert run(["frobnicate"]) == 2
+    assert "no such command 'frobnicate'" in capsys.readouterr().err
+
+
+def test_help_starts_without_torch_or_optuna() -> None:
+    code = (
+        "import sys\nfrom autotune.cli.main import run\nassert run(['--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'optuna', 'scipy'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(profile(), Path("tiny-cpu.yaml"))
+    assert run(["show", "tiny-cpu.yaml"]) == 0
+    text = capsys.readouterr().out
+    for word in ("interactive", "balanced", "throughput", "vLLM defaults", "← recommended", "TTFT p99"):
+        assert word in text
+    assert run(["show", "tiny-cpu.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["knobs"]["token_budget"] == 128
+
+
+def test_profiles_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profiles"]) == 0
+    assert capsys.readouterr().out != ""
+    assert run(["profiles", "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2m", 120), ("1h30m", 5400), ("2m20s", 140), ("1.5m", 90)])
+def test_times(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", " ", "m", "2x", "-2m", "2m1h", "1e3s", "inf"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(InputError, match="--budget"):
+        seconds(text)
+
+
+def test_names_made_from_models() -> None:
+    assert [_stem(m) for m in ("tiny", "meta-llama/Llama-3.1-8B", "./models/My Model/", "/")] == [
+        "tiny", "Llama-3.1-8B", "My-Model", "model"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_the_table_is_never_cut(width: int) -> None:
+    knobs = Knobs(**{spec.name: getattr(KnobLimits(), spec.name) for spec in KNOBS})
+    made = profile(findings(measured(knobs, 40, throughput=12345.0), measured(VLLM, 20)))
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(table(made, width))
+    text = console.export_text()
+    console.file.close()
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert len(text.strip().splitlines()) == 1 + len(rows(made))
+    assert "10.0 ± 0.0" in text and "300 ms" in text
+
+
+def test_a_verdict_and_a_late_generator_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    made = profile(findings(measured(lateness_p99_ms=120.0), measured(VLLM, 20, lateness_p99_ms=1.0)))
+    show(made, Console(width=150))
+    text = capsys.readouterr().out
+    assert "the load generator was up to 120 ms late" in text
+    assert made.verdict in " ".join(text.split())
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(Console(width=150), "model tiny")
+    display.stage("searching")
+    display.progress(0.5, "3 trials", "best 1", 12.0)  # too soon after the first to be worth a line
+    display.stage_done("6 trials", "best 2")
+    display.ready(setup(slo_from="default × 2: because"))
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["searching", "6", "trials", "0", "s", "best", "2"]
+    assert "lengths × 1/8" in lines[1] and "default × 2: because" in lines[2] and "10 req/s" in lines[3]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_progress_on_a_terminal_draws_each_stage_once() -> None:
+    with open(os.devnull, "w") as sink:
+        console = Console(file=sink, force_terminal=True, width=100, record=True)
+        display = Display(console, "model tiny")
+        for name in ("calibrating", "searching"):
+            display.stage(name)
+            display.progress(0.5, "1", "half", 3.0)
+            display.stage_done("2", "done")
+        display.close()
+        text = console.export_text()
+    assert text.count("calibrating") >= 1 and "searching" in text and "done" in text
+
+
+def test_figures_for_people() -> None:
+    assert [ratio(s) for s in (1.0, 0.125, 0.0625, 0.3)] == ["1", "1/8", "1/16", "3/10"]
+    assert [duration(s) for s in (0, 59.4, 60, 125)] == ["0 s", "59 s", "1:00 min", "2:05 min"]
