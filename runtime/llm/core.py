@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import Executor, StepPlan, StepResult
 from runtime.llm.scheduler import Finished, Scheduler
+from runtime.llm.view import view_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
 from runtime.tunable import SchedulerView, StepPolicy
@@ -123,7 +124,7 @@ class EngineCore:
         return record
 
     def view(self, now: float) -> SchedulerView:
-        return self.scheduler.view(now, self.knobs, self.epoch, self.effective_limits)
+        return view_of(self.scheduler, now, self.knobs, self.epoch, self.effective_limits)
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick)."""

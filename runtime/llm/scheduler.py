@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import Knobs
 from runtime.llm.decodes import Decodes
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.ordering import Ordering, WaitingQueue, ordering_named
@@ -19,7 +19,6 @@ from runtime.llm.slack import SlackTracker
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
 from runtime.slo import SLO
-from runtime.tunable import SchedulerView
 
 Finished = tuple[Sequence, RequestRecord]
 
@@ -27,8 +26,8 @@ Finished = tuple[Sequence, RequestRecord]
 class Scheduler:
     """``schedule(now, knobs) -> StepPlan``; then ``update(plan, result)`` before the next ``schedule``.
 
-    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) only feed the
-    view's ``least_slack``. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets a plan stand for many
+    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) only feed
+    :attr:`slack`. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets a plan stand for many
     identical decode steps.
     """
 
@@ -284,29 +283,6 @@ class Scheduler:
         record = self.finish(sequence, reason, now, cause)
         if record is not None:
             finished.append((sequence, record))
-
-    # -- to look at ---------------------------------------------------------------------------------------------------
-
-    def view(self, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
-        oldest, step = self.waiting.oldest(), self.decodes.step
-        last_end = now if self.decodes.last_end is None else self.decodes.last_end
-        return SchedulerView(
-            now=now,
-            decoding=len(self.decodes),
-            prefilling=len(self.prefills),
-            waiting=len(self.waiting),
-            waiting_tokens=self.waiting.tokens,
-            prefilling_tokens=sum(s.target - s.computed for s in self.prefills),
-            decode_context=self.decodes.context,
-            kv_free_blocks=self.kv.free,
-            kv_total_blocks=self.kv.total,
-            oldest_arrival=inf if oldest is None else oldest.request.arrival,
-            least_slack=self.slack.least(now, step, last_end),
-            decode_slack=self.slack.decodes(now, step, last_end),
-            knobs=knobs,
-            epoch=epoch,
-            effective_limits=limits,
-        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a counter, heap or block disagrees with the sequences. For tests: O(everything)."""
