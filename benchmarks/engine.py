@@ -1,0 +1,233 @@
+"""This engine against transformers' two ways to generate: continuous batching (``generate_batch``) and static batches.
+
+The same 57M-parameter model (the ``tiny`` preset, random weights), the same prompts, 64 tokens each, greedy. The peers run
+with the best of a few settings, found in a sweep before the rounds; then all take turns, so that what else the machine does
+hits each alike. The figure is output tokens per second of the process's CPU time, and ratios are taken within a round.
+
+Prompts have 16 to 248 tokens (132 on average); long ones 256 to 768. Batches of the static peer are made in order of arrival,
+as a server would; ``--sorted-static`` lets it see all prompts beforehand and batch those of like length. Every pair of dtype
+and thread count runs in a process of its own.
+
+Run ``python -m benchmarks.engine`` (``--quick``: fewer prompts and rounds); the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+BATCH = 32
+OUTPUT = 64
+LENGTHS = {"short": (16, 248), "long": (256, 768)}
+CASES = (
+    ("bfloat16", 1, "short"),
+    ("bfloat16", 1, "long"),
+    ("float32", 1, "short"),
+    ("bfloat16", 2, "short"),
+    ("float32", 2, "short"),
+)
+Prompts = Sequence[Sequence[int]]
+
+
+class Peer(NamedTuple):
+    """Something that generates. ``run`` returns how many tokens came out."""
+
+    name: str
+    settings: str
+    run: Callable[[Prompts], int]
+
+
+def make_prompts(count: int, kind: str, vocab: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(f"{seed} {kind}")
+    low, high = LENGTHS[kind]
+    return [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def ours(dtype: str) -> Peer:
+    from runtime.knobs import Knobs
+    from runtime.llm.core import EngineCore
+    from runtime.llm.output import OutputProcessor
+    from runtime.llm.scheduler import Scheduler
+    from runtime.request import Request, SamplingParams
+    from runtime.torch_backend.executor import TorchExecutor
+    from runtime.torch_backend.loading import load_model
+
+    blocks = BATCH * (LENGTHS["long"][1] + OUTPUT) // 16 + BATCH
+    knobs = Knobs(max_batch_size=BATCH, token_budget=512, chunk_size=512)
+    executor = TorchExecutor(load_model("tiny", dtype=dtype, device="cpu"), kv_blocks=blocks)
+
+    def run(prompts: Prompts) -> int:
+        core = EngineCore(Scheduler(kv_blocks=blocks), executor, knobs=knobs, output=OutputProcessor())
+        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+        sequences = [core.add(Request(f"r{i}", tuple(p), params, OUTPUT, 0.0)) for i, p in enumerate(prompts)]
+        now = 1.0
+        while core.has_work:
+            now = core.step(now).end
+        return sum(len(s.output) for s in sequences)
+
+    return Peer("ours", f"{BATCH} sequences, budget {knobs.token_budget}", run)
+
+
+def continuous_peers(model: Any, kind: str) -> list[Peer]:
+    """``generate_batch`` with a few page sizes and budgets, its cache sized for the workload."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    config = GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    peers = []
+    for page, budget in ((256, 256), (256, 512), (32, 256)):
+        pages = (BATCH + 1) * -(-(LENGTHS[kind][1] + OUTPUT) // page)
+        batching = ContinuousBatchingConfig(
+            page_size=page,
+            num_blocks=pages,
+            max_batch_tokens=budget,
+            max_requests_per_batch=BATCH,
+            allow_block_sharing=False,  # the prompts share nothing
+        )
+
+        def run(prompts: Prompts, batching: Any = batching) -> int:
+            out = model.generate_batch([list(p) for p in prompts], config, batching)
+            return sum(len(o.generated_tokens) for o in out.values())
+
+        peers.append(Peer("transformers cb", f"page {page}, budget {budget}", run))
+    return peers
+
+
+def static_peers(model: Any, by_length: bool) -> list[Peer]:
+    """``generate`` on left-padded batches, by batch size."""
+    import torch
+
+    def run(prompts: Prompts, size: int) -> int:
+        if by_length:
+            prompts = sorted(prompts, key=len)
+        done = 0
+        for at in range(0, len(prompts), size):
+            batch = prompts[at : at + size]
+            longest = max(map(len, batch))
+            ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in batch])
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch])
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
+            )
+            done += (out.shape[1] - longest) * len(batch)
+        return done
+
+    name = "transformers static" + (", sorted" if by_length else "")
+    return [Peer(name, f"batch {size}", lambda p, size=size: run(p, size)) for size in (8, 16, 32)]  # type: ignore[misc]
+
+
+def measure(peer: Peer, prompts: Prompts) -> float:
+    """Output tokens per CPU second."""
+    started = time.process_time()
+    tokens = peer.run(prompts)
+    spent = time.process_time() - started
+    if tokens != len(prompts) * OUTPUT:
+        raise RuntimeError(f"{peer.name} put out {tokens} tokens, not {len(prompts) * OUTPUT}")
+    return tokens / spent
+
+
+def best(peers: list[Peer], prompts: Prompts) -> Peer:
+    """The fastest of ``peers``, each warmed up on a few prompts."""
+    for peer in peers:
+        peer.run(prompts[:4])
+    return max(peers, key=lambda peer: measure(peer, prompts))
+
+
+def worker(dtype: str, kinds: list[str], count: int, rounds: int, by_length: bool) -> None:
+    """Run the cases of one dtype in this process, with the threads it was given; prints a JSON line for each."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from runtime.torch_backend.loading import load_model
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    engine = ours(dtype)
+    model = load_model("tiny", dtype=dtype, device="cpu").model
+    model.generation_config.eos_token_id = None
+    for kind in kinds:
+        prompts = make_prompts(count, kind, model.config.vocab_size)
+        engine.run(prompts[:4])
+        sweep = prompts[:BATCH]
+        peers = [engine, best(continuous_peers(model, kind), sweep), best(static_peers(model, by_length), sweep)]
+        figures: list[list[float]] = [[] for _ in peers]
+        for number in range(rounds):
+            order = range(len(peers)) if number % 2 == 0 else reversed(range(len(peers)))
+            for at in order:
+                figures[at].append(measure(peers[at], prompts))
+        result = [{"name": p.name, "settings": p.settings, "rates": f} for p, f in zip(peers, figures, strict=True)]
+        print(json.dumps({"kind": kind, "peers": result}), flush=True)
+
+
+def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Have a process of its own measure ``kinds``; returns kind -> peers."""
+    command = [sys.executable, "-m", "benchmarks.engine", "--worker", dtype, "--kinds", ",".join(kinds)]
+    command += ["--prompts", str(args.prompts), "--rounds", str(args.rounds)]
+    command += ["--sorted-static"] if args.sorted_static else []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["kind"]: line["peers"] for line in lines}
+
+
+def ratio(peers: list[dict[str, Any]], at: int) -> float:
+    """Median over the rounds of ours ÷ the peer."""
+    return statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer prompts and rounds, and only bfloat16 on one thread"
+    )
+    parser.add_argument("--prompts", type=int, default=None, help="prompts in each round (48; quick: 32)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds in each case (3; quick: 2)")
+    parser.add_argument(
+        "--sorted-static", action="store_true", help="batch the static peer by length, all prompts known"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", default="short,long", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.prompts = args.prompts or (32 if args.quick else 48)
+    args.rounds = args.rounds or (2 if args.quick else 3)
+    if args.worker:
+        worker(args.worker, args.kinds.split(","), args.prompts, args.rounds, args.sorted_static)
+        return
+    wanted = CASES[:2] if args.quick else CASES
+    found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    print(
+        f"output tokens per CPU second, {args.prompts} prompts, {OUTPUT} tokens each, median of {args.rounds} rounds (range)"
+    )
+    for dtype, threads in dict.fromkeys((d, t) for d, t, _ in wanted):
+        kinds = [k for d, t, k in wanted if (d, t) == (dtype, threads)]
+        for kind, peers in run_case(dtype, threads, kinds, args).items():
+            found[dtype, threads, kind] = peers
+            for at, peer in enumerate(peers):
+                rates = peer["rates"]
+                spread = f"{statistics.median(rates):6.0f} ({min(rates):.0f}–{max(rates):.0f})"
+                versus = "" if at == 0 else f"ours is {ratio(peers, at):.2f} times that"
+                where = f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"
+                print(f"{where}  {peer['name']:27} {spread:20} {peer['settings']:28} {versus}", flush=True)
+    short, long = found["bfloat16", 1, "short"], found["bfloat16", 1, "long"]
+    summary = {
+        "vs_transformers_cb": ratio(short, 1),
+        "vs_static": ratio(short, 2),
+        "long_vs_transformers_cb": ratio(long, 1),
+    }
+    print(json.dumps({name: round(value, 3) for name, value in summary.items()}))
+
+
+if __name__ == "__main__":
+    main()
