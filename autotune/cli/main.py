@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from autotune.cli import profile, profiles, show
+from autotune.cli import export, profile, profiles, serve, show
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
@@ -29,6 +29,8 @@ app = typer.Typer(
 app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profile)
 app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
 app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
+app.command("serve", help=serve.HELP, epilog=serve.EXAMPLES)(serve.serve)
+app.command("export", help=export.HELP, epilog=export.EXAMPLES)(export.export)
 
 
 def _version(asked: bool) -> None:

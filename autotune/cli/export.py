@@ -1,0 +1,54 @@
+"""``autotune export``: a profile's setting in another engine's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from autotune.cli.exits import DONE
+from runtime.errors import InputError
+
+HELP = "Write a profile's setting as another engine's configuration. PROFILE is a YAML file, or the name of a shipped profile."
+EXAMPLES = (
+    "Examples:  autotune export mine.yaml --to vllm --for interactive  ·  "
+    "autotune export mine.yaml --to vllm --model ./my-model --out serve.yaml --json"
+)
+
+
+def export(
+    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    to: Annotated[str, Option("--to", help="The engine: vllm.")],
+    purpose: Annotated[str, Option("--for", help="interactive, balanced or throughput.")] = "balanced",
+    out: Annotated[Path | None, Option(help="The file to write.  (default: vllm.yaml)")] = None,
+    model: Annotated[
+        str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
+    ] = None,
+    allow_lossy: Annotated[bool, Option("--allow-lossy", help="Drop knobs that the engine has nothing for.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+) -> int:
+    """Write the file and say what was lost on the way; 2 when it cannot be exported."""
+    from autotune.export import TARGETS
+    from autotune.export import export as export_to
+    from autotune.profile import load_profile, shipped_profiles
+
+    target = TARGETS.get(to)
+    if target is None:
+        raise InputError(f"--to is {to}; it must be one of {', '.join(TARGETS)}")
+    path, shipped = Path(profile), shipped_profiles()
+    if not path.exists() and profile in shipped:
+        path = shipped[profile]
+    made = export_to(
+        load_profile(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
+    )
+    file = out or Path(target.filename)
+    made.save(file)
+    if as_json:
+        print(json.dumps(made.as_dict(file)))
+        return DONE
+    for line in made.reports:
+        print(line)
+    print(f"wrote {file}    start it with:  {made.command(file)}")
+    return DONE

@@ -1,0 +1,167 @@
+"""From a profile to the settings of another engine: every row of the target's table applied, and every loss said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.export.comments import MARK, header, note_of, one_line
+from autotune.export.models import model_to_serve
+from autotune.export.target import Entry, Fit, Ours, Row, Source, Target, Value, number
+from autotune.profile import RECOMMENDED, Profile, write_whole
+from runtime.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An exported setting. ``warnings`` are about the whole; what a row loses stands in its entry."""
+
+    target: Target
+    source: Source
+    entries: tuple[Entry, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def written(self) -> dict[str, Value]:
+        """Their keys and values, in the order of the file."""
+        return {key: value for entry in self.entries for key, value in entry.written.items()}
+
+    @property
+    def reports(self) -> list[str]:
+        """A line for everything a user should know before relying on it: each knob or fact that does not fit exactly."""
+        lines = list(self.warnings)
+        for entry in self.entries:
+            if entry.lossy and entry.fit is Fit.UNSUPPORTED:
+                lines.append(f"{entry.told} is dropped: {entry.note}")
+            elif entry.lossy:
+                lines.append(f"{entry.told} is approximate: {entry.note}")
+            elif entry.fit is Fit.UNSUPPORTED:
+                lines.append(f"{entry.name}: {entry.note}")
+        return lines
+
+    def text(self, path: Path) -> str:
+        """The file, with where its figures come from. The same profile and path give the same text."""
+        head = header(self.target, self.source, self.warnings, self.command(path))
+        return self.target.render(head, list(self.entries))
+
+    def command(self, path: Path) -> str:
+        """How to start the engine with it."""
+        return self.target.command(self.source.model, str(path))
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all. Raises :class:`InputError` rather than overwrite what is not an export."""
+        if path.suffix not in self.target.suffixes:
+            allowed = " or ".join(self.target.suffixes)
+            raise InputError(f"--out: {path} must end in {allowed}, or {self.target.title} does not read it")
+        if path.is_dir():
+            raise InputError(f"--out: {path} is a directory; name a file")
+        if path.exists() and not _is_export(path):
+            raise InputError(f"--out: {path} exists and was not {MARK}; name another file")
+        write_whole(path, self.text(path))
+
+    def as_dict(self, path: Path) -> dict[str, Any]:
+        """For scripts."""
+        return {
+            "file": str(path),
+            "target": self.target.name,
+            "model": self.source.model,
+            "purpose": self.source.purpose,
+            "command": self.command(path),
+            "settings": self.written,
+            "rows": [_row(entry) for entry in self.entries],
+            "reports": self.reports,
+        }
+
+
+def export(
+    profile: Profile,
+    target: Target,
+    *,
+    profile_name: str = "",
+    purpose: str = RECOMMENDED,
+    model: str | None = None,
+    allow_lossy: bool = False,
+) -> Export:
+    """One setting of ``profile`` in the words of ``target``.
+
+    ``purpose``: which setting. ``model``: what to serve, None for what was measured (see
+    :func:`autotune.export.models.model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
+    value has no counterpart and ``allow_lossy`` is false, and when the target itself would refuse the result.
+    """
+    setting = next((held for name, held in profile.settings.items() if name == purpose), None)
+    if setting is None:
+        raise InputError(f"--for is {purpose}; {profile_name or profile.name} holds {', '.join(profile.settings)}")
+    source = Source(
+        profile=profile,
+        profile_name=profile_name or profile.name,
+        purpose=purpose,
+        knobs=setting.knobs,
+        model=model_to_serve(profile.model, model),
+        model_given=model is not None,
+    )
+    entries = tuple(_apply(ours, row, source) for ours, row in target.rows())
+    _refuse_losses(target, entries, allow_lossy)
+    made = Export(target, source, entries, tuple(_warnings(source)))
+    for constraint in target.constraints:
+        if complaint := constraint(made.written):
+            raise InputError(f"{target.title} would refuse this: {complaint}")
+    return made
+
+
+def _apply(ours: Ours, row: Row, source: Source) -> Entry:
+    harmless = row.harmless(source)
+    return Entry(
+        name=ours.name,
+        value=ours.value(source),
+        told=ours.told(source),
+        doc=ours.doc,
+        fit=row.fit,
+        written=row.write(source),
+        lossy=row.fit is not Fit.EXACT and not harmless,
+        note=note_of(row.fit, row.said, harmless, row.about(source)),
+    )
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "value": entry.value,
+        "fit": str(entry.fit),
+        "settings": dict(entry.written),
+        "lossy": entry.lossy,
+        "note": entry.note,
+    }
+
+
+def _refuse_losses(target: Target, entries: tuple[Entry, ...], allow_lossy: bool) -> None:
+    lost = [f"{e.name}={number(e.value)}" for e in entries if e.lossy and e.fit is Fit.UNSUPPORTED]
+    if lost and not allow_lossy:
+        have, drops = ("has", "it") if len(lost) == 1 else ("have", "them")
+        raise InputError(f"{' and '.join(lost)} {have} no counterpart in {target.title}; --allow-lossy drops {drops}")
+
+
+def _warnings(source: Source) -> list[str]:
+    found = []
+    profile = source.profile
+    if profile.machine.kind == "cpu":
+        found.append(
+            f"measured on a CPU ({profile.machine.cpu}): these settings speak of that CPU; for a GPU, profile on the GPU"
+        )
+    if source.model_given and source.model != profile.model.name:
+        found.append(
+            f"measured with model {profile.model.name}, exported for {source.model}: its steps take another time"
+        )
+    if profile.status == "stopped":
+        found.append("the profiling run was stopped before its end")
+    if not profile.slo_met:
+        found.append(f"the SLO {profile.slo} was not met when this was measured")
+    return [one_line(text) for text in found]
+
+
+def _is_export(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return MARK in file.readline()
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -1,0 +1,190 @@
+"""vLLM: a flat YAML for ``vllm serve --config``.
+
+Keys and rules are read from vLLM's own ``config/scheduler.py``, ``config/cache.py`` and ``v1/core/sched/scheduler.py``; the
+integration test runs them on its 0.32.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import NamedTuple
+
+from autotune.export.comments import yaml_file
+from autotune.export.target import Fit, Row, Source, Target, Written
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_SHARE = 0.92
+LARGEST_SHARE = 0.95  # vLLM refuses to start unless its share of the device is free, and its CUDA context takes some
+GIB = 2**30
+
+
+def _sequences(source: Source) -> Written:
+    return {"max-num-seqs": min(source.knobs.max_batch_size, source.knobs.token_budget)}
+
+
+def _about_sequences(source: Source) -> str:
+    if source.knobs.max_batch_size <= source.knobs.token_budget:
+        return ""
+    return (
+        f"a step holds at least one token of each sequence, so token_budget {source.knobs.token_budget} is the bound; "
+        "vLLM refuses more"
+    )
+
+
+def _no_chunk_needed(source: Source) -> str:
+    chunk, budget, longest = source.knobs.chunk_size, source.knobs.token_budget, source.max_model_len
+    if chunk >= budget:
+        return f"it is not below token_budget {budget}, so it cuts nothing and no threshold is needed"
+    if chunk >= longest:
+        return f"no prompt is longer than {longest} tokens, so it cuts nothing and no threshold is needed"
+    return ""
+
+
+def _chunks(source: Source) -> Written:
+    written: dict[str, bool | int] = {"enable-chunked-prefill": True}
+    if not _no_chunk_needed(source):
+        written["long-prefill-token-threshold"] = source.knobs.chunk_size
+    return written
+
+
+def _no_wait(source: Source) -> str:
+    return "value 0 loses nothing" if source.knobs.max_wait_ms == 0 else ""
+
+
+def _about_length(source: Source) -> str:
+    if source.max_model_len < source.profile.model.max_model_len:
+        return f"the model allows {source.profile.model.max_model_len}; the KV pool that was measured held no more"
+    return ""
+
+
+class Memory(NamedTuple):
+    """GiB that the weights and the measured KV pool take, and that the devices have."""
+
+    weights: float
+    pool: float
+    devices: float
+
+    @property
+    def share(self) -> float:
+        """What to give vLLM: both of them, rounded up to a percent."""
+        return min(LARGEST_SHARE, math.ceil((self.weights + self.pool) / self.devices * 100) / 100)
+
+
+def _memory(source: Source) -> Memory | None:
+    """None when the profile cannot tell: it was made on a CPU, or another model is to be served."""
+    profile, gpu = source.profile, source.profile.machine.gpu
+    if profile.machine.kind != "gpu" or gpu is None or source.model_given:
+        return None
+    weights = profile.model.parameters * DTYPE_BYTES.get(profile.model.dtype, 4) / GIB
+    return Memory(weights, _pool_gib(source), profile.engine.parallelism * gpu.memory_gib)
+
+
+def _pool_gib(source: Source) -> float:
+    return source.profile.engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token / GIB
+
+
+def _share(source: Source) -> Written:
+    memory = _memory(source)
+    return {} if memory is None else {"gpu-memory-utilization": memory.share}
+
+
+def _about_share(source: Source) -> str:
+    memory = _memory(source)
+    if memory is None:
+        return ""
+    cut = f", cut to the {LARGEST_SHARE} that vLLM can surely have" if memory.share == LARGEST_SHARE else ""
+    return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
+
+
+def _default_share(source: Source) -> str:
+    """Why the share is left to vLLM."""
+    if _memory(source) is not None:
+        return ""
+    if source.profile.machine.kind == "gpu":
+        measured = source.profile.model.name
+        return (
+            f"left at vLLM's default ({DEFAULT_SHARE}): the pool was measured beside {measured}, not beside this model"
+        )
+    return (
+        f"left at vLLM's default ({DEFAULT_SHARE}): the pool was measured in a CPU's memory, which says nothing about a GPU's. "
+        f"On a CPU, VLLM_CPU_KVCACHE_SPACE={math.ceil(_pool_gib(source))} in the environment gives vLLM as many GiB"
+    )
+
+
+def _prefixes(source: Source) -> Written:
+    # `enable-prefix-caching: false` is dropped without a word by some versions; the negated flag is read by all.
+    return {"enable-prefix-caching" if source.profile.engine.prefix_cache else "no-enable-prefix-caching": True}
+
+
+def _enough_tokens(written: Written) -> str:
+    tokens, sequences = written["max-num-batched-tokens"], written["max-num-seqs"]
+    return _at_least("max-num-batched-tokens", tokens, "max-num-seqs", sequences)
+
+
+def _whole_prompts(written: Written) -> str:
+    if written.get("enable-chunked-prefill") is True:
+        return ""
+    tokens, longest = written["max-num-batched-tokens"], written["max-model-len"]
+    return _at_least("max-num-batched-tokens", tokens, "max-model-len without chunked prefill", longest)
+
+
+def _threshold_in_reach(written: Written) -> str:
+    threshold = written.get("long-prefill-token-threshold", 0)
+    return _at_least("max-model-len", written["max-model-len"], "long-prefill-token-threshold", threshold)
+
+
+def _at_least(name: str, value: object, other: str, least: object) -> str:
+    assert isinstance(value, int) and isinstance(least, int)
+    return f"{name} is {value}; it must be at least {least} ({other})" if value < least else ""
+
+
+def _known_dtype(written: Written) -> str:
+    dtype = written["dtype"]
+    return "" if dtype in DTYPE_BYTES else f"dtype is {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
+
+
+VLLM = Target(
+    name="vllm",
+    title="vLLM",
+    version="0.33",
+    filename="vllm.yaml",
+    suffixes=(".yaml", ".yml"),
+    knobs={
+        "max_batch_size": Row(Fit.EXACT, ("max-num-seqs",), _sequences, about=_about_sequences),
+        "max_wait_ms": Row(Fit.UNSUPPORTED, said="vLLM has no such setting", harmless=_no_wait),
+        "token_budget": Row(
+            Fit.EXACT, ("max-num-batched-tokens",), lambda s: {"max-num-batched-tokens": s.knobs.token_budget}
+        ),
+        "chunk_size": Row(
+            Fit.APPROXIMATE,
+            ("enable-chunked-prefill", "long-prefill-token-threshold"),
+            _chunks,
+            said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
+            harmless=_no_chunk_needed,
+        ),
+    },
+    facts={
+        "model": Row(Fit.EXACT, ("model",), lambda s: {"model": s.model}),
+        "max_model_len": Row(
+            Fit.EXACT, ("max-model-len",), lambda s: {"max-model-len": s.max_model_len}, about=_about_length
+        ),
+        "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
+        "kv_pool": Row(
+            Fit.APPROXIMATE,
+            ("gpu-memory-utilization",),
+            _share,
+            said="vLLM takes activations and CUDA graphs out of this share too, so its KV cache comes out smaller by those; "
+            "its log says how large it is",
+            harmless=_default_share,
+            about=_about_share,
+        ),
+        "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
+        "parallelism": Row(
+            Fit.EXACT, ("tensor-parallel-size",), lambda s: {"tensor-parallel-size": s.profile.engine.parallelism}
+        ),
+    },
+    constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, _known_dtype),
+    render=yaml_file,
+    command=lambda model, path: f"vllm serve {shlex.quote(model)} --config {shlex.quote(path)}",
+)

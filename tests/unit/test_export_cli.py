@@ -1,0 +1,126 @@
+"""``autotune export`` as a user and a script meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autotune.cli.main import run
+from autotune.profile import save_profile
+from tests.sample_profile import sample_model, sample_profile
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with profiles: of a GPU, and of `tiny` on a CPU."""
+    monkeypatch.chdir(tmp_path)
+    save_profile(sample_profile(), tmp_path / "h200-llama8b.yaml")
+    tiny = sample_model(name="tiny", max_model_len=8192, kv_bytes_per_token=4096)
+    save_profile(sample_profile(gpu=False, model=tiny), tmp_path / "tiny-cpu.yaml")
+    return tmp_path
+
+
+def test_it_writes_the_file_and_says_what_was_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--for", "interactive", "--out", "mine.yml"]) == 0
+    *reports, last = capsys.readouterr().out.splitlines()
+    assert last == "wrote mine.yml    start it with:  vllm serve meta-llama/Llama-3.1-8B --config mine.yml"
+    assert [line.split()[0].rstrip(":") for line in reports] == ["kv_pool", "max_wait_ms", "chunk_size"]
+    assert "max_wait_ms: vLLM has no such setting (value 0 loses nothing)" in reports
+    written = yaml.safe_load((folder / "mine.yml").read_text(encoding="utf-8"))
+    assert written["max-num-seqs"] == 24 and written["max-num-batched-tokens"] == 192
+    assert [*folder.glob(".*")] == []
+
+
+def test_balanced_and_the_targets_own_file_name_unless_said(folder: Path) -> None:
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm"]) == 0
+    assert yaml.safe_load((folder / "vllm.yaml").read_text(encoding="utf-8"))["max-num-seqs"] == 32
+
+
+def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "tiny-cpu.yaml", "--to", "vllm", "--model", "./m", "--json"]) == 0
+    output = capsys.readouterr()
+    made = json.loads(output.out)
+    assert output.err == "" and output.out.count("\n") == 1
+    assert {key: made[key] for key in ("file", "target", "model", "purpose")} == {
+        "file": "vllm.yaml", "target": "vllm", "model": "./m", "purpose": "balanced",
+    }  # fmt: skip
+    assert made["settings"] == yaml.safe_load((folder / "vllm.yaml").read_text(encoding="utf-8"))
+    assert made["command"] == "vllm serve ./m --config vllm.yaml"
+    rows = {row["name"]: row for row in made["rows"]}
+    assert rows["max_wait_ms"]["fit"] == "unsupported" and not rows["max_wait_ms"]["lossy"]
+    assert rows["max_batch_size"]["settings"] == {"max-num-seqs": 32} and rows["max_batch_size"]["value"] == 32
+    assert any("measured on a CPU" in line for line in made["reports"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("h200-llama8b.yaml", "--to", "triton"), "--to is triton; it must be one of vllm"),
+        (("h200-llama8b.yaml",), "missing option '--to'; see autotune export --help"),
+        (
+            ("h200-llama8b.yaml", "--to", "vllm", "--for", "fun"),
+            "--for is fun; h200-llama8b.yaml holds interactive, balanced, throughput",
+        ),
+        (
+            ("h200-llama8b.yaml", "--to", "vllm", "--for", "throughput"),
+            "max_wait_ms=5 has no counterpart in vLLM; --allow-lossy drops it",
+        ),
+        (
+            ("tiny-cpu.yaml", "--to", "vllm"),
+            "model tiny has random weights and no published model has its shape; "
+            "say what to serve: --model DIRECTORY or --model HUB_ID",
+        ),
+        (("nothing.yaml", "--to", "vllm"), "nothing.yaml: cannot be read (No such file or directory)"),
+        (("h200-llama8b.yaml", "--to", "vllm", "--out", "x.json"), 
+         "--out: x.json must end in .yaml or .yml, or vLLM does not read it"),
+        (("h200-llama8b.yaml", "--to", "vllm", "--out", "no/x.yaml"), "no/x.yaml: cannot be written (No such file or directory)"),
+        (("h200-llama8b.yaml", "--to", "vllm", "--out", "d.yaml"), "--out: d.yaml is a directory; name a file"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    (folder / "d.yaml").mkdir()
+    before = sorted(folder.rglob("*"))
+    assert run(["export", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err == f"error: {says}\n"
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_is_dropped_is_said_in_the_file_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--for", "throughput", "--allow-lossy"]) == 0
+    assert "max_wait_ms 5 ms is dropped: vLLM has no such setting" in capsys.readouterr().out
+    assert "max_wait_ms 5 ms" in (folder / "vllm.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["h200-llama8b.yaml", "by-hand.yaml"])
+def test_only_an_export_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (folder / "by-hand.yaml").write_text("max-num-seqs: 7\n", encoding="utf-8")
+    before = (folder / name).read_bytes()
+    words = ["export", "h200-llama8b.yaml", "--to", "vllm", "--out"]
+    assert run([*words, name]) == 2
+    assert "exists and was not written by `autotune export`; name another file" in capsys.readouterr().err
+    assert (folder / name).read_bytes() == before
+    assert run([*words, "ours.yaml"]) == 0 and run([*words, "ours.yaml", "--for", "interactive"]) == 0
+    assert yaml.safe_load((folder / "ours.yaml").read_text(encoding="utf-8"))["max-num-seqs"] == 24
+
+
+def test_a_shipped_profile_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = {"mine": folder / "h200-llama8b.yaml"}
+    monkeypatch.setattr("autotune.profile.shipped_profiles", lambda: shipped)
+    assert run(["export", "mine", "--to", "vllm"]) == 0
+    assert "h200-llama8b.yaml, made by" in (folder / "vllm.yaml").read_text(encoding="utf-8")
+
+
+def test_help_names_every_target_and_gives_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    from autotune.cli import export
+    from autotune.export import TARGETS
+
+    assert run(["export", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in TARGETS)
+    assert export.EXAMPLES.count("autotune export") == 2

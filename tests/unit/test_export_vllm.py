@@ -1,0 +1,169 @@
+"""The table of vLLM, value by value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.export import Export, export
+from autotune.export.vllm import VLLM
+from runtime.errors import InputError
+from runtime.knobs import Knobs
+from tests.sample_profile import sample_model, sample_profile
+
+
+def made(knobs: Knobs | None = None, *, model_given: str | None = None, **changes: Any) -> Export:
+    settings = {"balanced": knobs} if knobs else None
+    return export(sample_profile(settings, **changes), VLLM, model=model_given, allow_lossy=True)
+
+
+def note(export: Export, name: str) -> str:
+    return next(entry.note for entry in export.entries if entry.name == name)
+
+
+def test_everything_it_writes() -> None:
+    knobs = Knobs(max_batch_size=24, max_wait_ms=0, token_budget=192, chunk_size=128)
+    assert made(knobs).written == {
+        "model": "meta-llama/Llama-3.1-8B",
+        "max-model-len": 131072,
+        "dtype": "bfloat16",
+        "gpu-memory-utilization": 0.87,
+        "enable-prefix-caching": True,
+        "tensor-parallel-size": 1,
+        "max-num-seqs": 24,
+        "max-num-batched-tokens": 192,
+        "enable-chunked-prefill": True,
+        "long-prefill-token-threshold": 128,
+    }
+
+
+@pytest.mark.parametrize("chunk", [192, 193, 8192])
+def test_a_chunk_that_cuts_nothing_needs_no_threshold(chunk: int) -> None:
+    export = made(Knobs(max_batch_size=24, token_budget=192, chunk_size=chunk))
+    assert "long-prefill-token-threshold" not in export.written and export.written["enable-chunked-prefill"] is True
+    assert "not below token_budget 192" in note(export, "chunk_size")
+    assert not any("chunk_size" in line for line in export.reports)
+
+
+def test_a_chunk_longer_than_any_prompt_needs_none_either() -> None:
+    knobs = Knobs(max_batch_size=8, token_budget=8192, chunk_size=4096)
+    export = made(knobs, model=sample_model(max_model_len=4096))
+    assert "long-prefill-token-threshold" not in export.written
+    assert "no prompt is longer than 4096 tokens" in note(export, "chunk_size")
+    assert made(knobs, model=sample_model(max_model_len=4097)).written["long-prefill-token-threshold"] == 4096
+
+
+def test_a_chunk_that_cuts_is_approximate_and_said() -> None:
+    export = made(Knobs(max_batch_size=8, token_budget=192, chunk_size=191))
+    assert export.written["long-prefill-token-threshold"] == 191
+    assert any(line.startswith("chunk_size 191 tokens is approximate: vLLM lifts") for line in export.reports)
+
+
+def test_more_slots_than_tokens_are_cut_to_the_tokens() -> None:
+    export = made(Knobs(max_batch_size=256, token_budget=64, chunk_size=64))
+    assert export.written["max-num-seqs"] == export.written["max-num-batched-tokens"] == 64
+    assert "token_budget 64 is the bound" in note(export, "max_batch_size")
+    assert note(made(Knobs(max_batch_size=64, token_budget=64)), "max_batch_size") == ""
+
+
+def test_no_wait_loses_nothing_and_a_wait_does() -> None:
+    none = made(Knobs(max_wait_ms=0))
+    assert "max_wait_ms: vLLM has no such setting (value 0 loses nothing)" in none.reports
+    some = made(Knobs(max_wait_ms=2.5))
+    assert "max_wait_ms 2.5 ms is dropped: vLLM has no such setting" in some.reports
+    with pytest.raises(InputError) as caught:
+        export(sample_profile({"balanced": Knobs(max_wait_ms=2.5)}), VLLM)
+    assert str(caught.value) == "max_wait_ms=2.5 has no counterpart in vLLM; --allow-lossy drops it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "devices", "blocks", "share"),
+    [
+        ("bfloat16", 1, 54000, 0.87),  # (15.0 + 105.5) / 139.8 = 0.862
+        ("bfloat16", 1, 8192, 0.23),  # (15.0 + 16.0) / 139.8 = 0.221
+        ("float32", 1, 8192, 0.33),  # (29.9 + 16.0) / 139.8 = 0.328
+        ("bfloat16", 2, 8192, 0.12),  # (15.0 + 16.0) / 279.6 = 0.111
+        ("bfloat16", 1, 70000, 0.95),  # (15.0 + 136.7) / 139.8 = 1.09: more than vLLM can have
+    ],
+)
+def test_the_memory_share_is_what_weights_and_pool_take(dtype: str, devices: int, blocks: int, share: float) -> None:
+    export = made(model=sample_model(dtype=dtype), kv_blocks=blocks, engine={"parallelism": devices})
+    assert export.written["gpu-memory-utilization"] == share
+    assert export.written["tensor-parallel-size"] == devices
+    assert ("cut to the 0.95" in note(export, "kv_pool")) == (share == 0.95)
+    assert any(line.startswith("kv_pool") and "is approximate" in line for line in export.reports)
+
+
+def test_the_share_is_left_to_vllm_when_the_profile_cannot_tell() -> None:
+    cpu = made(gpu=False)
+    assert "gpu-memory-utilization" not in cpu.written
+    assert "default (0.92)" in note(cpu, "kv_pool") and "VLLM_CPU_KVCACHE_SPACE=106" in note(cpu, "kv_pool")
+    other = made(model_given="./mine")
+    assert "gpu-memory-utilization" not in other.written
+    assert "measured beside llama-3.1-8b, not beside this model" in note(other, "kv_pool")
+
+
+def test_the_length_is_what_the_measured_engine_accepted() -> None:
+    export = made(kv_blocks=100)
+    assert export.written["max-model-len"] == 1600
+    assert "the model allows 131072" in note(export, "max_model_len")
+
+
+def test_the_prefix_cache_is_switched_off_by_the_negated_flag() -> None:
+    """vLLM drops `enable-prefix-caching: false` without a word in some versions."""
+    written = made(engine={"prefix_cache": False}).written
+    assert written["no-enable-prefix-caching"] is True and "enable-prefix-caching" not in written
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        ({"max-num-seqs": 17}, "max-num-batched-tokens is 16; it must be at least 17 (max-num-seqs)"),
+        ({"max-num-seqs": 16}, ""),
+        (
+            {"enable-chunked-prefill": False},
+            "max-num-batched-tokens is 16; it must be at least 32 (max-model-len without chunked prefill)",
+        ),
+        ({"enable-chunked-prefill": False, "max-model-len": 16}, ""),
+        (
+            {"long-prefill-token-threshold": 33},
+            "max-model-len is 32; it must be at least 33 (long-prefill-token-threshold)",
+        ),
+        ({"long-prefill-token-threshold": 32}, ""),
+        ({"dtype": "int8"}, "dtype is int8; it must be one of float32, bfloat16, float16"),
+    ],
+)
+def test_what_vllm_refuses_is_found_before(written: dict[str, Any], complaint: str) -> None:
+    base = {"max-num-seqs": 4, "max-num-batched-tokens": 16, "max-model-len": 32, "dtype": "float16"}
+    settings = base | {"enable-chunked-prefill": True} | written
+    assert [text for check in VLLM.constraints if (text := check(settings))] == ([complaint] if complaint else [])
+
+
+def test_a_profile_vllm_cannot_take_is_refused() -> None:
+    with pytest.raises(InputError, match="vLLM would refuse this: dtype is int8"):
+        made(model=sample_model(dtype="int8"))
+
+
+def test_the_model_is_the_published_one_of_a_presets_shape() -> None:
+    assert made().written["model"] == "meta-llama/Llama-3.1-8B"
+    with pytest.raises(InputError, match=r"model tiny has random weights .* --model DIRECTORY or --model HUB_ID"):
+        made(model=sample_model(name="tiny"))
+    assert made(model=sample_model(name="tiny"), model_given="./tiny").written["model"] == "./tiny"
+    for name in ("./my models/llama", "org/name"):
+        taken = made(model=sample_model(name=name, random_weights=False))
+        assert taken.written["model"] == name
+
+
+@pytest.mark.parametrize("name", ["", "  ", "--trust-remote-code", "a\nb"])
+def test_a_name_no_command_line_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="--model is"):
+        made(model_given=name)
+    with pytest.raises(InputError, match=r"model\.name is"):
+        made(model=sample_model(name=name, random_weights=False))
+
+
+def test_the_command_can_be_pasted() -> None:
+    export = made(model=sample_model(name="./my models/llama", random_weights=False))
+    assert export.command(Path("a b.yaml")) == "vllm serve './my models/llama' --config 'a b.yaml'"
