@@ -456,18 +456,20 @@ def test_a_forgotten_engine_stops_its_thread() -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del engine, stream"])
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del engine, stream, reader"])
 def test_a_forgotten_engine_does_not_hold_up_the_interpreter(ending: str) -> None:
     code = f"""
 from runtime.clock import MonotonicClock
 from runtime.llm.engine import Engine
-from tests.fakes import FakeExecutor, FakeModel
-import threading
+from tests.fakes import FakeExecutor, FakeModel, Heard
+class Says(Heard):
+    def on_request(self, record):
+        print(record.reason.value)
 engine = Engine(FakeModel(max_model_len=10**9), executor=FakeExecutor(), kv_tokens=10**7)
+engine.subscribe(Says())
 stream = engine.submit("a", max_tokens=9 * 10**6)
 reader = iter(stream)
 next(reader)
-threading.Thread(target=lambda: print(repr(stream)[:7])).start()
 {ending}
 """
     root = Path(__file__).parents[2]
@@ -479,7 +481,7 @@ threading.Thread(target=lambda: print(repr(stream)[:7])).start()
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled\n", "")
 
 
 class ThreadDies(BaseException):

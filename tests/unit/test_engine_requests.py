@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
-from runtime import SLO, FinishReason, KnobLimits, Knobs, RejectedError, RequestClass, SamplingParams
+from runtime import SLO, FinishReason, KnobLimits, Knobs, RejectedError, RequestClass, SamplingParams, StepFailedError
 from runtime.llm.engine import Engine
 from runtime.request import Sequence
 from tests.engines import bench
@@ -251,13 +253,39 @@ def test_one_fault_does_not_lose_the_others() -> None:
         assert [getattr(x, "text", None) for x in (a, c)] == ["zz", "zz"]
         assert isinstance(bad, Exception) and isinstance(bad.__cause__, RuntimeError)
         assert isinstance(empty, ValueError)
-        with pytest.raises(Exception, match="no b") as caught:
-            b.engine.generate(["a", "b", "c"], max_tokens=200)
-        assert caught.value.__notes__ == ["this was prompt 1 of 3, counted from 0"]
-        reasons = [b.heard.request().reason for _ in range(6)]
-        assert reasons.count(FinishReason.ERROR) == 2
         with pytest.raises(ValueError, match="empty"):
             b.engine.generate(["a", ""], max_tokens=200)
+
+
+def test_the_first_fault_cancels_the_others() -> None:
+    def sample(sequence: Sequence) -> int:
+        if sequence.request.prompt[0] == ord("b"):
+            b.executor.hold()  # the next step stands still
+            raise RuntimeError("no b")
+        return ord("z")
+
+    with bench(sample) as b:
+        with pytest.raises(StepFailedError, match="no b") as caught:
+            b.engine.generate(["b", "a", "c"], max_tokens=200)
+        assert caught.value.__notes__ == ["this was prompt 0 of 3, counted from 0"]
+        b.executor.go()
+        reasons = sorted(b.heard.request().reason for _ in range(3))
+        assert reasons == [FinishReason.CANCELLED, FinishReason.CANCELLED, FinishReason.ERROR]
+
+
+def test_nothing_is_kept_of_what_has_ended() -> None:
+    with bench() as b:
+        streams = [b.engine.submit([i], max_tokens=3, stop=["zz"], timeout_s=100) for i in range(5)]
+        buffers = [weakref.ref(stream._buffer) for stream in streams]
+        for stream in streams:
+            stream.result(timeout=30)
+        loop = b.engine._loop
+        b.engine.view()  # the step that ended them is over
+        assert not (loop._buffers or loop._live or loop._output._texts)
+        assert len(b.executor.ended) == 5
+        del stream, streams
+        gc.collect()
+        assert [buffer() for buffer in buffers] == [None] * 5
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
