@@ -130,9 +130,9 @@ Constraint = Callable[[Written], str]
 class Target:
     """An engine to export to.
 
-    ``version``: whose keys these are. ``filename``: what the file is called unless the user says; ``suffixes``: those the
-    engine reads. ``render``: (header lines, entries) → the file's text.
-    ``command``: (model, path) → how to start the engine with it.
+    ``version``: the one the table was held against. ``filename``: what the file is called unless the user says;
+    ``suffixes``: those the engine reads. ``render``: (header lines, entries) → the file's text. ``command``: (model, path)
+    → how to start the engine with it.
     """
 
     name: str

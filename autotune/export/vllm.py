@@ -147,7 +147,7 @@ def _known_dtype(written: Written) -> str:
 VLLM = Target(
     name="vllm",
     title="vLLM",
-    version="0.33",
+    version="0.32",
     filename="vllm.yaml",
     suffixes=(".yaml", ".yml"),
     knobs={

@@ -23,7 +23,7 @@ from autotune.export import export
 from autotune.export.vllm import DEFAULT_SHARE, VLLM
 from autotune.profile import save_profile
 from runtime.knobs import Knobs
-from tests.integration.vllm_environment import ENVIRONMENT, tiny_model, vllm_python
+from tests.integration.vllm_environment import ENVIRONMENT, VERSION, tiny_model, vllm_python
 from tests.sample_profile import sample_model, sample_profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -108,6 +108,10 @@ def test_vllms_parser_reads_exactly_our_values(found: dict[str, Any], model: Pat
         for place in ("args", "config"):
             read = found[name][place][field]
             assert read == expected and type(read) is type(expected), f"{place}: {key} is {read!r}, not {expected!r}"
+
+
+def test_the_table_is_of_the_version_that_reads_it() -> None:
+    assert VERSION.startswith(f"{VLLM.version}.")
 
 
 def test_what_is_left_out_is_as_the_comments_say(found: dict[str, Any]) -> None:
