@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +15,9 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
 VERSION = 1
+_KEPT = 1024  # decisions kept in memory
+
+log = logging.getLogger(__name__)
 
 
 class Decision(NamedTuple):
@@ -43,6 +50,39 @@ class Decision(NamedTuple):
         return [(s.name, self.old[s.name], self.new[s.name]) for s in KNOBS if self.old[s.name] != self.new[s.name]]
 
 
+class DecisionLog:
+    """The latest decisions in memory, ``recent`` (newest last), and all of them in a file, if there is one.
+
+    Raises :class:`InputError` for a file that cannot be opened. One that cannot be written later, because the disk is full,
+    ends with a line in the program's log: it must not stop an engine.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self.recent: deque[Decision] = deque(maxlen=_KEPT)
+        self._file = None
+        if path is not None:
+            try:
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed with the log
+            except OSError as error:
+                raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
+
+    def add(self, decision: Decision) -> None:
+        self.recent.append(decision)
+        if self._file is not None:
+            try:
+                self._file.write(decision.as_json() + "\n")
+                self._file.flush()
+            except OSError as error:
+                log.error("the decision log cannot be written and ends here: %s", error)
+                self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
 def read_decisions(path: str | Path) -> Iterator[Decision]:
     """The decisions of a log file. Raises :class:`InputError` naming the line that cannot be read.
 
@@ -58,6 +98,24 @@ def read_decisions(path: str | Path) -> Iterator[Decision]:
             yield _decision(line, f"{path}: line {number}")
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "at": (int, float),
+    "wall": (int, float, type(None)),
+    "epoch": (int,),
+    "action": (str,),
+    "regime": (str,),
+    "cause": (str,),
+    "evidence": (dict,),
+}
+_KIND_NAMES: dict[tuple[type, ...], str] = {
+    (int, float): "a finite number",
+    (int, float, type(None)): "a finite number or null",
+    (int,): "a whole number",
+    (str,): "text",
+    (dict,): "an object",
+}
+
+
 def _decision(line: str, where: str) -> Decision:
     try:
         fields = json.loads(line)
@@ -71,6 +129,14 @@ def _decision(line: str, where: str) -> Decision:
     unknown = [name for name in fields if name not in Decision._fields]
     if missing or unknown:
         raise InputError(f"{where}: {'missing' if missing else 'unknown'} field {(missing or unknown)[0]}")
+    for name, kinds in _KINDS.items():
+        value = fields.get(name)
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            raise InputError(f"{where}: {name} is {value!r:.40}; it must be {_KIND_NAMES[kinds]}")
     for name in ("old", "new"):
         try:
             Knobs.from_mapping(fields[name], where=f"{name}.")

@@ -7,7 +7,6 @@ line to the exporters, is derived from ``fields(Knobs)`` and the :class:`KnobSpe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -36,7 +35,7 @@ class KnobSpec:
         allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}; {allowed}")
-        if not math.isfinite(value) or (self.integer and value != int(value)) or not self.low <= value <= top:
+        if not self.low <= value <= top or (self.integer and value != int(value)):  # NaN and inf are outside
             raise ValueError(f"{name} is {value}; {allowed}")
         return int(value) if self.integer else float(value)
 
@@ -90,7 +89,7 @@ class Knobs:
                 raise ValueError(f"{where}{name} is not a knob; the knobs are {', '.join(known)}")
         return cls(**{name: known[name].check(value, where=where) for name, value in values.items()})  # type: ignore[arg-type]  # checked by each spec
 
-    def with_(self, **changes: float) -> Knobs:
+    def with_(self, /, **changes: float) -> Knobs:
         """A copy with some knobs changed; unknown names raise ``ValueError``."""
         known = [spec.name for spec in KNOBS]
         for name in changes:
