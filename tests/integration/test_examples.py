@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune import save_profile
+from runtime import SLO, KnobLimits, Knobs
+from tests.sample_profile import sample_model, sample_profile
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,23 +44,38 @@ def test_embed_engine(tmp_path: Path) -> None:
     assert re.search(r"^refused: .*closed", done.stdout, re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of one trial: too few to trust, enough to start an engine with."""
-    folder = tmp_path_factory.mktemp("profile")
-    words = ("-m", "autotune.cli.main", "profile", "--cpu", "--slo", "ttft=60s,tpot=10s@50%", "--budget", "10s")
-    done = run(*words, "--trials", "1", "--out", "mine.yaml", folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "mine.yaml"
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile of the smallest preset, as the profiler writes one, under a promise that any machine keeps."""
+    made = sample_profile(
+        {"balanced": Knobs(max_batch_size=8, token_budget=64, chunk_size=32)},
+        gpu=False,
+        model=sample_model(name="tiny", architecture="qwen3", dtype="float32"),
+        kv_blocks=256,
+        engine={"limits": KnobLimits()},
+        machine=sample_profile(gpu=False).machine.model_copy(update={"threads": 1}),
+        slo=SLO(ttft_ms=60_000, tpot_ms=10_000, attainment=0.5),
+    )
+    path = tmp_path / "mine.yaml"
+    save_profile(made, path)
+    return path
 
 
 def test_profile_then_use(profile: Path, tmp_path: Path) -> None:
     words = (str(profile), "--requests", "3", "--tokens", "4")
     done = example("profile_then_use.py", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "mine.yaml: measured on" in done.stdout and "promise ttft=60000ms,tpot=10000ms@50%" in done.stdout
+    assert "mine.yaml: measured on Intel Xeon 8480, promise ttft=60000ms,tpot=10000ms@50%" in done.stdout
+    assert "balanced: max_batch_size=8 max_wait_ms=0 token_budget=64 chunk_size=32 (" in done.stdout
     assert "3 of 3 requests in time" in done.stdout
 
     done = example("profile_then_use.py", *words, "--for", "fun", folder=tmp_path)
     assert done.returncode == 2
-    assert re.fullmatch(r"error: --for is fun; \S+mine.yaml holds [a-z, ]+\n", done.stderr)
+    assert re.fullmatch(r"error: --for is fun; \S+mine.yaml holds balanced\n", done.stderr)
+
+
+def test_export_to_vllm(profile: Path, tmp_path: Path) -> None:
+    done = example("export_to_vllm.py", str(profile), "--model", "./mine", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "vllm serve ./mine --config vllm/balanced.yaml" in done.stdout
+    assert "max-num-batched-tokens: 64" in (tmp_path / "vllm" / "balanced.yaml").read_text(encoding="utf-8")
