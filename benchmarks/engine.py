@@ -184,7 +184,7 @@ def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespac
 
 def ratio(peers: list[dict[str, Any]], at: int) -> float:
     """Median over the rounds of ours ÷ the peer."""
-    return statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True))
+    return float(statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
