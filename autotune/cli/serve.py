@@ -1,0 +1,185 @@
+"""``autotune serve``: the engine behind an OpenAI-compatible API. Wiring only; the server is in runtime/serving."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from typer import Argument, Option
+
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+
+if TYPE_CHECKING:
+    from autotune.profile import Profile
+    from runtime.slo import SLO
+
+HELP = "Serve a model over HTTP: OpenAI's completions and chat completions, health, and metrics for Prometheus."
+EXAMPLES = (
+    "Examples:  autotune serve tiny  ·  autotune serve ./my-model --slo ttft=500ms,tpot=50ms --port 9000 --token-budget 512"
+    "  ·  autotune serve --profile mine.yaml"
+)
+
+
+def with_knobs(command: Callable[..., int]) -> Callable[..., int]:
+    """``command`` with an option for every knob in place of its argument ``knobs``, a dict of those that were given."""
+
+    def run(**arguments: Any) -> int:
+        given = {spec.name: value for spec in KNOBS if (value := arguments.pop(spec.name)) is not None}
+        return command(knobs=given, **arguments)
+
+    hints = get_type_hints(command, include_extras=True)
+    options = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name != "knobs":
+            options.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        for spec in KNOBS:
+            kind = int if spec.integer else float
+            told = Option(f"--{spec.name.replace('_', '-')}", help=f"Knob, in {spec.unit}: {spec.doc}.")
+            options.append(
+                inspect.Parameter(
+                    spec.name, parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, told]
+                )
+            )
+    run.__signature__ = inspect.Signature(options, return_annotation=int)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {option.name: option.annotation for option in options} | {"return": int}
+    run.__doc__ = command.__doc__
+    return run
+
+
+@with_knobs
+def serve(
+    model: Annotated[
+        str | None,
+        Argument(
+            help="A preset (tiny, qwen3-0.6b, llama-3.1-8b, …), a directory, or a hub id.  (default: the profile's)"
+        ),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        Option(help="What /metrics holds requests against: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
+    ] = None,
+    host: Annotated[
+        str, Option(help="Address to listen on. There is no authentication yet: think twice.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one and prints it.")] = 8000,
+    profile: Annotated[
+        Path | None, Option(help="Start with a profile's knobs, SLO, dtype and KV pool; options given here win.")
+    ] = None,
+    purpose: Annotated[str, Option("--for", help="Which of the profile's settings.")] = "balanced",
+    knobs: dict[str, float] | None = None,
+    dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_model_len: Annotated[int | None, Option(help="Lower the model's context to this many tokens.")] = None,
+    kv_tokens: Annotated[int | None, Option(help="Size of the KV pool.  (default: what the memory allows)")] = None,
+    max_queue: Annotated[int, Option(help="Requests that may wait; more are answered with 429.")] = 4096,
+    ordering: Annotated[str, Option(help="Who goes next: fcfs, priority or shortest.")] = "fcfs",
+    threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
+    served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
+    grace: Annotated[float, Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
+    seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
+) -> int:
+    """Serve until told to stop."""
+    start_with = _profile(profile, purpose)
+    name = model or (start_with.model.name if start_with else None)
+    if name is None:
+        raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
+    promise = _slo(slo) or (start_with.slo if start_with else None)
+    setting, limits = _setting(start_with, purpose, knobs or {})
+    _need_extra()
+    from runtime.llm.engine import Engine
+    from runtime.serving.app import Api
+    from runtime.serving.record_log import RecordLog
+    from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
+    from runtime.torch_backend.loading import load_model
+
+    bound = bind(host, port)
+    loaded = load_model(
+        name,
+        dtype=dtype or (start_with.model.dtype if start_with else "auto"),
+        device=device,
+        seed=seed,
+        max_model_len=max_model_len,
+    )
+    facts = start_with.engine if start_with else None
+    with ExitStack() as stack:
+        log = None if records is None else stack.enter_context(RecordLog(records))
+        try:
+            engine = Engine(
+                loaded,
+                knobs=setting,
+                limits=limits,
+                slo=promise,
+                kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
+                block_size=facts.kv_pool.block_size if facts else 16,
+                prefix_cache=facts.prefix_cache if facts else True,
+                max_queue=max_queue,
+                ordering=ordering,
+                seed=seed,
+                threads=threads or (start_with.machine.threads if start_with else None),
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        warm_up(engine)
+        if log is not None:
+            engine.subscribe(log)
+        api = Api(engine, served_name=served_model_name, keep=() if log is None else (log.flush,))
+
+        def ready() -> None:
+            kept = f" · SLO {promise}" if promise else ""
+            print(f"serving {api.name} at {url_of(bound)}{kept} · {engine.knobs}", flush=True)
+
+        return serve_until_stopped(api, bound, grace_s=grace, ready=ready)
+
+
+def _profile(path: Path | None, purpose: str) -> Profile | None:
+    if path is None:
+        return None
+    from autotune.profile import load_profile
+
+    profile = load_profile(path)
+    if purpose not in profile.settings:
+        raise InputError(f"--for is {purpose}; {path} holds {', '.join(profile.settings)}")
+    return profile
+
+
+def _slo(text: str | None) -> SLO | None:
+    from runtime.slo import SLO
+
+    try:
+        return None if text is None else SLO.parse(text)
+    except ValueError as error:
+        raise InputError(f"--slo: {error}") from None
+
+
+def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> tuple[Knobs, KnobLimits]:
+    """Knobs to start with, and ceilings: the profile's or the usual ones, raised where an option asks for more."""
+    limits = profile.engine.limits if profile else KnobLimits()
+    start = profile.settings[purpose].knobs if profile else limits.clamp(Knobs())  # type: ignore[index]  # checked
+    for spec in KNOBS:
+        if spec.name in given:
+            try:
+                spec.check(given[spec.name])
+            except ValueError as error:
+                raise InputError(f"--{str(error).replace(spec.name, spec.name.replace('_', '-'), 1)}") from None
+    knobs = start.with_(**given)
+    top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
+    return knobs, KnobLimits(**top)
+
+
+def _need_extra() -> None:
+    """Raise one line that says which extra is needed, if it is not there."""
+    try:
+        importlib.import_module("runtime.serving.run")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("runtime", "autotune"):
+            raise
+        raise InputError(
+            f"autotune serve needs the extra serve: pip install 'gpu-autotune[serve]' ({error.name} is not installed)"
+        ) from None

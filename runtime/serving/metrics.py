@@ -1,0 +1,212 @@
+"""What Prometheus is told of an engine: a listener that collects, and a collector that tells.
+
+The engine's thread only drops records into a queue; what is counted from them is counted when somebody asks, or by whoever
+calls :meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a histogram
+counts a request when it has ended, with all its gaps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from runtime.knobs import KNOBS
+from runtime.llm.engine import Engine
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.serving.histogram import LatencyHistogram, bounds_with
+from runtime.slo import METRICS, wilson_interval
+
+PREFIX: Final = "autotune_"
+WINDOW_S: Final = 60.0
+
+
+class ServingMetrics(Collector):
+    """Listens to ``engine`` from now on. ``window_s``: how far attainment looks back."""
+
+    def __init__(self, engine: Engine, *, served_name: str | None = None, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
+        self.registry = CollectorRegistry()
+        self._engine = engine
+        self._name = served_name or engine.model.name
+        bounds = bounds_with(
+            target / 1000 for slo in engine.slos.values() for target in slo.targets_ms.values() if target is not None
+        )
+        self.queue_time, self.ttft, self.tpot, self.itl, self.e2e, self.step = (
+            LatencyHistogram(f"{PREFIX}{name}_seconds", doc, bounds)
+            for name, doc in (
+                ("queue_time", "From arrival to the first step a request took part in"),
+                ("time_to_first_token", "From arrival to the first token"),
+                ("time_per_output_token", "(last token - first token) / (output tokens - 1) of each request"),
+                ("inter_token_latency", "Gaps between neighbouring tokens of a request"),
+                ("e2e_latency", "From arrival to the last token"),
+                ("step_duration", "Time of an engine step"),
+            )
+        )
+        self._lock = threading.Lock()  # guards what is counted; the engine's thread never takes it
+        self._requests: deque[RequestRecord] = deque()
+        self._steps: deque[StepRecord] = deque()
+        self._ended: Counter[FinishReason] = Counter()
+        self._limited: Counter[LimitedBy] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._violations: Counter[str] = Counter()
+        self._preemptions = 0
+        self._met = self._offered = 0
+        self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it kept its SLO)
+        self._window_met = 0
+        self.close = engine.subscribe(self)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    # -- in the engine's thread -----------------------------------------------------------------------------------------
+
+    def on_step(self, record: StepRecord) -> None:
+        self._steps.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self._requests.append(record)
+
+    # -- in any other ---------------------------------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Count what has come in. Call it every second or so: a record is kept until then."""
+        with self._lock:
+            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            self.step.observe_all([record.duration for record in steps for _ in range(record.steps)])
+            for step in steps:
+                self._limited[step.limited_by] += step.steps
+                self._preemptions += step.preemptions
+                self._tokens["prefill"] += step.prefill_tokens * step.steps
+                self._tokens["output"] += step.sampled * step.steps
+            for record in [self._requests.popleft() for _ in range(len(self._requests))]:
+                self._count(record)
+            self._slide(self._engine.clock.now())
+
+    def _count(self, record: RequestRecord) -> None:
+        self._ended[record.reason] += 1
+        self._tokens["prompt"] += record.prompt_tokens
+        self._tokens["cached"] += record.cached_tokens
+        self.queue_time.observe(record.queue_time)
+        self.ttft.observe(record.ttft)
+        self.tpot.observe(record.tpot)
+        self.itl.observe_all(record.itl)
+        self.e2e.observe(record.e2e)
+        slos = self._engine.slos
+        slo = slos.get(record.request_class, slos.get("default"))
+        if slo is not None and record.offered:
+            missed = slo.violated(record)
+            self._violations.update(missed)
+            self._offered += 1
+            self._met += not missed
+            self._window.append((record.finished, not missed))
+            self._window_met += not missed
+
+    def _slide(self, now: float) -> None:
+        window = self._window
+        while window and window[0][0] < now - self.window_s:
+            self._window_met -= window.popleft()[1]
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric. Waits for the engine's step in progress, so that what it says of the queue and the KV pool is so."""
+        engine = self._engine
+        view = engine.view()
+        self.fold()
+        info = GaugeMetricFamily(f"{PREFIX}info", "What is served; always 1", labels=["model", "version"])
+        info.add_metric([self._name, _version()], 1)
+        yield info
+        used = view.kv_total_blocks - view.kv_free_blocks
+        for name, doc, value in (
+            ("up", "Whether the engine runs", not engine.closed),
+            ("requests_waiting", "Requests in the queue", view.waiting),
+            ("requests_running", "Requests in the batch", view.running),
+            ("requests_decoding", "Of those in the batch, the ones past their prompt", view.decoding),
+            ("waiting_tokens", "Prompt tokens queued and not found in the prefix cache", view.waiting_tokens),
+            ("kv_blocks_total", "Blocks of the KV pool", view.kv_total_blocks),
+            ("kv_blocks_free", "Blocks that no running request holds", view.kv_free_blocks),
+            ("kv_usage_ratio", "Share of the KV pool in use", used / max(1, view.kv_total_blocks)),
+            ("epoch", "Number of the knob setting in force", view.epoch),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}{name}", doc, float(value))
+        for spec in KNOBS:
+            doc = f"{spec.doc} ({spec.unit})"
+            yield GaugeMetricFamily(f"{PREFIX}knob_{spec.name}", f"Knob: {doc}", getattr(view.knobs, spec.name))
+            ceiling = getattr(view.effective_limits, spec.name)
+            yield GaugeMetricFamily(f"{PREFIX}knob_limit_{spec.name}", f"Ceiling in force of the knob: {doc}", ceiling)
+        with self._lock:
+            counted = [*self._counters(), *self._attainment()]
+            counted += [h.family() for h in (self.queue_time, self.ttft, self.tpot, self.itl, self.e2e, self.step)]
+        yield from counted
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, doc, value in (
+            ("prompt_tokens", "Prompt tokens of requests that have ended", self._tokens["prompt"]),
+            ("cached_prompt_tokens", "Of those, the ones found in the prefix cache", self._tokens["cached"]),
+            ("prefill_tokens", "Tokens computed by prefill chunks, repeated ones included", self._tokens["prefill"]),
+            ("output_tokens", "Output tokens sampled", self._tokens["output"]),
+            ("preemptions", "Times a running request gave its KV blocks back", self._preemptions),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}{name}", doc, value)
+        ended = CounterMetricFamily(f"{PREFIX}requests", "Requests that have ended, by how", labels=["reason"])
+        for reason in FinishReason:
+            ended.add_metric([reason.value], self._ended[reason])
+        yield ended
+        steps = CounterMetricFamily(
+            f"{PREFIX}steps", "Engine steps, by what kept them from holding more", labels=["limited_by"]
+        )
+        for limit in LimitedBy:
+            steps.add_metric([limit.value], self._limited[limit])
+        yield steps
+
+    def _attainment(self) -> Iterator[Metric]:
+        """The share in the window, and counters of which any other window can be made. Nothing without an SLO."""
+        slos = self._engine.slos
+        if not slos:
+            return
+        target = GaugeMetricFamily(f"{PREFIX}slo_target_seconds", "Targets of the SLO", labels=["class", "metric"])
+        promised = GaugeMetricFamily(f"{PREFIX}slo_attainment_target", "Share promised", labels=["class"])
+        for name, slo in slos.items():
+            promised.add_metric([name], slo.attainment)
+            for metric, ms in slo.targets_ms.items():
+                if ms is not None:
+                    target.add_metric([name, metric], ms / 1000)
+        yield target
+        yield promised
+        offered = len(self._window)
+        low, high = wilson_interval(self._window_met, offered)
+        span = f"of the last {self.window_s:g} s"
+        for name, doc, value in (
+            ("slo_window_requests", f"Offered requests {span}", offered),
+            (
+                "slo_attainment",
+                f"Share of them that kept the SLO; NaN of none, {span}",
+                _share(self._window_met, offered),
+            ),
+            ("slo_attainment_low", "Lower end of its 95% Wilson interval", low),
+            ("slo_attainment_high", "Upper end of its 95% Wilson interval", high),
+        ):
+            yield GaugeMetricFamily(f"{PREFIX}{name}", doc, value)
+        yield CounterMetricFamily(f"{PREFIX}slo_offered", "Offered requests that have ended", self._offered)
+        yield CounterMetricFamily(f"{PREFIX}slo_met", "Of those, the ones that kept the SLO", self._met)
+        missed = CounterMetricFamily(
+            f"{PREFIX}slo_violations", "Targets missed; completion: did not run to its end", labels=["metric"]
+        )
+        for metric in (*METRICS, "completion"):
+            missed.add_metric([metric], self._violations[metric])
+        yield missed
+
+
+def _share(met: int, offered: int) -> float:
+    return met / offered if offered else float("nan")
+
+
+def _version() -> str:
+    try:
+        return version("gpu-autotune")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
