@@ -153,27 +153,27 @@ def test_the_source_keeps_every_rule() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A distribution that merely comes along with another one may stop doing so."""
+    """A distribution that merely comes along with another one may stop doing so. An extra's may be imported late, or by serving."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
-    serving = {
-        canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["optional-dependencies"]["serve"]
-    }
-    distributions = packages_distributions()
+    always = {distribution(requirement) for requirement in project["dependencies"]}
+    extras = {distribution(requirement) for extra in project["optional-dependencies"].values() for requirement in extra}
+    serving = {distribution(requirement) for requirement in project["optional-dependencies"]["serve"]}
+    known = packages_distributions()
     undeclared = {}
     for module, path in modules():
-        allowed = declared | serving if within(module, "runtime.serving") else declared
         for imported in imports_of(module, path.read_text(encoding="utf-8"), package=path.name == "__init__.py"):
             top = imported.target.partition(".")[0]
-            if top in sys.stdlib_module_names or top in ("autotune", "runtime", "__future__"):
+            if top in sys.stdlib_module_names or top in ("autotune", "runtime"):
                 continue
-            if not {canonical(name) for name in distributions.get(top, [top])} & allowed:
+            allowed = always | (extras if imported.late else serving if within(module, "runtime.serving") else set())
+            if not {distribution(name) for name in known.get(top, [top])} & allowed:
                 undeclared[module] = top
     assert undeclared == {}
 
 
-def canonical(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution).lower()
+def distribution(requirement: str) -> str:
+    """``Typing_Extensions>=4`` → ``typing-extensions``."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
 
 def test_nothing_but_the_torch_backend_loads_torch() -> None:
