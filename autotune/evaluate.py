@@ -100,11 +100,13 @@ def evaluate(
     label: str = "run",
     stop: Callable[[], bool] | None = None,
     clock: Clock | None = None,
+    keep: Callable[[Sequence[RequestRecord]], None] | None = None,
 ) -> Score:
     """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
 
     ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
-    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's. Raises
+    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's. ``keep`` is given the
+    records behind the score, in the order of their arrivals (which are when they were due). Raises
     :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits shrink below the setting;
     :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
     """
@@ -133,6 +135,8 @@ def evaluate(
     for record in records:
         if record.reason is FinishReason.ERROR:
             raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
+    if keep is not None:
+        keep(records)
     start = report.start + warmup
     every = [sent.record(i, a, report, recorder) for i, a in enumerate(arrivals) if a.time < warmup] + records
     tokens = sum(start <= t < start + duration for r in every for t in r.token_times)
