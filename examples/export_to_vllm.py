@@ -19,9 +19,9 @@ from runtime import InputError
 
 def export_all(file: Path, model: str | None, folder: Path) -> None:
     profile = load_profile(file)
-    folder.mkdir(parents=True, exist_ok=True)
     for purpose in profile.settings:
         made = export(profile, TARGETS["vllm"], profile_name=file.name, purpose=purpose, model=model, allow_lossy=True)
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{purpose}.yaml"
         made.save(path)
         exact = sum(entry.fit is Fit.EXACT for entry in made.entries)
