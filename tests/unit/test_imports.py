@@ -153,7 +153,7 @@ def test_the_source_keeps_every_rule() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A distribution that merely comes along with another one may stop doing so. An extra's may be imported late, or by serving."""
+    """What merely comes along with something else may stop doing so. An extra's may be imported late, or by serving."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     always = {distribution(requirement) for requirement in project["dependencies"]}
     extras = {distribution(requirement) for extra in project["optional-dependencies"].values() for requirement in extra}
