@@ -119,7 +119,7 @@ _KIND_NAMES: dict[tuple[type, ...], str] = {
 def _decision(line: str, where: str) -> Decision:
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{where} is not JSON; is it a decision log?") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not a decision; is it a decision log?")
@@ -153,9 +153,9 @@ SHORT = {"max_batch_size": "max_batch", "max_wait_ms": "wait_ms", "token_budget"
 
 def describe(decision: Decision) -> tuple[str, str]:
     """(what happened, why) of a decision, for a person."""
-    if decision.changes and decision.action in ("set", "observe"):
-        changed = "  ".join(f"{SHORT.get(name, name)} {old:g} → {new:g}" for name, old, new in decision.changes)
-        what = changed if decision.action == "set" else f"(would set) {changed}"
-    else:
-        what = decision.action
+    what = "  ".join(f"{SHORT.get(name, name)} {old:.10g} → {new:.10g}" for name, old, new in decision.changes)
+    if decision.action == "observe":
+        what = f"(would set) {what}"
+    elif decision.action != "set" or not what:
+        what = f"{decision.action}  {what}".rstrip()
     return what, f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause

@@ -15,6 +15,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -75,7 +76,7 @@ def steerable() -> list[SteerableProcess]:
     return sorted(found)
 
 
-def listen(path: str | Path | None, *, backlog: int) -> tuple[Path, socket.socket]:
+def listen(path: str | Path | None) -> tuple[Path, socket.socket]:
     """A listening socket and where it lies: at ``path``, or under a name of its own in the folder.
 
     It appears there only when it listens, and with mode 0600. Raises :class:`InputError` when that cannot be.
@@ -104,7 +105,7 @@ def listen(path: str | Path | None, *, backlog: int) -> tuple[Path, socket.socke
             listener.bind(os.fspath(made))
             made.chmod(0o600)
             listener.setblocking(False)
-            listener.listen(backlog)
+            listener.listen(128)
             made.rename(place)
         except OSError as error:
             listener.close()
@@ -144,11 +145,21 @@ class Steering:
         self._socket.settimeout(_PATIENCE_S)
         self._rest = b""
         try:
-            self._socket.connect(os.fspath(path))
+            self._connect()
         except OSError as error:
             self._socket.close()
             why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else error.strerror or error
             raise InputError(f"{path}: cannot be steered: {why}") from None
+
+    def _connect(self) -> None:
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._socket.connect(os.fspath(self.path))
+            except BlockingIOError:  # many connect at once
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """The reply to one request. Raises :class:`InputError` with the controller's own words if it refuses,

@@ -65,7 +65,7 @@ class SteeringServer:
         self._about = {"pid": os.getpid(), "controller": controller}
         self._clients: dict[socket.socket, _Client] = {}  # the one heard from longest ago first
         self._stopping = threading.Event()
-        self.path, self._listener = listen(path, backlog=MOST_CLIENTS)
+        self.path, self._listener = listen(path)
         self._inode = self.path.lstat().st_ino
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -111,32 +111,36 @@ class SteeringServer:
         for key, events in self._selector.select(0 if pending else None):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.data is not None:
+            elif key.fileobj in self._clients:  # it may have been dropped for another in this very turn
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data)
         for client in list(self._clients.values()):
             line = client.next_line()
-            if line is not None:
-                client.replies += json.dumps(self._reply(line)).encode() + b"\n"
-                self._send(client)
+            if line is not None and len(line) > LONGEST_LINE:
+                self._say(client, {"error": f"the request is longer than {LONGEST_LINE} bytes"})
+            elif line is not None:
+                self._say(client, self._reply(line))
             self._look_after(client)
 
     def _accept(self) -> None:
-        if len(self._clients) >= MOST_CLIENTS:
-            self._drop(next(iter(self._clients.values())))
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:  # no descriptor left: give one back, or wait until the program does
-            if self._clients:
+        for _ in range(MOST_CLIENTS):
+            try:
+                accepted, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor left: give one back, or wait until the program does
+                if self._clients:
+                    self._drop(next(iter(self._clients.values())))
+                else:
+                    self._stopping.wait(0.1)
+                return
+            if len(self._clients) >= MOST_CLIENTS:
                 self._drop(next(iter(self._clients.values())))
-            else:
-                self._stopping.wait(0.1)
-            return
-        accepted.setblocking(False)
-        client = self._clients[accepted] = _Client(accepted)
-        self._selector.register(accepted, selectors.EVENT_READ, client)
+            accepted.setblocking(False)
+            client = self._clients[accepted] = _Client(accepted)
+            self._selector.register(accepted, selectors.EVENT_READ, client)
 
     def _read(self, client: _Client) -> None:
         try:
@@ -147,8 +151,13 @@ class SteeringServer:
             received = b""
             client.replies.clear()
         self._clients[client.socket] = self._clients.pop(client.socket)  # now the one heard from last
-        client.requests += received
         client.ended |= not received
+        if not client.deaf:
+            client.requests += received
+
+    def _say(self, client: _Client, reply: dict[str, Any]) -> None:
+        client.replies += json.dumps(reply).encode() + b"\n"
+        self._send(client)
 
     def _send(self, client: _Client) -> None:
         if client.replies:
@@ -164,11 +173,9 @@ class SteeringServer:
     def _look_after(self, client: _Client) -> None:
         """Drop it if it is done with or does not read; else listen for what it may do next."""
         if len(client.requests) > LONGEST_LINE and not client.waits:
-            client.ended = True
             client.requests.clear()
-            error = {"error": f"the request is longer than {LONGEST_LINE} bytes"}
-            client.replies += json.dumps(error).encode() + b"\n"
-            self._send(client)
+            client.deaf = True  # the rest is read and thrown away: closing now would take the reply along
+            self._say(client, {"error": f"the request is longer than {LONGEST_LINE} bytes"})
         done = client.ended and not client.replies and not client.waits
         if client.socket not in self._clients or done or len(client.replies) > MOST_UNREAD:
             self._drop(client)
@@ -247,24 +254,26 @@ class SteeringServer:
 class _Client:
     """One connection: what it has sent and was not yet done, and what it has not yet read."""
 
-    __slots__ = ("ended", "replies", "requests", "socket")
+    __slots__ = ("deaf", "ended", "replies", "requests", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.requests = bytearray()
         self.replies = bytearray()
         self.ended = False  # it sends nothing more
+        self.deaf = False  # nothing that it sends counts any more
 
     @property
     def waits(self) -> bool:
         return b"\n" in self.requests
 
     def next_line(self) -> bytes | None:
-        line, newline, rest = self.requests.partition(b"\n")
-        if not newline:
-            return None
-        self.requests = rest
-        return bytes(line)
+        """The next request, blank lines left out."""
+        while self.waits:
+            line, _, self.requests = self.requests.partition(b"\n")
+            if line.strip():
+                return bytes(line)
+        return None
 
 
 __all__ = ["SteeringServer"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from autotune.cli import export, profile, profiles, serve, show
+from autotune.cli import explain, export, pause, profile, profiles, serve, set_knobs, show, watch
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
@@ -31,6 +31,11 @@ app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.p
 app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
 app.command("serve", help=serve.HELP, epilog=serve.EXAMPLES)(serve.serve)
 app.command("export", help=export.HELP, epilog=export.EXAMPLES)(export.export)
+app.command("watch", help=watch.HELP, epilog=watch.EXAMPLES)(watch.watch)
+app.command("pause", help=pause.HELP, epilog=pause.EXAMPLES)(pause.pause)
+app.command("resume", help=pause.RESUME_HELP, epilog=pause.RESUME_EXAMPLES)(pause.resume)
+app.command("set", help=set_knobs.HELP, epilog=set_knobs.EXAMPLES)(set_knobs.set_knobs)
+app.command("explain", help=explain.HELP, epilog=explain.EXAMPLES)(explain.explain)
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,37 @@
+"""``autotune pause`` and ``autotune resume``: take the knobs out of a live controller's hands, and give them back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Argument, Option
+
+from autotune.cli.connection import CODES, TARGET_HELP, tell
+from autotune.cli.exits import DONE
+
+HELP = (
+    "Have a live controller leave the knobs as they are; it goes on learning. With --kill it is switched off for good, and the "
+    f"knobs of before its attachment are put back. {CODES}"
+)
+EXAMPLES = "Examples:  autotune pause  ·  autotune pause 4711 --kill"
+RESUME_HELP = f"Have a paused controller turn the knobs again. {CODES}"
+RESUME_EXAMPLES = "Examples:  autotune resume  ·  autotune resume 4711 --json"
+
+Target = Annotated[str | None, Argument(metavar="[PID|SOCKET]", help=TARGET_HELP, show_default=False)]
+AsJson = Annotated[bool, Option("--json", help="Print the status as one JSON object.")]
+
+
+def pause(
+    target: Target = None,
+    kill: Annotated[bool, Option("--kill", help="Switch it off and put the old knobs back.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Pause, or kill; print how it stands then."""
+    tell(target, "kill" if kill else "pause", as_json=as_json)
+    return DONE
+
+
+def resume(target: Target = None, as_json: AsJson = False) -> int:
+    """Resume; print how it stands then."""
+    tell(target, "resume", as_json=as_json)
+    return DONE

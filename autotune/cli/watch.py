@@ -1,0 +1,152 @@
+"""``autotune watch``: a live controller, seen from another terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from autotune.cli.connection import TARGET_HELP
+from autotune.cli.exits import DONE
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from autotune.decisions import Decision
+    from autotune.steerable import Steering
+
+HELP = (
+    "Watch a live controller: its knobs, how many requests keep the SLO, its regime, and its last decisions. Ctrl-C ends "
+    "watching, not the process. Exit codes: 0 watched until Ctrl-C or its end; 2 no such process, or several to choose from."
+)
+EXAMPLES = "Examples:  autotune watch  ·  autotune watch 4711 --once --json"
+_SHOWN = 8  # decisions in the live view
+
+
+def watch(
+    target: Annotated[str | None, Argument(metavar="[PID|SOCKET]", help=TARGET_HELP, show_default=False)] = None,
+    once: Annotated[bool, Option("--once", help="Print how it stands now, and end.")] = False,
+    every: Annotated[float, Option(help="Seconds between looks.", min=0.1)] = 1.0,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a look.")] = False,
+) -> int:
+    """Watch until Ctrl-C, or until it ends."""
+    from autotune.cli.connection import connection
+    from autotune.cli.display import make_console
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.steerable import Steering, choose
+
+    if once:
+        with connection(target) as steering:
+            _show_once(make_console(), *_look(steering), as_json=as_json)
+        return DONE
+    path = choose(target)
+    console = make_console()
+    live = console.is_terminal and not as_json
+    with stop_on_interrupt() as asked, Steering(path) as steering:
+        view = _Live(console) if live else _Lines(as_json=as_json)
+        try:
+            with view:
+                while not asked.is_set():
+                    view.show(*_look(steering))
+                    asked.wait(every)
+        except ConnectionError as error:
+            if not view.shown:
+                raise InputError(f"{path}: {error}") from None
+            console.print(f"{path}: {error}", markup=False, highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _look(steering: Steering) -> tuple[dict[str, Any], list[Decision]]:
+    from autotune.decisions import Decision
+
+    status = steering.ask("status")["status"]
+    decisions = steering.ask("decisions", last=_SHOWN)["decisions"]
+    return status, [Decision(**{k: v for k, v in fields.items() if k != "v"}) for fields in decisions]
+
+
+def _show_once(console: Console, status: dict[str, Any], decisions: list[Decision], *, as_json: bool) -> None:
+    if as_json:
+        print(_as_json(status, decisions))
+    else:
+        console.print(_table(status, decisions))
+
+
+def _as_json(status: dict[str, Any], decisions: list[Decision]) -> str:
+    return json.dumps({"status": status, "decisions": [json.loads(d.as_json()) for d in decisions]})
+
+
+class _Lines:
+    """For a pipe: a line a look, and every decision once, as it comes."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.shown = 0
+        self._as_json = as_json
+        self._seen: list[Decision] = []
+
+    def show(self, status: dict[str, Any], decisions: list[Decision]) -> None:
+        from autotune.timeline import timeline
+
+        if self._as_json:
+            print(_as_json(status, decisions), flush=True)
+        else:
+            for line in timeline((d for d in decisions if d not in self._seen), dates=False):
+                print(line)
+            print(f"{time.strftime('%H:%M:%S')}      {status['line']}", flush=True)
+        self._seen = decisions
+        self.shown += 1
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class _Live:
+    """For a terminal: one picture, drawn again at every look."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self.shown = 0
+        self._live = Live(console=console, auto_refresh=False)
+
+    def show(self, status: dict[str, Any], decisions: list[Decision]) -> None:
+        self._live.update(_table(status, decisions), refresh=True)
+        self.shown += 1
+
+    def __enter__(self) -> _Live:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+
+def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from autotune.timeline import timeline
+    from runtime.knobs import KNOBS
+
+    promised = status["slo"].partition("@")[2]
+    share = "no request has ended yet"
+    if status["in_slo"] is not None:
+        share = f"{status['in_slo']:.1%} of the last {status['offered']} (promised {promised})"
+    marks = [word for word in ("paused", "observe_only", "ended") if status[word]]
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="dim")
+    facts.add_column()
+    facts.add_row("process", Text(f"{status['pid']}, {status['controller']} controller {' '.join(marks)}".rstrip()))
+    facts.add_row("SLO", Text(status["slo"]))
+    facts.add_row("in SLO", Text(share))
+    facts.add_row("regime", Text(status["regime"]))
+    for spec in KNOBS:
+        facts.add_row(spec.name, Text(f"{status['knobs'][spec.name]:.10g} {spec.unit}"))
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in timeline(decisions, dates=False)]
+    return Group(facts, Text(""), *lines[-2 * _SHOWN :])

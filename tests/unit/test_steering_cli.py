@@ -1,0 +1,185 @@
+"""``autotune watch``, ``pause``, ``resume`` and ``set`` against a live controller, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.attach import control
+from autotune.attached import Control
+from autotune.cli.main import run
+from autotune.cli.set_knobs import parse_settings
+from runtime.errors import InputError
+from runtime.knobs import KNOBS
+from runtime.slo import SLO
+from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+
+SLO_ = SLO(ttft_ms=500, tpot_ms=30)
+WATCH = [sys.executable, "-m", "autotune.cli.main", "watch"]
+
+
+@pytest.fixture
+def engine() -> SimulatedEngine:
+    return SimulatedEngine(h200)
+
+
+@pytest.fixture
+def attached(engine: SimulatedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with control(engine, slo=SLO_, steer=True) as made:
+        engine.run(poisson(15, 5, 1000, 200, seed=1))
+        yield made
+
+
+def test_set_pause_resume_kill(engine: SimulatedEngine, attached: Control, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["set", "max_batch_size=32", "max_wait_ms=0.5"]) == 0
+    assert (engine.knobs.max_batch_size, engine.knobs.max_wait_ms) == (32, 0.5)
+    assert capsys.readouterr().out == f"process {os.getpid()}: {attached.status()}\n"
+    assert attached.status().paused
+    assert run(["resume", str(os.getpid()), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["paused"] is False and not attached.status().paused
+    assert run(["pause", str(attached.steer())]) == 0
+    assert attached.status().paused and capsys.readouterr().out.rstrip().endswith("· paused")
+    assert run(["pause", "--kill"]) == 0
+    assert engine.knobs == VLLM and attached.status().ended
+    assert "detached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["set", "max_batch_size=9999"], "max_batch_size is 9999; it must be .* 1024 sequences (the engine's ceiling)"),
+        (["set", "token_budget=0"], "token_budget is 0; it must be a whole number between 1 and 1048576 tokens"),
+        (["set", "token_budget=1.5"], "token_budget is 1.5; it must be a whole number"),
+        (["set", "token_budget=many"], "token_budget is 'many'; it must be a number of tokens"),
+        (["set", "token_budget=1", "token_budget=2"], "token_budget is given twice"),
+        (["set", "budget=1"], "'budget=1' sets no knob; write KNOB=VALUE, with a knob of max_batch_size, "),
+        (["set", "token_budget"], "'token_budget' sets no knob"),
+        (["set"], "missing argument"),
+        (["pause", "999999999"], "process 999999999 cannot be steered"),
+        (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be steered: No such file"),
+        (["watch", "no/such.sock"], "no/such.sock: cannot be steered: No such file"),
+        (["watch", "--every", "0"], "invalid value for '--every'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_2(
+    attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    before = engine.knobs
+    assert run(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(re.escape(says).replace(r"\.\*", ".*"), error, re.IGNORECASE), error
+    assert engine.knobs == before and not attached.status().paused
+
+
+def test_every_knob_can_be_set() -> None:
+    assert parse_settings([f"{spec.name}=3" for spec in KNOBS]) == dict.fromkeys((s.name for s in KNOBS), 3)
+    for spec in KNOBS:
+        with pytest.raises(InputError, match=spec.name):
+            parse_settings([f"{spec.name}=-1"])
+
+
+def test_none_or_several_to_choose_from(attached: Control, capsys: pytest.CaptureFixture[str]) -> None:
+    with control(SimulatedEngine(h200), slo=SLO_, steer=True) as second:
+        for verb in (["watch"], ["watch", "--once"], ["pause"], ["resume"], ["set", "chunk_size=9"]):
+            assert run(verb) == 2
+            error = capsys.readouterr().err
+            assert "2 engines can be steered" in error and str(attached.steer()) in error
+            assert str(second.steer()) in error
+        assert run(["watch", str(second.steer()), "--once"]) == 0
+    attached.close()
+    assert run(["watch"]) == 2
+    assert "no process can be steered; one opens its socket with" in capsys.readouterr().err
+
+
+def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert f"process         {os.getpid()}, predictive controller" in shown
+    assert re.search(r"in SLO +\d+\.\d% of the last \d+ \(promised 99%\)", shown)
+    for spec in KNOBS:
+        assert f"{engine.knobs.as_dict()[spec.name]:.10g} {spec.unit}" in shown
+    assert "→" in shown and "demand" in shown
+    assert run(["watch", "--once", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["status"]["knobs"] == engine.knobs.as_dict()
+    assert data["decisions"] == [json.loads(d.as_json()) for d in list(attached.decisions)[-8:]]
+
+
+def test_markup_in_a_cause_is_shown_as_it_is(
+    attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attached._log("hold", "[red]", engine.knobs, engine.knobs, "[/bold] [link=x]", {})
+    assert run(["watch", "--once"]) == 0
+    assert "[/bold] [link=x] [[red]]" in capsys.readouterr().out
+
+
+def watching(*words: str, terminal: int | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*WATCH, "--every", "0.1", *words],
+        stdout=subprocess.PIPE if terminal is None else terminal, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["lines", "json"])
+def test_watching_ends_cleanly_with_ctrl_c(attached: Control, as_json: bool) -> None:
+    process = watching(*(["--json"] if as_json else []))
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(12)]
+    attached.pause()
+    while "paused" not in (seen := process.stdout.readline()) or (as_json and not json.loads(seen)["status"]["paused"]):
+        assert seen, "it ended by itself"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and errors == ""
+    assert as_json or any("→" in line for line in lines)
+    assert not attached.status().ended
+
+
+def test_watching_ends_with_the_controller(attached: Control) -> None:
+    process = watching()
+    assert process.stdout is not None
+    process.stdout.readline()
+    attached.close()
+    out, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and errors == ""
+    assert out.rstrip().endswith("it has ended, or its controller has been detached")
+
+
+def test_on_a_terminal_it_is_one_picture(attached: Control) -> None:
+    ours, theirs = pty.openpty()
+    process = watching(terminal=theirs)
+    os.close(theirs)
+    seen = b""
+    stop = threading.Timer(60, process.kill)
+    stop.start()
+    try:
+        while seen.count(b"chunk_size") < 3:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        stop.cancel()
+        process.kill()
+        process.communicate()
+        os.close(ours)
+    assert b"\x1b[" in seen and b"predictive controller" in seen  # drawn over, not below
+
+
+@pytest.mark.parametrize("verb", ["watch", "pause", "resume", "set", "explain"])
+def test_help_has_two_examples_and_the_exit_codes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert len(re.findall(rf"autotune {verb}\b", text.partition("Examples:")[2])) == 2
+    assert "Exit codes: 0" in text and "2 " in text.partition("Exit codes:")[2]
