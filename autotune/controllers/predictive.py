@@ -1,11 +1,13 @@
 """The predictive controller: learn what a step costs, and solve for the largest one that keeps the promise.
 
-Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, m a margin (the
-90% quantile of actual/predicted) and τ the TPOT target:
+Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, b the mean of
+actual/predicted, m its 90% quantile and τ the TPOT target:
 
-- per step (``budget``): the largest P with m·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ) shares out what the tightest
-  decoding request is ahead of its schedule; behind schedule, a = slack; never above an ITL target;
-- ``max_batch_size``: the largest D with m·t(D, D·c̄, D·p̄/ō) ≤ τ: at D running sequences every step has to compute, on average,
+- per step (``budget``): the largest P with b·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ) shares out what the tightest
+  decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts would then miss their TTFT:
+  then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is what it needs in reserve;
+  a gap is a single step.)
+- ``max_batch_size``: the largest D with b·t(D, D·c̄, D·p̄/ō) ≤ τ: at D running sequences every step has to compute, on average,
   p̄/ō prompt tokens for each decode (p̄, ō, c̄: mean prompt not found in the cache, output, and context), and no more than the KV
   pool holds;
 - ``token_budget``: D plus the P that a step of 2τ holds, a ceiling for the per-step budget;
@@ -17,13 +19,13 @@ Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one sequence alone is slower than τ: throughput
 is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold).
 
-Feedback. ``trim`` scales τ: a bounded quantile tracker on TPOT misses, frozen while demand-limited, that settles where
-the share of misses is what the SLO allows.
+Feedback. ``trim`` scales τ: down with every TPOT missed, up with every TTFT missed, and slowly up while nothing is. A request
+lost to its queue is as lost as one that decoded too slowly, so neither is bought with the other.
 
-TTFT and E2E contain queueing and never make a batch smaller: that would cut capacity just when it is short.
+TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
-Failure mode: a step time that depends on something the model cannot see (another process, a slow region). The margin
-widens first; then the fallback takes over. Sources: DESIGN "What the controller must know"; the step model in
+Failure mode: a step time that depends on something the model cannot see (another process, a slow region). Both ratios
+widen first; then the fallback takes over. Sources: DESIGN "What the controller must know"; the step model in
 :mod:`runtime.step_model`; sharing out slack follows deadline-aware chunking as in Sarathi-Serve (OSDI 2024) and
 the slack of earliest-deadline schedulers.
 """
@@ -44,7 +46,8 @@ from runtime.tunable import SchedulerView
 
 _WRONG = 0.5  # relative error that counts as a wrong prediction
 _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
-_TRIM_RATE = 0.01
+_TRIM_RATE, _TRIM = 0.02, (0.6, 1.5)
+_RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
 
 
 class _Recent:
@@ -90,7 +93,9 @@ class PredictiveController:
         self.model = model or StepLearner()
         self.regime = "learning"
         self.margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
+        self.bias = _RESERVE[0]  # running mean of actual/predicted
         self.trim = 1.0
+        self._first = None if slo.ttft_ms is None else slo.ttft_ms / 1e3
         self._pace = None if slo.tpot_ms is None else slo.tpot_ms / 1e3
         self._gap = None if slo.itl_ms is None else slo.itl_ms / 1e3
         self._kv_tokens = kv_tokens
@@ -128,7 +133,10 @@ class PredictiveController:
         if self.model.ready:
             predicted = self.model.predict(step)
             if predicted > 0:
-                self.margin.add(seconds / predicted)
+                ratio = seconds / predicted
+                self.margin.add(ratio)
+                # a stall speaks as loud as a step four times too long, no louder
+                self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
             self._wrong += 0.02 * (wrong - self._wrong)
             self._trusted = self._wrong < (_DISTRUST if self._trusted else _TRUST)
@@ -150,10 +158,15 @@ class PredictiveController:
         self._outputs.add(record.output_tokens)
         if self._pace is None or record.tpot is None or self.regime == "infeasible":
             return
-        missed = record.tpot > self._pace
-        if missed or self._bound > 0.1:  # without load, a kept promise says nothing about the limit
-            allowed = 1 - self.slo.attainment
-            self.trim = min(1.1, max(0.6, self.trim + _TRIM_RATE * (allowed - missed) / max(allowed, 0.05)))
+        slow = record.tpot > self._pace
+        late = self._first is not None and record.ttft is not None and record.ttft > self._first
+        if slow or late:
+            move = _TRIM_RATE * (late - slow)
+        elif self._bound > 0.1 and self.trim < 1:  # without load, a kept promise says nothing about the limit
+            move = _TRIM_RATE * max(1 - self.slo.attainment, 0.05)
+        else:
+            move = 0.0
+        self.trim = min(max(self.trim + move, _TRIM[0]), _TRIM[1])
 
     def budget(self, view: SchedulerView) -> int:
         top = view.knobs.token_budget
@@ -164,12 +177,25 @@ class PredictiveController:
         if view.decode_slack < math.inf:
             ahead = view.decode_slack - pace
             allowed = pace + 0.5 * ahead if ahead > 0 else max(view.decode_slack, 0.5 * pace)
+            if ahead < 0 and self._queue_suffers(view, allowed):
+                allowed = pace
         if self._gap is not None:
-            allowed = min(allowed, self._gap)
+            allowed = min(allowed, self._gap * self.bias / self.margin.value)
         if allowed == math.inf:
             return top
-        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.margin.value)
+        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
         return top if room >= top else min(top, view.decoding + max(0, int(room)))
+
+    def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
+        """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left.
+
+        One request behind its schedule would otherwise hold back every prompt, and all of those would be late.
+        """
+        if self._first is None or not (view.waiting or view.prefilling):
+            return False
+        left = self._first if view.oldest_arrival == math.inf else view.oldest_arrival + self._first - view.now
+        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
+        return room < 1 or (view.waiting_tokens + view.prefilling_tokens) / room * allowed > left
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now  # nothing here depends on the time of day, only on what was seen
@@ -191,7 +217,7 @@ class PredictiveController:
             cause = f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {wanted * 1e3:g} ms cannot be met: throughput instead"
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
             return self._propose("infeasible", opened, evidence, cause)
-        pace = self.target / self.margin.value
+        pace = self.target / self.bias
         most = max(1, self._most_decodes(pace, limits.max_batch_size))
         batch = min(most, self._kv_bound(limits.max_batch_size))
         # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
@@ -257,6 +283,7 @@ class PredictiveController:
         return {
             "steps": self._steps,
             "model_error": round(self.model.error, 4),
+            "bias": round(self.bias, 4),
             "margin": round(self.margin.value, 4),
             "trim": round(self.trim, 4),
             "decodes": self._decodes.quantile(0.5),
