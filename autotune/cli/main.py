@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command. Wrong input is one line on stderr and never a traceback."""
     try:
-        result = app(args=None if arguments is None else list(arguments), prog_name="autotune", standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        result = app(args=given, prog_name="autotune", standalone_mode=False, obj=given)
         return result if isinstance(result, int) else DONE
     except (InputError, ModelError) as error:
         return _complain(str(error))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.version import __version__
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from autotune.cli.files import Files
     from autotune.profile import Machine, ModelFacts
-    from autotune.profiling.session import Findings, Question
+    from autotune.profiling.findings import Findings, Question
     from runtime.llm.engine import Engine
 
 HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
@@ -33,6 +33,7 @@ _SHORTEST_BUDGET_S = 10.0
 
 
 def profile(
+    context: Context,
     cpu: Annotated[
         bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
     ] = False,
@@ -72,7 +73,9 @@ def profile(
     from autotune.cli.display import make_console
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.profiling.session import Question
+    from autotune.cli.target import device_kind, heading, model_facts, with_threads
+    from autotune.profiling.findings import Question
+    from autotune.profiling.fingerprint import machine
     from autotune.profiling.space import make_space
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
@@ -95,22 +98,28 @@ def profile(
         space=make_space(limits, pin or (), ranges or ()),
     )
     console = make_console(stderr=as_json)
-    kind = _kind(cpu, gpu, console)
+    kind = device_kind(cpu, gpu)
     files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), study)
+    found_machine = machine(gpu=kind == "gpu")
     with stop_on_interrupt() as stop:
         from runtime.llm.engine import Engine
         from runtime.torch_backend.loading import load_model
 
+        if not sys.stderr.isatty():
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
-        machine = _machine(kind)
-        facts = _facts(loaded, seed)
-        console.print(_head(machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        facts = model_facts(loaded, seed)
         with Engine(loaded, limits=limits, seed=seed) as engine:
-            found = _study(engine, facts, machine, question, files, workload, console, fresh, stop)
+            here = with_threads(found_machine)
+            found = _study(engine, facts, here, question, files, workload, console, fresh, stop)
             if found is None:
                 return INTERRUPTED
-            return _finish(found, question, files, workload, machine, facts, engine, console, as_json)
+            command = shlex.join(["autotune", *context.obj])
+            return _finish(found, question, files, workload, here, facts, engine, console, command, as_json)
 
 
 def _study(
@@ -172,6 +181,7 @@ def _finish(
     facts: ModelFacts,
     engine: Engine,
     console: Console,
+    command: str,
     as_json: bool,
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
@@ -187,7 +197,7 @@ def _finish(
         found,
         question,
         name=files.profile.stem,
-        command=shlex.join(["autotune", *sys.argv[1:]]),
+        command=command,
         spec=spec,
         machine=machine,
         software=software(),
@@ -244,53 +254,6 @@ def _checked(option: str, parse: Any, text: str) -> Any:
         return parse(text)
     except ValueError as error:
         raise InputError(f"{option}: {error}") from None
-
-
-def _kind(cpu: bool, gpu: bool, console: Console) -> str:
-    from autotune.profiling.fingerprint import gpu_available, package_version
-
-    if cpu:
-        return "cpu"
-    found = gpu_available()
-    if gpu and not found:
-        raise InputError(
-            f"--gpu: PyTorch sees no CUDA device (torch {package_version('torch')}). "
-            "Install a CUDA build of torch, or drop --gpu to profile the CPU."
-        )
-    return "gpu" if found else "cpu"
-
-
-def _machine(kind: str) -> Machine:
-    import torch
-
-    from autotune.profiling.fingerprint import machine
-
-    return machine(gpu=kind == "gpu", threads=torch.get_num_threads())
-
-
-def _facts(loaded: Any, seed: int) -> ModelFacts:
-    from autotune.profile import ModelFacts
-    from runtime.torch_backend.presets import PRESETS
-
-    preset = loaded.name in PRESETS
-    return ModelFacts(
-        name=loaded.name,
-        architecture=loaded.architecture,
-        parameters=loaded.parameters,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        random_weights=preset,
-        seed=seed if preset else None,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-        kv_bytes_per_token=loaded.kv_bytes_per_token,
-    )
-
-
-def _head(machine: Machine, *, asked: bool) -> str:
-    from autotune.profiling.fingerprint import describe
-
-    note = "" if asked or machine.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
-    return f"autotune {__version__} · {describe(machine)}{note}"
 
 
 def _millions(parameters: int) -> str:

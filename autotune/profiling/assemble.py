@@ -8,8 +8,8 @@ from pathlib import Path
 
 from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, Software
 from autotune.profiling.choice import choose, refuted
+from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import points
-from autotune.profiling.session import Findings, Question
 from autotune.profiling.setup import Setup
 from runtime.knobs import Knobs
 
@@ -96,6 +96,11 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
             f"where {share} are asked; ask for less (--slo), or for shorter requests"
         )
     at = next(p for p in tried if p.rate == findings.capacity.rate)
+    if at.attainment >= setup.slo.attainment and at.rate >= setup.most_rate:
+        return True, (
+            f"balanced keeps {share} in SLO at {at.offered_rate:.3g} req/s (measured {_share(at)}), "
+            "the most that can be offered here: the machine may do more"
+        )
     if at.attainment >= setup.slo.attainment:
         return True, f"balanced keeps {share} in SLO up to about {at.offered_rate:.3g} req/s (measured {_share(at)})"
     return True, (

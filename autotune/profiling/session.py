@@ -7,61 +7,27 @@ of the same command finds it there and goes on with what is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
-from autotune.profile import Capacity, ModelFacts, Point
+from autotune.profile_parts import Capacity, ModelFacts, Point
+from autotune.profiling.calibrate import Calibrator
 from autotune.profiling.choice import candidates, choose, highest_held, refuted
+from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage, point, points
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Calibrator, Setup, next_rate
+from autotune.profiling.setup import Setup, next_rate, rounded
 from autotune.profiling.space import VLLM_DEFAULTS, VLLM_LABEL, SearchSpace, starting_points
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import CALIBRATION, SEARCH, VALIDATION, Meter, Schedule
 from autotune.workload import Workload
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import Knobs
-from runtime.slo import SLO
 
 CANDIDATES = 4
 VALIDATION_SEEDS = 3
 _UNBOUNDED_SEEDS = 2  # validations of each candidate when no budget bounds them
 _CAPACITY_STEPS = 3
 _KNEE_STEPS = 4
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked. ``slo`` and ``rate`` None: settled by the calibration. ``trials``, ``budget_s`` None: no bound."""
-
-    workload: Workload
-    slo: SLO | None
-    rate: float | None
-    seed: int
-    trials: int | None
-    budget_s: float | None
-    space: SearchSpace
-
-
-@dataclass
-class Findings:
-    """What a session has found so far. ``capacity`` None: not looked for."""
-
-    setup: Setup | None
-    runs: list[Run]
-    failures: list[tuple[int, str]]
-    capacity: Capacity | None
-    stopped: bool
-    validated: tuple[int, int]  # runs done, runs planned
-    spent_s: float
-
-    def comparable(self) -> list[Point]:
-        """The points settings are chosen from: validated ones if the baseline and another are among them, else the search's."""
-        validated = points(run for run in self.runs if run.stage == "validation")
-        if len(validated) > 1:
-            full = max(len(p.seeds) for p in validated)
-            return [p for p in validated if len(p.seeds) == full]  # the same seeds each, or the comparison is luck
-        return points(run for run in self.runs if run.stage == "search")
 
 
 class Session:
@@ -158,9 +124,9 @@ class Session:
             note = f"{found.attainment:.0%} in SLO at {found.offered_rate:.3g} req/s"
             self._reporter.progress(0.5 + 0.5 * (step + 1) / _KNEE_STEPS, "", note, None)
             better = next_rate(rate, found, setup.mean_output, known)
-            if better is None:
+            if better is None or (better > rate and rate >= setup.most_rate):
                 break
-            rate = float(f"{better:.3g}")
+            rate = rounded(min(better, setup.most_rate))
         return setup.model_copy(update={"rate": rate})
 
     def _search(self, setup: Setup, load: Workload, space: SearchSpace) -> None:
@@ -244,11 +210,14 @@ class Session:
             return
         self._reporter.stage("capacity")
         tried = [choice.point]
-        _, rate = highest_held(tried, setup.slo)
+        held, rate = highest_held(tried, setup.slo)
+        self._found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
         for step in range(_CAPACITY_STEPS):
             if step and not self._meter.fits(self._schedule.until(1.0), self._run_guess()):
                 break
-            rate = float(f"{max(rate, setup.rate / 10):.3g}")
+            rate = rounded(min(max(rate, setup.rate / 10), setup.most_rate))
+            if any(p.rate == rate for p in tried):
+                break
             load = setup.at(rate, self._question.workload, self._question.seed).apply(self._question.workload)
             run = self._recorded("capacity", "balanced", choice.knobs, load, setup, self._question.seed + 101 + step)
             if run is None:

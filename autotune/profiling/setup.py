@@ -1,33 +1,25 @@
-"""The calibration: a few seconds that say how big the load must be for this machine, and what may be promised.
+"""The load and the promise a machine is profiled under, drawn from what the calibration measured.
 
-1. *One request alone* gives the engine's best TTFT and TPOT.
-2. *A saturated engine* (a closed loop of the workload's own requests) gives its capacity in tokens/s, and by non-negative
-   least squares over its steps the time of a step: ``base + per_prompt_token · n + per_decode · b``.
-
-From those follow the length scale, the SLO when none was given, a first rate, and where the search begins. Serving that
-start at a few rates then finds the knee, where settings differ most (:func:`next_rate`). All of it is stored with the
-study, so a resumed run compares like with like.
+The length scale, the SLO when none was given, the first guess of the knobs and the rate are each a small function of step
+costs and lengths; docs/profiling.md says why each rule is as it is.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from scipy.optimize import nnls
 
-from autotune.evaluate import Handle, Interrupted, Recorder, Served, settle
-from autotune.profile import Calibration, KnobsField, ModelFacts, Part, SLOField
+from autotune.profile_parts import Calibration, KnobsField, Part, SLOField
 from autotune.score import Score
-from autotune.workload import Arrival, Workload, prompt_ids
-from runtime.clock import Clock
+from autotune.workload import Arrival, Workload
+from runtime.errors import InputError
 from runtime.knobs import Knobs
-from runtime.records import RequestRecord, StepRecord
-from runtime.request import SamplingParams
+from runtime.records import StepRecord
 from runtime.slo import SLO
 
 TARGET_RATE = 12.0  # requests/s: enough of them in a few seconds of window for a share to mean something
@@ -35,14 +27,17 @@ LOAD = 1.15
 """Offered load of the search, in units of the saturated engine's. Below 1 most settings keep every promise and look alike;
 far above it the queue decides and they look alike again."""
 
+MOST_RATE = 300.0
+"""Requests/s one Python process sends on time beside an engine in the same process."""
+
+_FEWEST_REQUESTS = 20
+
 KNEE = (0.55, 0.93)
 """Attainment of the calibration's own guess at the rate where settings are compared: there is room above and below."""
 
 DEFAULT_SLO = SLO(ttft_ms=500, tpot_ms=50)
 _SMALLEST_MEAN_PROMPT, _SMALLEST_MEAN_OUTPUT, _MOST_SHRUNK_OUTPUT = 16, 8, 8
-_SATURATING = Knobs(max_batch_size=32, max_wait_ms=0, token_budget=512, chunk_size=512)
 _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
-_PROBE_PROMPT, _PROBE_OUTPUT, _PROBES = 128, 12, 3
 
 
 class StepCost(Part):
@@ -59,7 +54,8 @@ class StepCost(Part):
 class Setup(Part):
     """What the calibration decided.
 
-    ``rate``: mean requests/s offered in the search; ``offered_rate``: what comes in its window; ``fitted``: where it begins.
+    ``rate``: mean requests/s offered in the search; ``offered_rate``: what comes in its window; ``fitted``: where it begins;
+    ``most_rate``: more cannot be offered, see :func:`most_rate`.
     """
 
     length_scale: float
@@ -69,6 +65,7 @@ class Setup(Part):
     mean_output: float
     rate: float
     offered_rate: float
+    most_rate: float
     rate_from: Literal["user", "calibration"]
     slo: SLOField
     slo_from: str
@@ -85,157 +82,16 @@ class Setup(Part):
         return scaled.at_rate(self.rate)
 
     def at(self, rate: float, workload: Workload, seed: int) -> Setup:
-        """The same at another rate."""
+        """The same at another rate. Raises :class:`InputError` when no request falls into the search's window then."""
         moved = self.model_copy(update={"rate": rate})
         end = self.warmup_s + self.window_s
         inside = [a for a in moved.apply(workload).arrivals(seed, duration=end) if a.time >= self.warmup_s]
+        if not inside:
+            raise InputError(
+                f"{workload.name}: at {rate:g} requests/s none falls into the window, {self.warmup_s:g} to {end:g} s after "
+                "the start; give a longer --budget for longer windows, another --rate, or a longer trace"
+            )
         return moved.model_copy(update={"offered_rate": round(len(inside) / self.window_s, 3)})
-
-
-class Calibrator:
-    """Runs the two measurements on a live engine and draws the conclusions."""
-
-    def __init__(
-        self,
-        engine: Served,
-        model: ModelFacts,
-        workload: Workload,
-        *,
-        seed: int,
-        clock: Clock,
-        stop: Callable[[], bool] | None = None,
-        advance: Callable[[float, str], None] = lambda share, note: None,
-    ) -> None:
-        self._engine, self._model, self._workload = engine, model, workload
-        self._seed, self._clock = seed, clock
-        self._stop = stop or (lambda: False)
-        self._advance = advance
-        self._count = 0
-        self._small: list[StepRecord] = []  # steps of the requests alone, the warm-up's left out
-
-    def run(self, *, slo: SLO | None, rate: float | None, saturate_s: float, window_s: float, warmup_s: float) -> Setup:
-        alone_ttft, alone_tpot, prompt = self._alone()
-        self._advance(0.25, f"alone: {alone_tpot * 1000:.1f} ms a token")
-        scale = self._length_scale(alone_ttft / prompt, alone_tpot)
-        room = min(self._model.max_model_len, self._engine.kv_tokens)
-        cap_output = max(1, room // 4)
-        scaled = self._workload.scaled(
-            length=scale / self._workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output
-        )
-        lengths = sample(scaled, self._seed)
-        mean_prompt = statistics.fmean(a.prompt_tokens for a in lengths)
-        mean_output = statistics.fmean(a.output_tokens for a in lengths)
-        steps, seconds = self._saturate(lengths, saturate_s)
-        cost = fit_steps(self._small, steps)
-        tokens_per_s = sum(s.tokens for s in steps) / seconds
-        saturated = tokens_per_s / (mean_prompt + mean_output)
-        chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
-        asked = (
-            rate
-            if rate is not None
-            else comparison_rate(scaled, tokens_per_s * LOAD, saturated * LOAD, self._seed, warmup_s + window_s)
-        )
-        return Setup(
-            length_scale=scale,
-            cap_prompt=room - cap_output,
-            cap_output=cap_output,
-            mean_prompt=round(mean_prompt, 1),
-            mean_output=round(mean_output, 1),
-            rate=asked,
-            offered_rate=asked,
-            rate_from="calibration" if rate is None else "user",
-            slo=chosen,
-            slo_from=why,
-            fitted=self._engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output)),
-            window_s=window_s,
-            warmup_s=warmup_s,
-            calibration=Calibration(
-                alone_ttft_ms=round(alone_ttft * 1000, 2),
-                alone_tpot_ms=round(alone_tpot * 1000, 2),
-                saturated_rate=round(saturated, 3),
-                saturated_tokens_per_s=round(tokens_per_s, 1),
-                step_base_ms=round(cost.base * 1000, 3),
-                step_per_prompt_token_ms=round(cost.per_prompt_token * 1000, 4),
-                step_per_decode_ms=round(cost.per_decode * 1000, 4),
-            ),
-        )
-
-    def _alone(self) -> tuple[float, float, int]:
-        """(TTFT s, TPOT s, prompt tokens) of a request that has the engine to itself: medians after one warm-up."""
-        prompt = max(1, min(_PROBE_PROMPT, self._model.max_model_len - _PROBE_OUTPUT))
-        self._engine.set_knobs(self._engine.limits.clamp(_SATURATING))
-        found: list[RequestRecord] = []
-        for probe in range(_PROBES + 1):
-            recorder = Recorder()
-            unsubscribe = self._engine.subscribe(recorder)
-            try:
-                handle = self._send(Arrival(0.0, prompt, _PROBE_OUTPUT, ((self._count, prompt),)))
-                self._until(lambda r=recorder: bool(r.requests), 60.0, [handle])  # type: ignore[misc]
-            finally:
-                unsubscribe()
-            found += recorder.requests.values()
-            self._small += recorder.steps if probe else []
-        kept = found[1:]
-        ttft = statistics.median(r.ttft or 0.0 for r in kept)
-        return ttft, statistics.median(r.tpot or r.ttft or 0.0 for r in kept), prompt
-
-    def _length_scale(self, per_prompt_token: float, per_output_token: float) -> float:
-        """The workload's own scale if it has one; else the power of two that brings about ``TARGET_RATE`` requests/s."""
-        if self._workload.length_scale != 1.0:
-            return self._workload.length_scale
-        natural = sample(self._workload, self._seed)
-        prompt = statistics.fmean(a.prompt_tokens for a in natural)
-        output = statistics.fmean(a.output_tokens for a in natural)
-        return length_scale(prompt, output, per_prompt_token, per_output_token)
-
-    def _saturate(self, lengths: Sequence[Arrival], seconds: float) -> tuple[list[StepRecord], float]:
-        """Steps of a closed loop that keeps the engine full, its first quarter left out, and the time they span."""
-        knobs = self._engine.limits.clamp(_SATURATING)
-        self._engine.set_knobs(knobs)
-        recorder = Recorder()
-        unsubscribe = self._engine.subscribe(recorder)
-        handles: list[Handle] = []
-        begun = self._clock.now()
-        try:
-            source = iter(lengths)
-            while (spent := self._clock.now() - begun) < seconds and not self._stop():
-                while len(handles) - len(recorder.requests) < 2 * knobs.max_batch_size:
-                    arrival = next(source, None)
-                    if arrival is None:
-                        source = iter(lengths)
-                        continue
-                    handles.append(self._send(arrival))
-                self._advance(0.25 + 0.75 * spent / seconds, "saturated")
-                recorder.changed.wait(0.05)
-                recorder.changed.clear()
-        finally:
-            unsubscribe()
-            for handle in handles:
-                handle.cancel()
-        if self._stop():
-            raise Interrupted("interrupted")
-        settle(self._engine, self._clock)
-        steps = [s for s in recorder.steps if s.start >= begun + seconds / 4]
-        steps = steps if len(steps) >= 4 else recorder.steps  # a machine so slow that a quarter holds hardly a step
-        if not steps:
-            raise Interrupted("the engine made no step while it was saturated")
-        return steps, steps[-1].end - steps[0].start
-
-    def _send(self, arrival: Arrival) -> Handle:
-        self._count += 1
-        ids = prompt_ids(arrival, self._model.vocab_size, self._seed + self._count)
-        params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
-        return self._engine.submit(ids, params, request_id=f"calibrate-{self._count}")
-
-    def _until(self, done: Callable[[], bool], seconds: float, handles: Sequence[Handle]) -> None:
-        give_up = self._clock.now() + seconds
-        pause = threading.Event()
-        while not done():
-            if self._stop() or self._clock.now() > give_up:
-                for handle in handles:
-                    handle.cancel()
-                raise Interrupted("interrupted" if self._stop() else f"a request alone took more than {seconds:g} s")
-            pause.wait(0.005)
 
 
 def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:
@@ -302,19 +158,46 @@ def fitted_knobs(cost: StepCost, slo: SLO, rate: float, mean_output: float) -> K
     return Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget)
 
 
-def comparison_rate(workload: Workload, tokens_per_s: float, nominal: float, seed: int, seconds: float) -> float:
+def most_rate(workload: Workload, seed: int, seconds: float) -> float:
+    """The highest rate worth offering: what one sending process can keep up with, and a finite workload lasts for.
+
+    Raises :class:`InputError` for a workload of so few requests that nothing can be compared on it.
+    """
+    if not workload.finite:
+        return MOST_RATE
+    count = sum(1 for _ in workload.arrivals(seed))
+    if count < _FEWEST_REQUESTS:
+        raise InputError(
+            f"{workload.name}: {count} requests are too few to compare settings; it takes {_FEWEST_REQUESTS}"
+        )
+    return min(MOST_RATE, (count - 1) / seconds)
+
+
+def comparison_rate(
+    workload: Workload, tokens_per_s: float, nominal: float, seed: int, warmup_s: float, window_s: float
+) -> float:
     """The rate at which the requests of the search's own window bring ``tokens_per_s``.
 
     A window of a few seconds holds a few dozen requests; by luck they may be a third heavier or lighter than average.
     At ``nominal`` requests/s the search would then run far from the knee.
     """
-    low, high = nominal / 4, nominal * 4
+    end = warmup_s + window_s
+    most = most_rate(workload, seed, end)
+    low, high = min(nominal / 4, most), min(nominal * 4, most)
     for _ in range(20):
         middle = math.sqrt(low * high)
-        arrivals = workload.at_rate(middle).arrivals(seed, duration=seconds)
-        load = sum(a.prompt_tokens + a.output_tokens for a in arrivals) / seconds
+        arrivals = workload.at_rate(middle).arrivals(seed, duration=end)
+        load = sum(a.prompt_tokens + a.output_tokens for a in arrivals if a.time >= warmup_s) / window_s
         low, high = (middle, high) if load < tokens_per_s else (low, middle)
-    return float(f"{math.sqrt(low * high):.3g}")
+    return rounded(math.sqrt(low * high))
+
+
+def rounded(rate: float) -> float:
+    """Three digits, downwards: rates are printed and must not exceed a bound by rounding."""
+    if rate <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(rate)) - 2)
+    return float(f"{math.floor(rate / unit * (1 + 1e-9)) * unit:.6g}")
 
 
 def next_rate(rate: float, score: Score, mean_output: float, known: Sequence[tuple[float, float]]) -> float | None:

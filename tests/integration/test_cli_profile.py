@@ -63,7 +63,8 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert not made.model.random_weights
     assert made.command.startswith("autotune ")
     assert made.baseline is not None and made.baseline.knobs.max_batch_size == 1024
-    assert {p.stage for p in made.points} == {"search", "validation", "capacity"}
+    assert {p.stage for p in made.points} >= {"search", "validation"}
+    assert made.capacity is not None and made.capacity.tried
     runs = [json.loads(line) for line in Path("small-cpu.points.jsonl").read_text().splitlines()]
     assert sum(len(p.seeds) for p in made.points) == len([r for r in runs if "score" in r])
     assert "← recommended" in captured.err and "searching" in captured.err

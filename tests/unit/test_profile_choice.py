@@ -142,6 +142,9 @@ def test_the_verdict_in_words() -> None:
     assert met and "may keep 99%" in text and "97.5% of 40" in text
     met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=None, tried=(missed,))), missed)
     assert not met and text.startswith("the SLO was not met at any rate tried: at best 50.0% of 40")
+    fast = at(SMALL, 40, rate=300.0)
+    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=300.0, tried=(fast,))), fast)
+    assert met and "the most that can be offered here" in text
     met, text = judge(findings(capacity=None, stopped=True), kept)
     assert met and text.startswith("stopped before")
 

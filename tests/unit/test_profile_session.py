@@ -11,8 +11,9 @@ import pytest
 import autotune.profiling.session as sessions
 from autotune.evaluate import EvaluationError
 from autotune.profile import load_profile, save_profile
+from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Silent
-from autotune.profiling.session import Findings, Question, Session
+from autotune.profiling.session import Session
 from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
 from autotune.profiling.timing import Schedule
@@ -54,7 +55,7 @@ def session(
     base: float = 0.003,
 ) -> tuple[Findings, Told]:
     told = Told()
-    with paced(base=base) as engine, open_study(journal, {"q": 1}) as study:
+    with paced(base=base, per_token=per_token) as engine, open_study(journal, {"q": 1}) as study:
         found = Session(engine, FACTS, asked, study, told, stop=stop, schedule=schedule).run()
         if not found.stopped:
             study.finish(asked.trials, asked.budget_s)
@@ -67,7 +68,7 @@ def journal(tmp_path: Path) -> Path:
 
 
 def test_every_stage_and_a_profile_at_the_end(journal: Path, tmp_path: Path) -> None:
-    found, told = session(journal, question(rate=None))
+    found, told = session(journal, question(rate=None, slo=SLO(ttft_ms=300, tpot_ms=60)), per_token=0.002)
     assert told.stages == ["calibrating", "searching", "validating", "capacity"]
     search = [r for r in found.runs if r.stage == "search"]
     assert len(search) == 5 and search[0].knobs == VLLM and search[0].label == "vLLM defaults"

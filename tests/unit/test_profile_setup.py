@@ -7,21 +7,25 @@ import itertools
 import pytest
 
 from autotune.evaluate import Interrupted
+from autotune.profiling.calibrate import Calibrator
 from autotune.profiling.setup import (
     KNEE,
+    MOST_RATE,
     TARGET_RATE,
-    Calibrator,
     StepCost,
     comparison_rate,
     default_slo,
     fit_steps,
     fitted_knobs,
     length_scale,
+    most_rate,
     next_rate,
+    rounded,
 )
 from autotune.profiling.timing import Meter, Schedule
 from autotune.workload import parse_workload
 from runtime.clock import MonotonicClock, VirtualClock
+from runtime.errors import InputError
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO
 from tests.unit.paced import FACTS, WORKLOAD, paced
@@ -73,8 +77,8 @@ def test_the_first_guess_keeps_its_step_within_tpot() -> None:
 def test_the_comparison_rate_brings_the_asked_load_in_the_very_window() -> None:
     workload = parse_workload("azure-conv").scaled(length=1 / 8)
     for seed in range(4):
-        rate = comparison_rate(workload, 2000.0, 12.0, seed, 5.0)
-        arrivals = list(workload.at_rate(rate).arrivals(seed, duration=5.0))
+        rate = comparison_rate(workload, 2000.0, 12.0, seed, 1.0, 5.0)
+        arrivals = [a for a in workload.at_rate(rate).arrivals(seed, duration=6.0) if a.time >= 1.0]
         assert sum(a.prompt_tokens + a.output_tokens for a in arrivals) / 5.0 == pytest.approx(2000, rel=0.35)
 
 
@@ -137,3 +141,28 @@ def test_a_budget_is_divided_and_kept() -> None:
     assert meter.fits(None, 99) and meter.fits(20.0, 4.0) and not meter.fits(20.0, 12.0)
     meter.took(2.0)
     assert meter.typical(12.0) == 2.0 and meter.fits(20.0, 12.0)
+
+
+def test_no_more_is_offered_than_can_be_sent_or_than_there_is() -> None:
+    endless = parse_workload("poisson:rate=1,prompt=8,output=2")
+    assert most_rate(endless, 0, 5.0) == MOST_RATE
+    assert comparison_rate(endless, 1e9, 1e6, 0, 1.0, 4.0) <= MOST_RATE
+    short = parse_workload("fixed:rate=1,prompt=8,output=2,limit=101")
+    assert most_rate(short, 0, 5.0) == 20.0
+    rate = comparison_rate(short, 1e9, 1e6, 0, 1.0, 4.0)
+    inside = [a for a in short.at_rate(rate).arrivals(0, duration=5.0) if a.time >= 1.0]
+    assert rate == 20.0 and len(inside) >= 79
+    with pytest.raises(InputError, match="5 requests are too few to compare settings"):
+        most_rate(parse_workload("fixed:rate=1,prompt=8,output=2,limit=5"), 0, 5.0)
+
+
+def test_a_rate_that_brings_nothing_into_the_window_is_refused() -> None:
+    with pytest.raises(InputError, match="at 1000 requests/s none falls into the window, 1 to 5 s after the start"):
+        setup().at(1000.0, parse_workload("fixed:rate=1,prompt=8,output=2,limit=101"), 0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "value"), [(0.0, 0.0), (12.3456, 12.3), (12.399, 12.3), (99.99, 99.9), (0.01239, 0.0123), (20.0, 20.0)]
+)
+def test_rates_are_rounded_downwards(rate: float, value: float) -> None:
+    assert rounded(rate) == value

@@ -1,0 +1,54 @@
+"""What is to be profiled: the device, the machine around it, and the facts of a loaded model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from autotune.profile import Machine, ModelFacts
+from autotune.profiling.fingerprint import describe, gpu_available, package_version
+from autotune.version import __version__
+from runtime.errors import InputError
+
+
+def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:
+    """What --cpu and --gpu ask for; neither: a GPU if PyTorch sees one. Raises :class:`InputError` for one it does not see."""
+    if cpu:
+        return "cpu"
+    found = gpu_available()
+    if gpu and not found:
+        raise InputError(
+            f"--gpu: PyTorch sees no CUDA device (torch {package_version('torch')}). "
+            "Install a CUDA build of torch, or drop --gpu to profile the CPU."
+        )
+    return "gpu" if found else "cpu"
+
+
+def with_threads(found: Machine) -> Machine:
+    """``found`` with the threads torch computes with; ask when the engine is made, which may set them."""
+    import torch
+
+    return found.model_copy(update={"threads": torch.get_num_threads()})
+
+
+def model_facts(loaded: Any, seed: int) -> ModelFacts:
+    """What the profile says of a :class:`runtime.torch_backend.loading.LoadedModel`; presets have random weights."""
+    from runtime.torch_backend.presets import PRESETS
+
+    preset = loaded.name in PRESETS
+    return ModelFacts(
+        name=loaded.name,
+        architecture=loaded.architecture,
+        parameters=loaded.parameters,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        random_weights=preset,
+        seed=seed if preset else None,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+    )
+
+
+def heading(found: Machine, *, asked: bool) -> str:
+    """The first line: version and machine. ``asked``: --cpu or --gpu was given, so there is nothing to explain."""
+    note = "" if asked or found.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
+    return f"autotune {__version__} · {describe(found)}{note}"
