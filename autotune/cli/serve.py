@@ -99,17 +99,17 @@ def serve(
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
     from runtime.torch_backend.loading import load_model
 
-    bound = bind(host, port)
-    loaded = load_model(
-        name,
-        dtype=dtype or (start_with.model.dtype if start_with else "auto"),
-        device=device,
-        seed=seed,
-        max_model_len=max_model_len,
-    )
     facts = start_with.engine if start_with else None
     with ExitStack() as stack:
+        bound = stack.enter_context(bind(host, port))
         log = None if records is None else stack.enter_context(RecordLog(records))
+        loaded = load_model(
+            name,
+            dtype=dtype or (start_with.model.dtype if start_with else "auto"),
+            device=device,
+            seed=seed,
+            max_model_len=max_model_len,
+        )
         try:
             engine = Engine(
                 loaded,
@@ -126,6 +126,7 @@ def serve(
             )
         except ValueError as error:
             raise InputError(str(error)) from None
+        stack.enter_context(engine)
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)

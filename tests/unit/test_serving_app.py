@@ -1,0 +1,267 @@
+"""The application over a real engine whose model is a stand-in: routes, errors, health, what a stream looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.request import Sequence
+from runtime.serving.app import Api, create_app
+from tests.engines import Bench, bench
+from tests.fakes import EOS, FakeModel, count_up
+
+ABC = [97, 98, 99]  # continued by the stand-in with "defgh…"
+
+
+class Client(httpx.AsyncClient):
+    """Speaks to an application in this process."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        transport = httpx.ASGITransport(create_app(api), raise_app_exceptions=False)
+        super().__init__(transport=transport, base_url="http://test")
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.post("/v1/completions", json={"prompt": ABC, "max_tokens": 4, **body})
+
+
+@asynccontextmanager
+async def served(
+    sample: Callable[[Sequence], int] = count_up, model: FakeModel | None = None, **options: Any
+) -> AsyncIterator[tuple[Client, Bench]]:
+    with bench(sample, model, **options) as b:
+        async with Client(Api(b.engine)) as client:
+            yield client, b
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of every event but the last, which must be the mark of the end."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    parts = response.text.split("\n\n")
+    assert parts.pop() == "" and parts.pop() == "data: [DONE]"
+    assert all(part.startswith("data: {") and "\n" not in part for part in parts)
+    return [json.loads(part[6:]) for part in parts]
+
+
+async def test_a_whole_answer() -> None:
+    async with served() as (client, b):
+        answer = (await client.complete(model="fake")).json()
+        record = b.heard.request()
+    assert answer.pop("id") == record.id and record.id.startswith("cmpl-")
+    assert abs(answer.pop("created") - time.time()) < 60
+    assert answer == {
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": "defg", "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }  # fmt: skip
+
+
+async def test_a_stream_has_an_event_for_each_token() -> None:
+    async with served() as (client, _):
+        found = events(await client.complete(stream=True))
+    assert len({event["id"] for event in found}) == 1
+    assert [event["choices"] for event in found] == [
+        [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
+        for text, reason in (("d", None), ("e", None), ("f", None), ("g", "length"))
+    ]
+    assert all(event["object"] == "text_completion" and "usage" not in event for event in found)
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+async def test_usage_in_a_stream(continuous: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    async with served() as (client, _):
+        *tokens, last = events(await client.complete(prompt="abc", stream=True, stream_options=options))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4 and last["usage"]["prompt_tokens"] == 3
+    so_far = [{"prompt_tokens": 3, "completion_tokens": n, "total_tokens": 3 + n} for n in (1, 2, 3, 4)]
+    assert [event["usage"] for event in tokens] == (so_far if continuous else [None] * 4)
+
+
+async def test_many_prompts_are_many_choices() -> None:
+    prompts = [[97], [100], [103]]
+    async with served() as (client, _):
+        whole = (await client.complete(prompt=prompts)).json()
+        assert [choice["text"] for choice in whole["choices"]] == ["bcde", "efgh", "hijk"]
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        assert whole["usage"]["prompt_tokens"] == 3 and whole["usage"]["completion_tokens"] == 12
+        found = events(await client.complete(prompt=prompts, stream=True))
+    texts = ["", "", ""]
+    for event in found:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == ["bcde", "efgh", "hijk"] and len(found) == 12
+
+
+async def test_a_stop_string_ends_the_text_before_it() -> None:
+    async with served() as (client, _):
+        (choice,) = (await client.complete(stop=["fg"], max_tokens=20)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("de", "stop")
+        found = events(await client.complete(stop="fg", max_tokens=20, stream=True))
+    assert "".join(event["choices"][0]["text"] for event in found) == "de"
+    assert found[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_ignore_eos() -> None:
+    def sample(sequence: Sequence) -> int:
+        return EOS if len(sequence.output) == 1 else 120
+
+    async with served(sample) as (client, _):
+        (choice,) = (await client.complete()).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("x", "stop")
+        (choice,) = (await client.complete(ignore_eos=True)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("xxx", "length")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"echo": True}, "echo", "echo is true; it is not supported here"),
+        ({"n": 2}, "n", "n is 2; it is not supported here: it must be 1"),
+        ({"temperature": 500}, "temperature", "temperature is 500.0; it must be at least 0 and at most 100"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be a whole number at least 1"),
+        ({"max_tokens": 999}, "prompt", "prompt (3 tokens) + max_tokens (999) is 1002; the context of fake is 256"),
+        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": [1, 999]}, "prompt", "prompt holds token id 999; fake has a vocabulary of 257"),
+        ({"prompt": [[97], [999]]}, "prompt", "prompt holds token id 999"),
+    ],
+)
+async def test_bad_input_is_400_and_names_field_value_and_bound(body: dict[str, Any], param: str, says: str) -> None:
+    async with served() as (client, b):
+        answer = await client.complete(**body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error" and error["param"] == param
+        assert error["message"].startswith(says)
+        assert (await client.complete()).status_code == 200
+        assert b.engine.view().running == 0
+
+
+async def test_a_body_that_is_no_json() -> None:
+    async with served() as (client, _):
+        json_type = {"content-type": "application/json"}
+        broken = await client.post("/v1/completions", content=b'{"prompt": ', headers=json_type)
+        assert broken.status_code == 400 and "not valid JSON" in broken.json()["error"]["message"]
+        form = await client.post("/v1/completions", data={"prompt": "a"})
+        assert form.status_code == 400 and "content-type: application/json" in form.json()["error"]["message"]
+
+
+async def test_what_is_not_here_is_404() -> None:
+    async with served() as (client, _):
+        answer = await client.complete(model="gpt-5")
+        assert answer.status_code == 404
+        assert answer.json()["error"] == {
+            "message": "model is 'gpt-5'; this server has 'fake'",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        assert (await client.get("/v1/models/gpt-5")).status_code == 404
+        assert (await client.get("/v2")).json()["error"]["message"] == "GET /v2: there is no such path"
+        assert (await client.get("/v1/completions")).status_code == 405
+
+
+async def test_models() -> None:
+    async with served() as (client, _):
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["id"] == "fake" and card["object"] == "model" and card["max_model_len"] == 256
+        assert (await client.get("/v1/models/fake")).json() == card
+
+
+async def test_a_model_without_a_chat_template() -> None:
+    async with served() as (client, _):
+        answer = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert "use /v1/completions" in answer.json()["error"]["message"]
+
+
+async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
+    async with served(max_queue=1) as (client, b):
+        b.executor.hold()
+        first = asyncio.create_task(client.complete())
+        await asyncio.to_thread(b.held)
+        second = asyncio.create_task(client.complete())
+        while b.engine._loop._on_the_way == 0:
+            await asyncio.sleep(0.001)
+        third = await client.complete()
+        several = await client.complete(prompt=[[97], [98]])
+        b.executor.go()
+        assert (await first).status_code == (await second).status_code == 200
+        for refused in (third, several):
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1 and int(refused.headers["retry-after-ms"]) >= 1
+
+
+def fails_at(count: int) -> Callable[[Sequence], int]:
+    def sample(sequence: Sequence) -> int:
+        if len(sequence.output) == count:
+            raise ArithmeticError("overheated")
+        return count_up(sequence)
+
+    return sample
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_token_is_500(stream: bool) -> None:
+    async with served(fails_at(0)) as (client, _):
+        answer = await client.complete(stream=stream)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error" and answer.json()["error"]["code"] == "step_failed"
+    assert "overheated" in answer.json()["error"]["message"]
+
+
+async def test_a_failure_later_is_an_event() -> None:
+    async with served(fails_at(2)) as (client, _):
+        answer = await client.complete(stream=True)
+        assert answer.status_code == 200
+        *tokens, error = events(answer)
+        assert [event["choices"][0]["text"] for event in tokens] == ["d", "e"]
+        assert error["error"]["code"] == "step_failed"
+        assert (await client.complete()).status_code == 500
+
+
+async def test_health_and_what_a_dead_engine_answers() -> None:
+    async with served() as (client, b):
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        b.engine.close()
+        health = await client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead"})
+        answer = await client.complete()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_closed"
+        assert "autotune_up 0.0" in (await client.get("/metrics")).text
+
+
+async def test_draining_finishes_what_there_is_and_takes_nothing_new() -> None:
+    async with served() as (client, b):
+        b.executor.hold()
+        running = asyncio.create_task(client.complete(stream=True))
+        await asyncio.to_thread(b.held)
+        client.api.lifecycle.drain()
+        health = await client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining", "active": 1})
+        refused = await client.complete()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert refused.headers["retry-after"] == "1"
+        idle = asyncio.create_task(client.api.lifecycle.idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        b.executor.go()
+        assert len(events(await running)) == 4
+        await asyncio.wait_for(idle, 10)
+
+
+async def test_priorities_reach_the_engine() -> None:
+    async with served(ordering="priority") as (client, b):
+        for priority in (3, -2):
+            await client.complete(priority=priority)
+            assert b.heard.request().priority == priority
+        assert (await client.complete(priority="high")).json()["error"]["param"] == "priority"

@@ -1,0 +1,123 @@
+"""``autotune serve``: its options come from the knobs, and what cannot work ends before a model is loaded."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from autotune.cli.main import run
+from autotune.cli.serve import _setting
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.records import FinishReason
+from runtime.serving.record_log import RecordLog, read_records
+from runtime.serving.run import bind, url_of
+from tests.building import request_record
+
+
+def ended(*words: str) -> tuple[int, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run(["serve", *words])
+    return code, out.getvalue() + err.getvalue()
+
+
+def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, text = ended("--help")
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    for spec in KNOBS:
+        assert f"--{spec.name.replace('_', '-')}" in plain and spec.doc[:40] in plain
+    for option in (
+        "--slo",
+        "--host",
+        "--port",
+        "--profile",
+        "--dtype",
+        "--max-model-len",
+        "--max-queue",
+        "--served-model-name",
+    ):
+        assert option in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "name a model, such as tiny"),
+        (("tiny", "--slo", "tpot=50"), '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
+        (("tiny", "--token-budget", "0"), "--token-budget is 0; it must be a whole number between 1 and"),
+        (("tiny", "--max-wait-ms", "nan"), "--max-wait-ms is nan; it must be between 0 and 60000 ms"),
+        (("tiny", "--profile", "nothing-here.yaml"), "nothing-here.yaml: cannot be read"),
+        (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
+        (("tiny", "--port", "66000"), "65535"),
+        (("./nothing-here", "--port", "0"), "nothing-here"),
+        (("tiny", "--records", "no/such/folder/x.jsonl", "--port", "0"), "--records: no/such/folder/x.jsonl cannot"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(words: tuple[str, ...], says: str) -> None:
+    code, text = ended(*words)
+    assert code == 2
+    assert text.startswith("error: ") and says in text and text.count("\n") == 1
+
+
+def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = ended("./nothing-here", "--port", str(port))
+    assert code == 2 and f"--port is {port}: 127.0.0.1:{port} cannot be bound" in text
+
+
+def test_it_binds_to_this_machine_only_unless_told() -> None:
+    import inspect
+
+    from autotune.cli.serve import serve
+
+    assert inspect.signature(serve).parameters["host"].default == "127.0.0.1"
+    with bind("127.0.0.1", 0) as bound:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url_of(bound))
+
+
+def test_knobs_above_the_usual_ceilings_raise_them() -> None:
+    knobs, limits = _setting(None, "balanced", {"token_budget": 16384})
+    assert knobs == Knobs(token_budget=16384) and limits == KnobLimits(token_budget=16384)
+    with pytest.raises(InputError, match="--max-batch-size is 70000; it must be"):
+        _setting(None, "balanced", {"max_batch_size": 70000})
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client", "starlette"])
+def test_without_the_extra_it_says_so_in_one_line(missing: str) -> None:
+    """In a process of its own, in which the package cannot be imported."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from autotune.cli.main import main; main(['serve', 'tiny', '--port', '0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: autotune serve needs the extra serve: pip install 'gpu-autotune[serve]'")
+    assert missing in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_records_can_be_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    first = request_record([1.0, 1.25], arrival=0.1)
+    second = request_record(reason=FinishReason.REJECTED)
+    with RecordLog(path) as log:
+        log.on_request(first)
+        log.flush()
+        assert read_records(path) == [first._replace(token_times=[1.0, 1.25])]
+        log.on_request(second)
+    with RecordLog(path) as log:
+        log.on_request(first)
+    assert [r.reason for r in read_records(path)] == [first.reason, second.reason, first.reason]
+    assert json.loads(path.read_text().splitlines()[1])["reason"] == "rejected"
