@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autotune.attached import Control, Controllable
 from autotune.controllers.guardrails import Guardrails
-from autotune.controllers.predictive import PredictiveController
 from autotune.controllers.protocol import Controller
+from autotune.controllers.registry import CONTROLLERS
 from autotune.profile import load_profile
 from runtime.slo import SLO
 
@@ -23,16 +23,17 @@ def control(
     pinned: Mapping[str, float] | None = None,
     log: str | Path | None = None,
     interval_s: float = 0.25,
-    controller: Controller | None = None,
+    controller: Controller | str = "predictive",
     steer: bool | str | Path = False,
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
     ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept. ``profile``: a profile YAML whose
     knobs to start from. ``observe_only`` recommends in the log and sets nothing. ``bounds`` and ``pinned`` are the operator's
-    word on single knobs. ``log``: a JSONL file of decisions, appended to. ``steer``: open a local socket for ``autotune watch``,
-    ``pause`` and ``set``, in a private directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when
-    another controller holds the engine, ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
+    word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``: the name of one, or one of your
+    own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path
+    given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
+    :class:`~runtime.errors.InputError` for input that cannot be used.
     """
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None:
@@ -41,10 +42,15 @@ def control(
     start = engine.knobs
     if profile is not None:
         start = engine.effective_limits.clamp(load_profile(profile).knobs)
-    made = controller or PredictiveController(target, start, kv_tokens=engine.kv_tokens, block_size=engine.block_size)
+    if isinstance(controller, str):
+        if controller not in CONTROLLERS:
+            raise ValueError(
+                f"controller is {controller!r}; it must be one of {', '.join(CONTROLLERS)}, or a Controller"
+            )
+        controller = CONTROLLERS[controller](target, start, engine.kv_tokens, engine.block_size)
     attached = Control(
         engine,
-        made,
+        controller,
         target,
         start=start if profile is not None else None,
         guardrails=guardrails,

@@ -25,9 +25,9 @@ lost to its queue is as lost as one that decoded too slowly, so neither is bough
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a slow region). Both ratios
-widen first; then the fallback takes over. Sources: DESIGN "What the controller must know"; the step model in
-:mod:`runtime.step_model`; sharing out slack follows deadline-aware chunking as in Sarathi-Serve (OSDI 2024) and
-the slack of earliest-deadline schedulers.
+widen first; then the fallback takes over, and the model is learned anew until it is right again. Sources: DESIGN "What the
+controller must know"; the step model in :mod:`runtime.step_model`; sharing out slack follows deadline-aware chunking as in
+Sarathi-Serve (OSDI 2024) and the slack of earliest-deadline schedulers.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from runtime.tunable import SchedulerView
 
 _WRONG = 0.5  # relative error that counts as a wrong prediction
 _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
+_RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
 _TRIM_RATE, _TRIM = 0.02, (0.6, 1.5)
 _RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
 
@@ -106,6 +107,7 @@ class PredictiveController:
         self._decodes = _Recent(256)
         self._wrong = 0.0  # decaying share of wrong predictions
         self._trusted = True
+        self._untrusted = 0  # steps since it was
         self._preemptions = 0.0  # decaying count
         self._bound = 0.0  # decaying shares of steps: that anything limited,
         self._slots_bound = 0.0  # that max_batch_size limited,
@@ -140,6 +142,9 @@ class PredictiveController:
             wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
             self._wrong += 0.02 * (wrong - self._wrong)
             self._trusted = self._wrong < (_DISTRUST if self._trusted else _TRUST)
+        self._untrusted = 0 if self._trusted else self._untrusted + 1
+        if self._untrusted and self._untrusted % _RELEARN == 0:
+            self.model = StepLearner(warm_up=0)
         self.model.observe(step, seconds)
         self._steps += 1
         self._preemptions += record.preemptions - 0.002 * self._preemptions
@@ -202,10 +207,15 @@ class PredictiveController:
         evidence = self._evidence()
         if not self._trusted:
             return self._propose(
-                "fallback", self.start, evidence, "step times have not followed the model; starting knobs hold"
+                "fallback",
+                limits.clamp(self.start),
+                evidence,
+                "step times have not followed the model; starting knobs hold",
             )
         if not self.model.ready or len(self._outputs) < 4:
-            return self._propose("learning", knobs, evidence, f"{self.model.samples} steps seen: too few to judge")
+            return self._propose(
+                "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
+            )
         if self.target == math.inf:
             opened = _opened(limits, limits.max_batch_size)
             return self._propose(
