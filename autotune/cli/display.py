@@ -43,7 +43,7 @@ class Display:
         if console.is_terminal:
             self._bars = Progress(
                 TextColumn("{task.description:<12}"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=16, complete_style="cyan", finished_style="green"),
                 TextColumn("{task.fields[count]:>10}  {task.fields[elapsed]:>8}  {task.fields[note]}"),
                 console=console,
                 refresh_per_second=4,

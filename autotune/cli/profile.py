@@ -28,6 +28,13 @@ EXAMPLES = (
     "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
 )
 DEFAULT_BUDGET = "2m20s"
+NEXT = (
+    ("show", "{}", "this table again"),
+    ("export", "{} --to vllm", "take the settings along"),
+    ("profile", "--budget 10m --out {}", "the same for longer: narrower intervals"),
+)
+"""What to do with a profile: verb, its arguments, what it does."""
+
 _BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
 _SHORTEST_BUDGET_S = 10.0
 
@@ -228,12 +235,10 @@ def _finish(
         count = f"{done} of {planned} validated" if planned else f"{len(found.runs)} trials, none validated"
         console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
         return INTERRUPTED
-    console.print(
-        f"\nprofile  {files.profile}     next:  autotune show {files.profile}      this table again\n"
-        f"{'':>{len(str(files.profile)) + 9}}            --budget 10m             the same, narrower intervals",
-        highlight=False,
-        markup=False,
-    )
+    console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
+    for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
+        step = f"autotune {verb} {arguments.format(files.profile)}"
+        console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from autotune import __version__
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
-from autotune.cli.profile import _stem, seconds
+from autotune.cli.profile import NEXT, _stem, seconds
 from autotune.profile import save_profile
 from autotune.profiling.table import rows, show, table
 from runtime.errors import InputError
@@ -123,6 +123,13 @@ def test_help_starts_without_torch_or_optuna() -> None:
         "heavy = {'torch', 'transformers', 'optuna', 'scipy'} & set(sys.modules)\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_hints_at_the_end_name_verbs_and_options_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, arguments, _ in NEXT:
+        assert run([verb, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(option in text for option in arguments.split() if option.startswith("--"))
 
 
 def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,7 @@ def session(
     stop: Callable[[], bool] | None = None,
     schedule: Schedule = QUICK,
     base: float = 0.003,
+    per_token: float = 0.0001,
 ) -> tuple[Findings, Told]:
     told = Told()
     with paced(base=base, per_token=per_token) as engine, open_study(journal, {"q": 1}) as study:
