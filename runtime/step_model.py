@@ -110,9 +110,13 @@ class RecursiveLeastSquares:
         info, found = self._info, self.coefficients[:]
         wanted = [sum(map(mul, row, self._free)) for row in info]
         for _ in range(4):
+            moved = 0.0
             for i, row in enumerate(info):
-                others = sum(map(mul, row, found)) - row[i] * found[i]
-                found[i] = max(0.0, (wanted[i] - others) / row[i])
+                before = found[i]
+                found[i] = after = max(0.0, before + (wanted[i] - sum(map(mul, row, found))) / row[i])
+                moved = max(moved, abs(after - before))
+            if moved < 1e-5:  # of coefficients of order one: far below what a step can teach
+                break
         return found
 
 
@@ -161,8 +165,11 @@ class StepLearner:
             return self._unit * self._mixed.predict(mixed)
         return self._unit * max(self._decode.predict(decode), self._mixed.predict(mixed))
 
-    def observe(self, step: StepFeatures, seconds: float) -> None:
-        """Learn from a step. A time that is not a positive finite number is ignored."""
+    def observe(self, step: StepFeatures, seconds: float, predicted: float | None = None) -> None:
+        """Learn from a step. A time that is not a positive finite number is ignored.
+
+        ``predicted``: what :meth:`predict` says of it, if the caller has just asked.
+        """
         if not (math.isfinite(seconds) and seconds > 0):
             return
         self._seen += 1
@@ -173,7 +180,8 @@ class StepLearner:
         y = seconds / self._unit
         decode, mixed = self._inputs(step)
         if self.ready:
-            self.error += 0.05 * (min(1.0, abs(self.predict(step) / seconds - 1)) - self.error)
+            predicted = self.predict(step) if predicted is None else predicted
+            self.error += 0.05 * (min(1.0, abs(predicted / seconds - 1)) - self.error)
         if step.prefill_tokens == 0:
             self._decode.update(decode, y)
             return

@@ -33,11 +33,10 @@ Sarathi-Serve (OSDI 2024) and the slack of earliest-deadline schedulers.
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections import deque
 
 from autotune.controllers.protocol import Proposal
 from autotune.controllers.quantile import OnlineQuantile
+from autotune.controllers.recent import Recent
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -49,36 +48,6 @@ _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust i
 _RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
 _TRIM_RATE, _TRIM = 0.02, (0.6, 1.5)
 _RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
-
-
-class _Recent:
-    """The last ``n`` values, with their mean and order statistics."""
-
-    __slots__ = ("_order", "_sorted", "_sum")
-
-    def __init__(self, n: int) -> None:
-        self._order: deque[float] = deque(maxlen=n)
-        self._sorted: list[float] = []
-        self._sum = 0.0
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def add(self, value: float) -> None:
-        if len(self._order) == self._order.maxlen:
-            old = self._order[0]
-            self._sum -= old
-            self._sorted.remove(old)
-        self._order.append(value)
-        self._sum += value
-        insort(self._sorted, value)
-
-    @property
-    def mean(self) -> float:
-        return self._sum / len(self._order) if self._order else 0.0
-
-    def quantile(self, q: float) -> float:
-        return self._sorted[min(len(self._sorted) - 1, int(q * len(self._sorted)))] if self._sorted else 0.0
 
 
 class PredictiveController:
@@ -101,10 +70,10 @@ class PredictiveController:
         self._gap = None if slo.itl_ms is None else slo.itl_ms / 1e3
         self._kv_tokens = kv_tokens
         self._block_size = block_size
-        self._prompts = _Recent(256)  # tokens to compute of each request's prompt
-        self._outputs = _Recent(256)
-        self._contexts = _Recent(256)  # mean context of a decode, by step
-        self._decodes = _Recent(256)
+        self._prompts = Recent(256)  # tokens to compute of each request's prompt
+        self._outputs = Recent(256)
+        self._contexts = Recent(256)  # mean context of a decode, by step
+        self._decodes = Recent(256)
         self._wrong = 0.0  # decaying share of wrong predictions
         self._trusted = True
         self._untrusted = 0  # steps since it was
@@ -112,6 +81,7 @@ class PredictiveController:
         self._bound = 0.0  # decaying shares of steps: that anything limited,
         self._slots_bound = 0.0  # that max_batch_size limited,
         self._tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
+        self._most = 65536  # sequences at once that kept the pace, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
         self._steps = 0
 
@@ -132,6 +102,7 @@ class PredictiveController:
             record.prefill_context,
             record.prefill_attention,
         )
+        predicted = None
         if self.model.ready:
             predicted = self.model.predict(step)
             if predicted > 0:
@@ -145,7 +116,7 @@ class PredictiveController:
         self._untrusted = 0 if self._trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % _RELEARN == 0:
             self.model = StepLearner(warm_up=0)
-        self.model.observe(step, seconds)
+        self.model.observe(step, seconds, predicted)
         self._steps += 1
         self._preemptions += record.preemptions - 0.002 * self._preemptions
         short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
@@ -267,15 +238,26 @@ class PredictiveController:
         return self.model.predict(step)
 
     def _most_decodes(self, seconds: float, top: int) -> int:
-        if self._steady(top) <= seconds:
-            return top
-        low, high = 0, top  # steady(low) fits, steady(high) does not
+        """The largest number up to ``top`` whose steady step fits; the search begins at its last answer, mostly the same."""
+        low, high, reach = 0, top + 1, 1  # low fits, high does not or is not allowed
+        guess = max(1, min(self._most, top))
+        if self._steady(guess) <= seconds:
+            low = guess
+            while low + reach < high and self._steady(low + reach) <= seconds:
+                low, reach = low + reach, 2 * reach
+            high = min(high, low + reach)
+        else:
+            high = guess
+            while high - reach > 0 and self._steady(high - reach) > seconds:
+                high, reach = high - reach, 2 * reach
+            low = max(0, high - reach)
         while high - low > 1:
             middle = (low + high) // 2
             if self._steady(middle) <= seconds:
                 low = middle
             else:
                 high = middle
+        self._most = low
         return low
 
     def _kv_bound(self, top: int) -> int:
