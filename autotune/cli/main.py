@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from autotune.cli import explain, export, pause, profile, profiles, serve, set_knobs, show, watch
+from autotune.cli import bench, explain, export, pause, profile, profiles, serve, set_knobs, show, watch
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profile)
+app.command("bench", help=bench.HELP, epilog=bench.EXAMPLES)(bench.bench)
 app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
 app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
 app.command("serve", help=serve.HELP, epilog=serve.EXAMPLES)(serve.serve)

@@ -1,0 +1,27 @@
+"""Live comparison: one workload, several ways to run the engine, taking turns."""
+
+from __future__ import annotations
+
+from autotune.bench.comparing import Comparison, Difference, Estimate, Standing, compare
+from autotune.bench.contenders import DEFAULTS, Contender, controlled, defaults, fixed, parse_fixed
+from autotune.bench.running import Failure, Outcome, Result, Turn, measure, turns
+
+__all__ = [
+    "DEFAULTS",
+    "Comparison",
+    "Contender",
+    "Difference",
+    "Estimate",
+    "Failure",
+    "Outcome",
+    "Result",
+    "Standing",
+    "Turn",
+    "compare",
+    "controlled",
+    "defaults",
+    "fixed",
+    "measure",
+    "parse_fixed",
+    "turns",
+]

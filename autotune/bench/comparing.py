@@ -1,0 +1,204 @@
+"""From turns to a comparison: estimates with intervals, and paired differences.
+
+Intervals are 95% percentile bootstraps on two levels: rounds are drawn with replacement, and within each drawn round blocks
+of a few seconds, since requests of a burst are late together (Künsch 1989; Davison and Hinkley 1997, 3.8 for the levels).
+All contenders of a round are resampled with the *same* draws, so a difference is that of what met the same arrivals at the
+same time of the workload. With two or three rounds an interval is rather too narrow than too wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.bench.contenders import Contender
+from autotune.bench.running import Outcome, Result
+
+BLOCK_S = 4.0
+_RESAMPLES = 2000
+_METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
+
+Floats = NDArray[np.float64]
+
+
+class Estimate(NamedTuple):
+    """A value and its 95% interval; NaN where nothing was measured."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Standing(NamedTuple):
+    """What one contender did over its rounds. Percentiles are over all its requests that have the metric, by nearest rank."""
+
+    contender: Contender
+    rounds: int
+    offered: int
+    attainment: Estimate
+    goodput: Estimate
+    throughput: float
+    unfinished: int
+    latencies: dict[str, tuple[Estimate, Estimate]]
+    """metric -> (p50, p99), ms"""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.contender.name,
+            "control": self.contender.control,
+            "knobs": self.contender.knobs.as_dict(),
+            "rounds": self.rounds,
+            "offered": self.offered,
+            "unfinished": self.unfinished,
+            "attainment": _json(self.attainment),
+            "goodput": _json(self.goodput),
+            "throughput": round(self.throughput, 2),
+            **{metric: {"p50": _json(p50), "p99": _json(p99)} for metric, (p50, p99) in self.latencies.items()},
+        }
+
+
+class Difference(NamedTuple):
+    """One contender against another over the rounds both have: attainment minus the other's, and divided by it."""
+
+    name: str
+    against: str
+    rounds: int
+    difference: Estimate
+    ratio: Estimate
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "against": self.against,
+            "rounds": self.rounds,
+            "difference": _json(self.difference),
+            "ratio": _json(self.ratio),
+        }
+
+
+class Comparison:
+    """All that was measured, by contender in order of first appearance."""
+
+    def __init__(self, results: Sequence[Result], duration: float) -> None:
+        if not results:
+            raise ValueError("nothing was measured, so there is nothing to compare")
+        self.results = tuple(results)
+        self.duration = duration
+        self.contenders = tuple(dict.fromkeys(result.turn.contender for result in results))
+        self._blocks = max(1, round(duration / BLOCK_S))
+        rounds = sorted({result.turn.round for result in results})
+        rng = np.random.default_rng(0)  # the same turns give the same intervals
+        # which rounds, and which of their blocks, each resample takes; drawn once, for all contenders alike
+        self._rounds = rounds
+        self._drawn = rng.random(size=(_RESAMPLES, len(rounds)))
+        self._picked = rng.integers(0, self._blocks, size=(_RESAMPLES, len(rounds), self._blocks))
+
+    def of(self, contender: Contender) -> list[Result]:
+        return [result for result in self.results if result.turn.contender == contender]
+
+    def standing(self, contender: Contender) -> Standing:
+        results = self.of(contender)
+        outcomes = [outcome for result in results for outcome in result.outcomes]
+        met, offered = self._sums(results)
+        seconds = self.duration * len(results)
+        kept = sum(o.met for o in outcomes)
+        return Standing(
+            contender,
+            rounds=len(results),
+            offered=len(outcomes),
+            attainment=_estimate(_ratio(kept, len(outcomes)), _over(met, offered)),
+            goodput=_estimate(kept / seconds, met / seconds),
+            throughput=sum(r.score.throughput for r in results) / len(results),
+            unfinished=sum(r.score.unfinished for r in results),
+            latencies={metric: self._percentiles(results, metric) for metric in _METRICS},
+        )
+
+    def difference(self, one: Contender, other: Contender) -> Difference | None:
+        """None when no round has both."""
+        mine, theirs = ({r.turn.round: r for r in self.of(c)} for c in (one, other))
+        both = [r for r in self._rounds if r in mine and r in theirs]
+        if not both:
+            return None
+        shares, samples = [], []
+        for found in (mine, theirs):
+            results = [found[r] for r in both]
+            outcomes = [o for result in results for o in result.outcomes]
+            shares.append(_ratio(sum(o.met for o in outcomes), len(outcomes)))
+            samples.append(_over(*self._sums(results)))
+        return Difference(
+            one.name,
+            other.name,
+            len(both),
+            _estimate(shares[0] - shares[1], samples[0] - samples[1]),
+            _estimate(_ratio(shares[0], shares[1]), _over(samples[0], samples[1])),
+        )
+
+    def _draws(self, rounds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices into a table [round, block], of every resample of that many rounds; they broadcast."""
+        return (self._drawn[:, :rounds, None] * rounds).astype(np.int64), self._picked[:, :rounds]
+
+    def _sums(self, results: Sequence[Result]) -> tuple[Floats, Floats]:
+        """(met, offered) of each resample."""
+        table = np.zeros((len(results), self._blocks, 2))
+        for row, result in enumerate(results):
+            for outcome in result.outcomes:
+                table[row, self._block(outcome)] += (outcome.met, 1)
+        sums = table[self._draws(len(results))].sum(axis=(1, 2))
+        return sums[:, 0], sums[:, 1]
+
+    def _percentiles(self, results: Sequence[Result], metric: str) -> tuple[Estimate, Estimate]:
+        found = [
+            (value, row, self._block(outcome))
+            for row, result in enumerate(results)
+            for outcome in result.outcomes
+            if (value := getattr(outcome, metric)) is not None
+        ]
+        if not found:
+            nothing = Estimate(math.nan, math.nan, math.nan)
+            return nothing, nothing
+        found.sort()
+        values, rows, blocks = (np.array(column) for column in zip(*found, strict=True))
+        times = np.zeros((_RESAMPLES, len(results), self._blocks))  # that each block was drawn
+        np.add.at(times, (np.arange(_RESAMPLES)[:, None, None], *self._draws(len(results))), 1)
+        reached = np.cumsum(times[:, rows, blocks], axis=1)  # values drawn up to each, in ascending order
+        total = reached[:, -1:]
+
+        def at(q: float) -> Estimate:
+            first = (reached >= np.maximum(1, np.ceil(q * total))).argmax(axis=1)
+            samples = np.where(total[:, 0] > 0, values[first], np.nan)
+            return _estimate(float(values[max(0, math.ceil(q * len(values)) - 1)]), samples)
+
+        return at(0.5), at(0.99)
+
+    def _block(self, outcome: Outcome) -> int:
+        return min(self._blocks - 1, max(0, int(outcome.due / self.duration * self._blocks)))
+
+
+def compare(results: Sequence[Result], duration: float) -> Comparison:
+    """Raises ValueError when there are no results."""
+    return Comparison(results, duration)
+
+
+def _over(above: Floats, below: Floats) -> Floats:
+    quotient: Floats = np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)
+    return quotient
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+def _estimate(value: float, samples: Floats) -> Estimate:
+    known = samples[np.isfinite(samples)]
+    if not len(known):
+        return Estimate(value, math.nan, math.nan)
+    low, high = np.percentile(known, [2.5, 97.5])
+    return Estimate(value, float(low), float(high))
+
+
+def _json(estimate: Estimate) -> dict[str, float | None]:
+    return {name: round(v, 4) if math.isfinite(v) else None for name, v in estimate._asdict().items()}

@@ -1,0 +1,71 @@
+"""What is compared: the engine at a fixed setting, or with a controller attached that starts from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+
+DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+"""vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``knobs``: the setting it runs at, or from which its controller starts, knowing nothing else."""
+
+    name: str
+    knobs: Knobs
+    control: bool = False
+
+
+def defaults(limits: KnobLimits) -> Contender:
+    """vLLM's defaults on this engine, clamped to its ceilings. It is not vLLM that is measured."""
+    return Contender("defaults", limits.clamp(DEFAULTS))
+
+
+def controlled(limits: KnobLimits, start: Knobs | None = None) -> Contender:
+    """A controller that starts cold: from the defaults, or from ``start``, a profile's setting."""
+    if start is None:
+        return Contender("control", limits.clamp(DEFAULTS), control=True)
+    return Contender("control from profile", limits.clamp(start), control=True)
+
+
+def fixed(knobs: Knobs, name: str | None = None) -> Contender:
+    return Contender(name or short(knobs), knobs)
+
+
+def parse_fixed(text: str, limits: KnobLimits) -> Contender:
+    """``max_batch_size=64,token_budget=512``: knobs not named are the defaults'. Raises :class:`InputError`, one line."""
+    specs = {spec.name: spec for spec in KNOBS}
+    values: dict[str, float] = limits.clamp(DEFAULTS).as_dict()
+    given: set[str] = set()
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if name not in specs:
+            raise InputError(f'"{part.strip()}" sets no knob; the knobs are {", ".join(specs)}, as in token_budget=512')
+        if name in given:
+            raise InputError(f"{name} is given twice")
+        given.add(name)
+        try:
+            value = float(number)
+        except ValueError:
+            raise InputError(f'{name} is "{number}"; it must be a number') from None
+        try:
+            values[name] = specs[name].check(value, high=getattr(limits, name))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    if "chunk_size" not in given:  # a chunk longer than the budget acts like the budget
+        values["chunk_size"] = min(values["chunk_size"], values["token_budget"])
+    return fixed(Knobs(**values))  # type: ignore[arg-type]  # each checked by its spec
+
+
+def short(knobs: Knobs) -> str:
+    """``64/512``: sequences and tokens of a step; chunk and wait only where they say more."""
+    parts = [f"{knobs.max_batch_size}/{knobs.token_budget}"]
+    if knobs.chunk_size < knobs.token_budget:
+        parts.append(f"chunk {knobs.chunk_size}")
+    if knobs.max_wait_ms:
+        parts.append(f"wait {knobs.max_wait_ms:g} ms")
+    return " ".join(parts)

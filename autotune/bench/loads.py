@@ -1,0 +1,73 @@
+"""What load a bench replays, and under which promise: those of a profile, or found by a calibration on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.evaluate import Served
+from autotune.profile import ModelFacts, Profile
+from autotune.profiling.calibrate import Calibrator
+from autotune.workload import Workload, parse_workload
+from runtime.clock import MonotonicClock
+from runtime.slo import SLO
+
+SHARE = 0.8
+"""Offered load, in units of what a saturated engine serves, when no rate is given: high, and yet it can be served."""
+
+_SATURATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """``workload`` is scaled to the machine and at its rate. ``slo_from`` and ``rate_from`` say who chose them."""
+
+    spec: str
+    workload: Workload
+    slo: SLO
+    slo_from: str
+    rate_from: str
+
+
+def of_profile(profile: Profile, spec: str | None, slo: SLO | None, rate: float | None) -> Load:
+    """The load that ``profile`` was made under, as far as it is not overridden."""
+    facts = profile.workload
+    workload = parse_workload(spec or facts.spec)
+    scaled = workload.scaled(
+        length=facts.length_scale / workload.length_scale if workload.length_scale == 1 or spec is None else 1.0,
+        cap_prompt=facts.cap_prompt,
+        cap_output=facts.cap_output,
+    )
+    return Load(
+        spec=spec or facts.spec,
+        workload=scaled.at_rate(rate or facts.rate),
+        slo=slo or profile.slo,
+        slo_from="given" if slo else "the profile's",
+        rate_from="given" if rate else "the profile's",
+    )
+
+
+def calibrated(
+    engine: Served,
+    model: ModelFacts,
+    spec: str,
+    slo: SLO | None,
+    rate: float | None,
+    seed: int,
+    *,
+    stop: Callable[[], bool] | None = None,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+    saturate_s: float = _SATURATE_S,
+) -> Load:
+    """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what saturates the engine."""
+    workload = parse_workload(spec)
+    calibrator = Calibrator(engine, model, workload, seed=seed, clock=MonotonicClock(), stop=stop, advance=advance)
+    setup = calibrator.run(slo=slo, rate=rate or 1.0, saturate_s=saturate_s, window_s=1.0, warmup_s=0.0)
+    chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
+    return Load(
+        spec=spec,
+        workload=setup.model_copy(update={"rate": chosen}).apply(workload),
+        slo=setup.slo,
+        slo_from=setup.slo_from,
+        rate_from="given" if rate else f"{SHARE:.0%} of what saturates the engine",
+    )

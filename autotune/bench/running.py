@@ -1,0 +1,147 @@
+"""Taking turns: every contender serves the same arrivals, one after the other, in rounds.
+
+Within a round all contenders get the same requests at the same times (common random numbers) under token ids of their own,
+so that none profits from a prefix that another left in the cache; each round has another seed. The order rotates from round
+to round, so that what else the machine does, and whatever drifts, meets each alike. Every turn begins with an idle engine and
+nothing is left out: what a controller loses while it learns counts against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Protocol
+
+from autotune.attach import Controllable, control
+from autotune.bench.contenders import Contender
+from autotune.decisions import Decision
+from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.score import Score
+from autotune.workload import Workload
+from runtime.clock import Clock
+from runtime.knobs import Knobs
+from runtime.records import RequestRecord
+from runtime.slo import SLO
+from runtime.tunable import Lease
+
+
+class Engine(Served, Controllable, Protocol):
+    """What a bench needs of an engine; :class:`runtime.Engine` has it."""
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int: ...
+
+
+class Turn(NamedTuple):
+    """One measurement to make. ``prompts`` seeds the token ids, ``seed`` the arrivals and their lengths."""
+
+    contender: Contender
+    round: int
+    seed: int
+    prompts: int
+
+
+class Outcome(NamedTuple):
+    """One request: seconds from the start of the turn at which it was due, and latencies in ms (None: it had none)."""
+
+    due: float
+    met: bool
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float | None
+
+
+class Result(NamedTuple):
+    """What a turn measured. ``decisions`` are the controller's, their times counted from the turn's first arrival."""
+
+    turn: Turn
+    score: Score
+    outcomes: tuple[Outcome, ...]
+    decisions: tuple[Decision, ...]
+
+
+class Failure(NamedTuple):
+    """A turn that could not be measured; it never becomes a bad score."""
+
+    turn: Turn
+    cause: str
+
+
+def turns(contenders: Sequence[Contender], rounds: int, seed: int) -> list[Turn]:
+    """All turns in their order. Round r begins with contender r; its arrivals have the seed ``seed`` + r."""
+    planned: list[Turn] = []
+    for r in range(rounds):
+        at = r % len(contenders)
+        for contender in (*contenders[at:], *contenders[:at]):
+            planned.append(Turn(contender, r, seed + r, 1_000_003 * (seed + 1) + len(planned)))
+    return planned
+
+
+def measure(
+    engine: Engine,
+    planned: Sequence[Turn],
+    workload: Workload,
+    slo: SLO,
+    *,
+    vocab_size: int,
+    duration: float,
+    stop: Callable[[], bool] | None = None,
+    clock: Clock | None = None,
+) -> Iterator[Result | Failure]:
+    """Make the measurements one by one. Ends early, without an error, when ``stop`` says so."""
+    engine.set_slo(slo)
+    for turn in planned:
+        if stop is not None and stop():
+            return
+        try:
+            yield _measure(engine, turn, workload, slo, vocab_size, duration, stop, clock)
+        except Interrupted:
+            return
+        except EvaluationError as error:
+            yield Failure(turn, str(error))
+
+
+def _measure(
+    engine: Engine,
+    turn: Turn,
+    workload: Workload,
+    slo: SLO,
+    vocab_size: int,
+    duration: float,
+    stop: Callable[[], bool] | None,
+    clock: Clock | None,
+) -> Result:
+    records: list[RequestRecord] = []
+    engine.set_knobs(turn.contender.knobs)
+    with control(engine, slo=slo) if turn.contender.control else nullcontext() as attached:
+        score = evaluate(
+            engine,
+            None,
+            workload,
+            slo,
+            vocab_size=vocab_size,
+            seed=turn.seed,
+            prompt_seed=turn.prompts,
+            duration=duration,
+            label=f"bench-{turn.prompts}",
+            stop=stop,
+            clock=clock,
+            keep=records.extend,
+        )
+        decisions = () if attached is None else tuple(attached.decisions)
+        if attached is not None and attached.status().ended:
+            raise EvaluationError(
+                f"the controller failed: {decisions[-2].cause if len(decisions) > 1 else 'no cause given'}"
+            )
+    first = next(workload.arrivals(turn.seed, duration=duration), None)
+    start = records[0].arrival - first.time if records and first is not None else 0.0
+    return Result(
+        turn,
+        score,
+        tuple(_outcome(record, start, slo) for record in records if record.offered),
+        tuple(d._replace(at=max(0.0, d.at - start)) for d in decisions),
+    )
+
+
+def _outcome(record: RequestRecord, start: float, slo: SLO) -> Outcome:
+    latencies = (None if s is None else 1000 * s for s in (record.ttft, record.tpot, record.e2e))
+    return Outcome(record.arrival - start, slo.met(record), *latencies)

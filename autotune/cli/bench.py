@@ -1,0 +1,280 @@
+"""``autotune bench``: the live engine with and without a controller, taking turns. Wiring only; the work is in autotune/bench."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.bench import Comparison, Contender, Result
+    from autotune.bench.loads import Load
+    from autotune.cli.display import Display
+    from autotune.profile import ModelFacts, Profile
+    from runtime.llm.engine import Engine
+
+HELP = (
+    "Replay a workload against the live engine: with control, with vLLM's defaults and at fixed settings, taking turns."
+)
+EXAMPLES = (
+    "Examples:  autotune bench  ·  autotune bench --workload azure-code --slo ttft=500ms,tpot=50ms --rounds 5 --out bench.html"
+    "  ·  autotune bench --profile mine.yaml --fixed max_batch_size=64,token_budget=512"
+)
+_TIME = re.compile(r"^(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
+_SHORTEST_S = 1.0
+
+
+def bench(
+    model: Annotated[
+        str | None, Option(help="A preset, a directory, or a hub id.  (default: the profile's, or tiny)")
+    ] = None,
+    workload: Annotated[
+        str | None,
+        Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's, or azure-conv)"),
+    ] = None,
+    slo: Annotated[
+        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%.  (default: the profile's, or a calibration's)")
+    ] = None,
+    rate: Annotated[
+        float | None, Option(help="Requests/s.  (default: the profile's, or 80% of what saturates the engine)")
+    ] = None,
+    duration: Annotated[str, Option(help="How long requests arrive in each turn: 30s or 2m.")] = "30s",
+    rounds: Annotated[
+        int, Option(min=1, max=1000, help="Turns of each contender; every round has other arrivals.")
+    ] = 3,
+    fixed: Annotated[
+        list[str] | None,
+        Option(help="A setting to compare: max_batch_size=64,token_budget=512; others as the defaults. Repeatable."),
+    ] = None,
+    profile: Annotated[
+        str | None, Option(help="A profile: its load, its setting, and control that starts from it.")
+    ] = None,
+    cpu: Annotated[
+        bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")
+    ] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
+    out: Annotated[Path | None, Option(help="A plot to write: .html, .svg or .png.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
+) -> int:
+    """Compare, print, and plot; 1 when nothing could be measured."""
+    from autotune.bench import controlled, defaults, parse_fixed, plotting
+    from autotune.bench import fixed as at
+    from autotune.cli.display import make_console
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.target import device_kind, heading, model_facts
+    from autotune.profiling.fingerprint import machine
+    from autotune.workload import parse_workload
+    from runtime.knobs import KnobLimits
+    from runtime.slo import SLO
+
+    if cpu and gpu:
+        raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
+    if rate is not None and not 0 < rate < 1e6:
+        raise InputError(f"--rate is {rate:g}; it must be above 0 requests/s")
+    seconds = _seconds(duration)
+    promise = None if slo is None else _checked("--slo", SLO.parse, slo)
+    if workload is not None:
+        _checked("--workload", parse_workload, workload)
+    if out is not None:
+        plotting.check(out)
+    given = None if profile is None else _profile(profile)
+    limits = KnobLimits()
+    contenders = [defaults(limits), controlled(limits)]
+    if given is not None:
+        contenders += [at(limits.clamp(given.knobs), "profile"), controlled(limits, given.knobs)]
+    contenders += [_checked("--fixed", lambda text: parse_fixed(text, limits), text) for text in fixed or ()]
+    names = [c.name for c in contenders]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"--fixed: {twice} is compared already")
+
+    console = make_console(stderr=as_json)
+    kind = device_kind(cpu, gpu)
+    with stop_on_interrupt() as stop:
+        from runtime.llm.engine import Engine
+        from runtime.torch_backend.loading import load_model
+
+        name = model or (given.model.name if given is not None else "tiny")
+        loaded = load_model(name, dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed)
+        console.print(
+            heading(machine(gpu=kind == "gpu"), asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True
+        )
+        with Engine(loaded, limits=limits, seed=seed) as engine:
+            run = _Run(engine, model_facts(loaded, seed), contenders, seconds, rounds, seed, console, stop)
+            load = run.load(workload, promise, rate, given)
+            if load is not None:
+                run.measure(load)
+    return _finish(run, load, out, as_json)
+
+
+class _Run:
+    """One command's measurements, and what it says meanwhile."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        facts: ModelFacts,
+        contenders: list[Contender],
+        duration: float,
+        rounds: int,
+        seed: int,
+        console: Console,
+        stop: Any,
+    ) -> None:
+        self.engine, self.facts, self.contenders = engine, facts, contenders
+        self.duration, self.rounds, self.seed = duration, rounds, seed
+        self.console, self.stop = console, stop
+        self.results: list[Result] = []
+
+    def load(self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None) -> Load | None:
+        """The load; None when stopped before it was known."""
+        from autotune.bench import loads
+        from autotune.evaluate import Interrupted
+
+        if profile is not None:
+            return loads.of_profile(profile, spec, slo, rate)
+        display = self._display()
+        display.stage("calibrating")
+        try:
+            return loads.calibrated(
+                self.engine,
+                self.facts,
+                spec or "azure-conv",
+                slo,
+                rate,
+                self.seed,
+                stop=self.stop.is_set,
+                advance=lambda share, note: display.progress(share, "", note, None),
+            )
+        except Interrupted:
+            return None
+        finally:
+            display.stage_done("", "")
+            display.close()
+
+    def measure(self, load: Load) -> None:
+        from autotune.bench import Failure, measure, turns
+
+        planned = turns(self.contenders, self.rounds, self.seed)
+        self.console.print(self._head(load), markup=False, highlight=False, soft_wrap=True)
+        display = self._display()
+        display.stage("measuring")
+        begun, done = time.monotonic(), 0
+        options = {"vocab_size": self.facts.vocab_size, "duration": self.duration, "stop": self.stop.is_set}
+        try:
+            self._say(display, done, planned, begun, "")
+            for found in measure(self.engine, planned, load.workload, load.slo, **options):
+                done += 1
+                name = f"round {found.turn.round + 1} {found.turn.contender.name}"
+                if isinstance(found, Failure):
+                    display.note(f"{name} could not be measured: {found.cause}")
+                else:
+                    self.results.append(found)
+                    name += f": {found.score.attainment:.0%} in SLO"
+                self._say(display, done, planned, begun, name)
+            display.stage_done(f"{done}/{len(planned)}", "")
+        finally:
+            display.close()
+
+    def _say(self, display: Display, done: int, planned: list[Any], begun: float, note: str) -> None:
+        each = (time.monotonic() - begun) / done if done else self.duration + 1
+        display.progress(done / len(planned), f"{done}/{len(planned)}", note, each * (len(planned) - done))
+
+    def _display(self) -> Display:
+        from autotune.cli.display import Display
+
+        return Display(self.console, "")
+
+    def _head(self, load: Load) -> str:
+        from autotune.cli.display import ratio
+
+        scale = load.workload.length_scale
+        lengths = "" if scale == 1 else f", lengths × {ratio(scale)}"
+        why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
+        rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
+        return (
+            f"model {self.facts.name} ({self.facts.dtype}) · workload {load.spec}{lengths} · {rate}\n"
+            f"SLO {load.slo}{why}\n"
+            f"{self.rounds} rounds of {', '.join(c.name for c in self.contenders)}; {self.duration:g} s a turn"
+        )
+
+
+def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> int:
+    from autotune.bench import compare, plotting
+    from autotune.bench.table import show
+    from autotune.profile import write_whole
+
+    stopped = run.stop.is_set()
+    if load is None or not run.results:
+        run.console.print("stopped before the first turn was done" if stopped else "nothing could be measured")
+        return INTERRUPTED if stopped else FELL_SHORT
+    comparison = compare(run.results, run.duration)
+    baseline = run.contenders[0]
+    show(comparison, load.slo, run.console, baseline=baseline)
+    if out is not None:
+        title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
+        write_whole(out, plotting.render(comparison, load.slo, title, out.suffix))
+        run.console.print(f"plot  {out}", markup=False, highlight=False)
+    if as_json:
+        print(json.dumps(_shape(run, load, comparison, baseline, stopped)))
+    if stopped:
+        planned = run.rounds * len(run.contenders)
+        run.console.print(f"stopped; {len(run.results)} of {planned} turns were measured", highlight=False)
+    return INTERRUPTED if stopped else DONE
+
+
+def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, stopped: bool) -> dict[str, Any]:
+    differences = [comparison.difference(c, baseline) for c in comparison.contenders if c != baseline]
+    return {
+        "status": "stopped" if stopped else "complete",
+        "model": run.facts.model_dump(mode="json"),
+        "workload": load.spec,
+        "length_scale": load.workload.length_scale,
+        "rate": load.workload.rate,
+        "slo": str(load.slo),
+        "duration_s": run.duration,
+        "seed": run.seed,
+        "contenders": [comparison.standing(c).as_dict() for c in comparison.contenders],
+        "differences": [d.as_dict() for d in differences if d is not None],
+        "turns": [
+            {"contender": r.turn.contender.name, "round": r.turn.round, "score": r.score.model_dump(mode="json")}
+            for r in run.results
+        ],
+    }
+
+
+def _profile(name: str) -> Profile:
+    from autotune.profile import load_profile, shipped_profiles
+
+    path, shipped = Path(name), shipped_profiles()
+    if not path.exists() and name in shipped:
+        path = shipped[name]
+    return load_profile(path)
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.match(text.strip())
+    if match is None or not text.strip():
+        raise InputError(f'--duration: "{text}" is not a time, such as 30s or 2m')
+    total = 60 * float(match[1] or 0) + float(match[2] or 0)
+    if total < _SHORTEST_S:
+        raise InputError(f"--duration is {text}; it must be at least {_SHORTEST_S:g}s")
+    return total
+
+
+def _checked(option: str, parse: Any, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InputError(f"{option}: {error}") from None
