@@ -4,6 +4,9 @@
    engine core and executor (process CPU time, one thread).
 2. CPU time that ``schedule`` + ``update`` take for each further running decode, between 32 and 256, no model involved.
    Sequences end and others take their place all the while, as in service.
+3. CPU time of the controller in a step of 64 decodes: it learns the step and the requests that ended, gives the next one its
+   budget, and decides. ``controller_us_per_step`` has it decide after every step; ``attached_us_per_step`` is everything that
+   ``autotune.control`` adds to a step, at the interval it decides at in service. And whether it grows or slows.
 
 Run ``python -m benchmarks.overhead``; the last line is JSON.
 """
@@ -12,15 +15,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
+import random
 import statistics
 import time
+from collections.abc import Callable, Mapping
+from math import inf
 
+from autotune.attach import control
+from autotune.controllers.predictive import PredictiveController
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.llm.scheduler import Scheduler
-from runtime.records import FinishReason
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.slo import SLO
+from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 
@@ -108,6 +119,129 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
     return rows
 
 
+class FormulaExecutor(NullExecutor):
+    """Takes 8 ms and 0.1 ms a decode and 10 µs a prompt token, give or take: something to learn."""
+
+    def __init__(self) -> None:
+        self._dice = random.Random(1)
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        prefill = sum(chunk.count for chunk in plan.chunks)
+        return StepResult(ends=(now + (8e-3 + 1e-4 * plan.n_decode + 1e-5 * prefill) * self._dice.gauss(1, 0.02),))
+
+
+Event = tuple[StepRecord, list[RequestRecord], SchedulerView]
+
+
+def served(batch: int, steps: int) -> list[Event]:
+    """(step, requests that ended in it, view before the next) of a core that keeps ``batch`` sequences running."""
+    scheduler = Scheduler(kv_blocks=batch * 80, slos={"default": PROMISE})
+    core = EngineCore(scheduler, FormulaExecutor(), knobs=KNOBS.with_(max_batch_size=batch))
+    number, now = 0, 0.0
+    for _ in range(batch):
+        core.add(request(number := number + 1, 200 + 37 * number % 500, 100 + 37 * number % 200))
+    events: list[Event] = []
+    while len(events) < steps:
+        outcome = core.step(now)
+        now = outcome.end
+        for _ in outcome.finished:
+            core.add(request(number := number + 1, 200 + 37 * number % 500, 100 + 37 * number % 200, now))
+        assert outcome.record is not None
+        events.append((outcome.record, [record for _, record in outcome.finished], core.view(now)))
+    assert statistics.mean(event[0].decodes for event in events) > 0.9 * batch, "the batch was not kept full"
+    return events
+
+
+PROMISE = SLO(ttft_ms=1000, tpot_ms=30)
+_BLOCK = 200  # steps timed together: the clock of a process is coarse
+
+
+def controller_cost(events: list[Event], rounds: int) -> float:
+    """Median µs of CPU a step, in blocks: observe the step and what ended, grant a budget, decide."""
+    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
+    costs = []
+    for turn in range(rounds + 1):  # one to settle
+        for begin in range(0, len(events) - _BLOCK + 1, _BLOCK):
+            block = events[begin : begin + _BLOCK]
+            started = time.process_time()
+            for step, ended, view in block:
+                made.observe_step(step)
+                for record in ended:
+                    made.observe_request(record)
+                made.budget(view)
+                made.decide(step.end, view.knobs, view.effective_limits)
+            if turn:
+                costs.append((time.process_time() - started) / len(block) * 1e6)
+    return statistics.median(costs)
+
+
+class Recorded:
+    """What ``autotune.control`` asks of an engine, without one."""
+
+    def __init__(self) -> None:
+        self.limits = self.effective_limits = KnobLimits()
+        self.knobs, self.epoch = KNOBS, 0
+        self.kv_tokens, self.block_size = 100_000, 16
+        self.slos: Mapping[str, SLO] = {}
+        self.listeners: list[Listener] = []
+        self._leases = LeaseHolder()
+
+    def set_slo(self, slo: SLO) -> None: ...
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+        self.knobs, self.epoch = knobs, self.epoch + 1
+        return self.epoch
+
+    def acquire(self, owner: str) -> Lease:
+        return self._leases.acquire(owner)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        self.listeners.append(listener)
+        return self.listeners.clear
+
+    def view(self) -> SchedulerView:
+        return SchedulerView(0.0, 0, 0, 0, 0, 0, 0, 1, 1, inf, inf, inf, self.knobs, self.epoch, self.limits)
+
+
+def attached_cost(events: list[Event], rounds: int) -> float:
+    """Median µs of CPU a step of all that an attached controller does, deciding every 0.25 s of its time."""
+    costs = []
+    for _ in range(rounds):
+        with control(Recorded(), slo=PROMISE) as attached:
+            for begin in range(0, len(events) - _BLOCK + 1, _BLOCK):
+                block = events[begin : begin + _BLOCK]
+                started = time.process_time()
+                for step, ended, view in block:
+                    attached.on_step(step)
+                    for record in ended:
+                        attached.on_request(record)
+                    attached.budget(view)
+                costs.append((time.process_time() - started) / len(block) * 1e6)
+            assert not attached.status().ended
+    return statistics.median(costs)
+
+
+def controller_growth(events: list[Event], steps: int) -> list[tuple[int, int, float]]:
+    """(steps seen, bytes of the controller's state, median µs of a step since the row before), ten rows."""
+    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
+    rows, seen = [], 0
+    for _ in range(10):
+        costs = []
+        for _ in range(max(1, steps // 10 // len(events))):
+            started = time.process_time()
+            for step, ended, view in events:
+                made.observe_step(step)
+                for record in ended:
+                    made.observe_request(record)
+                made.budget(view)
+            costs.append((time.process_time() - started) / len(events) * 1e6)
+            seen += len(events)
+            made.decide(0.0, KNOBS, KnobLimits())
+        rows.append((seen, len(pickle.dumps(made)), statistics.median(costs)))
+    return rows
+
+
 class Append:
     """The least an output processor does."""
 
@@ -144,6 +278,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120, help="steps of the real engine in each round")
+    parser.add_argument("--growth-steps", type=int, default=100_000, help="steps of the controller's long run")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     args = parser.parse_args()
 
@@ -159,11 +294,25 @@ def main() -> None:
         print(f"{i:6} {schedule:9.3f} {prepare:9.3f} {total:9.2f} {share:7.2%}")
     shares = [row[3] for row in rows]
     print(f"share: median {statistics.median(shares):.2%}, from {min(shares):.2%} to {max(shares):.2%}")
-    print(
-        json.dumps(
-            {"scheduler_share": round(statistics.median(shares), 4), "us_per_extra_sequence": round(per_sequence, 4)}
-        )
-    )
+
+    events = served(64, 2000)
+    deciding, attached = controller_cost(events, args.rounds), attached_cost(events, args.rounds)
+    print("\ncontroller, µs of CPU a step at 64 decodes")
+    print(f"observe, budget and decide, every step {deciding:7.1f}")
+    print(f"attached, deciding every 0.25 s        {attached:7.1f}")
+    growth = controller_growth(events, args.growth_steps)
+    print(f"{'steps seen':>12} {'state, bytes':>13} {'µs a step':>10}")
+    for seen, size, cost in growth:
+        print(f"{seen:12} {size:13} {cost:10.1f}")
+    found = {
+        "scheduler_share": round(statistics.median(shares), 4),
+        "us_per_extra_sequence": round(per_sequence, 4),
+        "controller_us_per_step": round(deciding, 1),
+        "attached_us_per_step": round(attached, 1),
+        "controller_growth": round(growth[-1][1] / growth[0][1], 3),
+        "controller_slowdown": round(growth[-1][2] / growth[0][2], 3),
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -30,14 +30,16 @@ class KnobSpec:
         ``high`` lowers the upper bound to an engine's ceiling.
         """
         top = self.high if high is None else high
-        name = f"{where}{self.name}"
+        if not isinstance(value, (int, float)) or isinstance(value, bool):  # a tuple: a union takes thrice as long
+            raise self._wrong(value, top, where)
+        if not self.low <= value <= top or (self.integer and value != int(value)):  # NaN and inf are outside
+            raise self._wrong(value, top, where)
+        return int(value) if self.integer else float(value)
+
+    def _wrong(self, value: object, top: float, where: str) -> ValueError:
         kind = "a whole number " if self.integer else ""
         allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is {value!r}; {allowed}")
-        if not self.low <= value <= top or (self.integer and value != int(value)):  # NaN and inf are outside
-            raise ValueError(f"{name} is {value}; {allowed}")
-        return int(value) if self.integer else float(value)
+        return ValueError(f"{where}{self.name} is {value!r}; {allowed}")
 
 
 def _knob(default: float, *, unit: str, low: float, high: float, log: bool, integer: bool, doc: str) -> Any:
