@@ -7,9 +7,9 @@ actual/predicted, m its 90% quantile and τ the TPOT target:
   decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts would then miss their TTFT:
   then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is what it needs in reserve;
   a gap is a single step.)
-- ``max_batch_size``: the largest D with b·t(D, D·c̄, D·p̄/ō) ≤ τ: at D running sequences every step has to compute, on average,
-  p̄/ō prompt tokens for each decode (p̄, ō, c̄: mean prompt not found in the cache, output, and context), and no more than the KV
-  pool holds;
+- ``max_batch_size``: the largest D with b·t(D, D·c̄, 0) ≤ τ (c̄: mean context), and no more than the KV pool holds. What D
+  decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
+  queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
 - ``token_budget``: D plus the P that a step of 2τ holds, a ceiling for the per-step budget;
 - ``chunk_size``: the whole budget, or a quarter of it when prompts are mixed (p95 > 4 × median), so that a long prompt leaves
   room for short ones;
@@ -17,7 +17,8 @@ actual/predicted, m its 90% quantile and τ the TPOT target:
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one sequence alone is slower than τ: throughput
-is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold).
+is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for
+hold, those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know).
 
 Feedback. ``trim`` scales τ: down with every TPOT missed, up with every TTFT missed, and slowly up while nothing is. A request
 lost to its queue is as lost as one that decoded too slowly, so neither is bought with the other.
@@ -77,6 +78,7 @@ class PredictiveController:
         self._wrong = 0.0  # decaying share of wrong predictions
         self._trusted = True
         self._untrusted = 0  # steps since it was
+        self._vouched: Knobs | None = None  # the last setting that the model was trusted with
         self._preemptions = 0.0  # decaying count
         self._bound = 0.0  # decaying shares of steps: that anything limited,
         self._slots_bound = 0.0  # that max_batch_size limited,
@@ -146,7 +148,7 @@ class PredictiveController:
 
     def budget(self, view: SchedulerView) -> int:
         top = view.knobs.token_budget
-        if not view.decoding or not self._trusted or not self.model.ready or self.regime == "infeasible":
+        if not view.decoding or not self.model.ready or self.regime == "infeasible":
             return top
         pace = self.target
         allowed = pace
@@ -177,12 +179,9 @@ class PredictiveController:
         del now  # nothing here depends on the time of day, only on what was seen
         evidence = self._evidence()
         if not self._trusted:
-            return self._propose(
-                "fallback",
-                limits.clamp(self.start),
-                evidence,
-                "step times have not followed the model; starting knobs hold",
-            )
+            held = limits.clamp(self._vouched or self.start)
+            what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
+            return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
         if not self.model.ready or len(self._outputs) < 4:
             return self._propose(
                 "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
@@ -192,7 +191,7 @@ class PredictiveController:
             return self._propose(
                 "throughput", opened, evidence, "no target bounds a step, so nothing needs to be held back"
             )
-        alone = self.model.predict(self._mix(1, 0))
+        alone = self._alone(1)
         wanted = self.target / self.trim
         if alone > wanted:
             cause = f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {wanted * 1e3:g} ms cannot be met: throughput instead"
@@ -214,13 +213,14 @@ class PredictiveController:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
         cause = self._cause(regime, budget, decodes, batch)
-        return self._propose(regime, Knobs(batch, 0.0, budget, chunk), evidence, cause)
+        self._vouched = Knobs(batch, 0.0, budget, chunk)
+        return self._propose(regime, self._vouched, evidence, cause)
 
     def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
         pace = self.target * 1e3
         full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
         text = f"{decodes} decodes and {budget - decodes} prompt tokens take {full:.0f} ms (target {pace:.0f}, at most twice)"
-        steady = f"{batch} sequences at once keep {self._steady(batch) * 1e3:.0f} ms a step"
+        steady = f"{batch} decodes alone take {self._alone(batch) * 1e3:.0f} ms"
         if regime == "kv-limited":
             steady = f"the KV pool holds {batch} sequences of this length"
         return f"{text}; {steady}"
@@ -228,32 +228,26 @@ class PredictiveController:
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
         return StepFeatures(decodes, int(decodes * self._contexts.mean), prefill, prefill, prefill * (prefill + 1) // 2)
 
-    def _steady(self, decodes: int) -> float:
-        """Predicted seconds of the average step with ``decodes`` running, their successors' prompts included."""
-        prefill = decodes * self._prompts.mean / max(1.0, self._outputs.mean)
-        chunk = min(prefill, self._prompts.mean)
-        step = StepFeatures(
-            decodes, int(decodes * self._contexts.mean), int(prefill), int(prefill), int(prefill * (chunk + 1) / 2)
-        )
-        return self.model.predict(step)
+    def _alone(self, decodes: int) -> float:
+        return self.model.predict(self._mix(decodes, 0))
 
     def _most_decodes(self, seconds: float, top: int) -> int:
-        """The largest number up to ``top`` whose steady step fits; the search begins at its last answer, mostly the same."""
+        """The largest number up to ``top`` whose decodes alone fit; the search begins at its last answer, mostly the same."""
         low, high, reach = 0, top + 1, 1  # low fits, high does not or is not allowed
         guess = max(1, min(self._most, top))
-        if self._steady(guess) <= seconds:
+        if self._alone(guess) <= seconds:
             low = guess
-            while low + reach < high and self._steady(low + reach) <= seconds:
+            while low + reach < high and self._alone(low + reach) <= seconds:
                 low, reach = low + reach, 2 * reach
             high = min(high, low + reach)
         else:
             high = guess
-            while high - reach > 0 and self._steady(high - reach) > seconds:
+            while high - reach > 0 and self._alone(high - reach) > seconds:
                 high, reach = high - reach, 2 * reach
             low = max(0, high - reach)
         while high - low > 1:
             middle = (low + high) // 2
-            if self._steady(middle) <= seconds:
+            if self._alone(middle) <= seconds:
                 low = middle
             else:
                 high = middle
