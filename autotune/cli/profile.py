@@ -31,7 +31,6 @@ DEFAULT_BUDGET = "2m20s"
 NEXT = (
     ("show", "{}", "this table again"),
     ("export", "{} --to vllm", "take the settings along"),
-    ("profile", "--budget 10m --out {}", "the same for longer: narrower intervals"),
 )
 """What to do with a profile: verb, its arguments, what it does."""
 
@@ -239,6 +238,10 @@ def _finish(
     for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
         step = f"autotune {verb} {arguments.format(files.profile)}"
         console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
+    longer = "the same command with --fresh --budget 10m"
+    console.print(
+        f"{'':<7}  {longer:<44} longer windows, narrower intervals", highlight=False, markup=False, soft_wrap=True
+    )
     return DONE if made.slo_met else FELL_SHORT
 
 

@@ -188,17 +188,19 @@ def test_a_second_ctrl_c_quits_at_once_and_breaks_nothing(model: str) -> None:
 
 @pytest.mark.slow
 def test_killed_in_a_trial_nothing_is_lost(model: str) -> None:
-    process = start(model, "--trials", "4")
+    process = start(model, "--trials", "4", "--budget", "60s")
     wait_for_trials(process, 2)
     process.kill()
     process.communicate(timeout=30)
     assert not Path("a.yaml").exists()
-    again = start(model, "--trials", "4")
+    again = start(model, "--trials", "4", "--budget", "60s")
     out, error = again.communicate(timeout=180)
     assert again.returncode in (0, 1), error
-    assert "going on with a study of 2 trials" in out or "going on with a study of 3 trials" in out
+    assert "going on with a study of " in out
+    kept = int(out.partition("going on with a study of ")[2].split()[0])
+    assert 2 <= kept <= 4
     made = load_profile("a.yaml")
     search = [json.loads(line) for line in Path("a.points.jsonl").read_text().splitlines()]
     done = [r for r in search if r["stage"] == "search" and "score" in r]
-    assert len(done) == 4 and made.status == "complete"
+    assert kept <= len(done) <= 4 and made.status == "complete"
     assert len([r for r in search if r.get("failed") == "the process ended while it ran"]) <= 1
