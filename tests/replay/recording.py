@@ -1,0 +1,144 @@
+"""What a controller was told, written down so that it can be told again, and the decisions it then makes.
+
+A recording is a gzipped file of JSON lines: first the facts a controller is attached with, then every record in the order
+in which it was told. Floats keep every digit, so what is read back is what was heard.
+
+    python -m tests.replay.recording RECORDING [CONTROLLER]      print the decisions, one JSON line each
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from autotune.attached import Control, Controllable
+from autotune.controllers.guardrails import Guardrails
+from autotune.controllers.registry import CONTROLLERS
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+
+
+@dataclass
+class Recording:
+    """Subscribe it to an engine before the controller, and it hears what the controller hears."""
+
+    slo: SLO
+    knobs: Knobs
+    limits: KnobLimits
+    kv_tokens: int
+    block_size: int
+    now: float
+    interval_s: float = 0.25
+    events: list[StepRecord | RequestRecord] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Controllable, slo: SLO, interval_s: float = 0.25) -> Recording:
+        """Begin to record ``engine``."""
+        made = cls(slo, engine.knobs, engine.limits, engine.kv_tokens, engine.block_size, engine.view().now, interval_s)
+        engine.subscribe(made)
+        return made
+
+    def on_step(self, record: StepRecord) -> None:
+        self.events.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.events.append(record)
+
+    def save(self, path: Path) -> None:
+        """The same bytes for the same recording."""
+        facts = {
+            "slo": str(self.slo), "knobs": self.knobs.as_dict(), "limits": self.limits.as_dict(), "now": self.now,
+            "kv_tokens": self.kv_tokens, "block_size": self.block_size, "interval_s": self.interval_s,
+        }  # fmt: skip
+        lines = [facts, *(["step" if isinstance(e, StepRecord) else "request", *e] for e in self.events)]
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+        facts = json.loads(lines[0])
+        made = cls(SLO.parse(facts.pop("slo")), Knobs(**facts.pop("knobs")), KnobLimits(**facts.pop("limits")), **facts)
+        for line in lines[1:]:
+            kind, *values = json.loads(line)
+            if kind == "step":
+                step = StepRecord(*values)
+                made.events.append(step._replace(limited_by=LimitedBy(step.limited_by)))
+            else:
+                request = RequestRecord(*values)
+                made.events.append(request._replace(reason=FinishReason(request.reason)))
+        return made
+
+
+class ReplayedEngine:
+    """Holds knobs and a lease as an engine does, and tells its listeners what was recorded."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.limits = self.effective_limits = recording.limits
+        self.knobs, self.epoch = recording.knobs, 0
+        self.kv_tokens, self.block_size = recording.kv_tokens, recording.block_size
+        self.slos: Mapping[str, SLO] = {}
+        self._now = recording.now
+        self._leases = LeaseHolder()
+        self._listeners: list[Listener] = []
+
+    def set_slo(self, slo: SLO) -> None: ...
+
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
+        self._leases.check(lease)
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+        self._leases.check(lease)
+        self.epoch += self.limits.check(knobs) != self.knobs
+        self.knobs = knobs
+        return self.epoch
+
+    def acquire(self, owner: str) -> Lease:
+        return self._leases.acquire(owner)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        self._listeners.append(listener)
+        return self._listeners.clear
+
+    def view(self) -> SchedulerView:
+        return SchedulerView(self._now, 0, 0, 0, 0, 0, 0, 1, 1, inf, inf, inf, self.knobs, self.epoch, self.limits)
+
+    def tell(self, events: Iterable[StepRecord | RequestRecord]) -> None:
+        for event in events:
+            for listener in list(self._listeners):
+                if isinstance(event, StepRecord):
+                    listener.on_step(event)
+                else:
+                    listener.on_request(event)
+
+
+def attach(engine: Controllable, recording: Recording, controller: str) -> Control:
+    """A control whose decisions hold nothing of the wall clock."""
+    made = CONTROLLERS[controller](recording.slo, engine.knobs, recording.kv_tokens, recording.block_size)
+    return Control(
+        engine, made, recording.slo, guardrails=Guardrails(), interval_s=recording.interval_s, wall=None
+    )  # fmt: skip
+
+
+def lines_of(control: Control) -> str:
+    return "".join(decision.as_json() + "\n" for decision in control.decisions)
+
+
+def replay(recording: Recording, controller: str = "predictive") -> str:
+    """The decision lines of a fresh controller that is told ``recording``."""
+    engine: Any = ReplayedEngine(recording)
+    with attach(engine, recording, controller) as control:
+        engine.tell(recording.events)
+    return lines_of(control)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(replay(Recording.load(Path(sys.argv[1])), *sys.argv[2:3]))
