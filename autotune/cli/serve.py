@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,6 +91,8 @@ def serve(
     name = model or (start_with.model.name if start_with else None)
     if name is None:
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
+    if start_with is not None and name != start_with.model.name:
+        print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
     promise = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
     _need_extra()

@@ -1,11 +1,11 @@
 """Latency histograms fine enough to control by, and cheap enough to fill with every gap between tokens.
 
 **Buckets.** The bounds are the preferred numbers R20 of ISO 3 (20 a decade: 1, 1.12, 1.25, ... 9, 10) from 1 ms to 63 s, and
-1.5 in its one wider gap. Neighbours are 7 to 13% apart, so a quantile read off the buckets is within 13% of the true one wherever it lies, and within
-about 6% if it is taken from the middle of its bucket. A controller that corrects in steps of 10 to 20% can steer by that;
-bounds that double, or an ITL histogram that begins at 10 ms, hide the whole of its effect in one bucket. All usual targets
-(50 ms, 200 ms, 500 ms, 1 s, 2 s) are bounds, and the targets of the engine's own SLO are added, so that the share below a
-target is exact, not interpolated. They are 102, some 8 KB of text a histogram.
+1.5 in its one wider gap. Neighbours are 7 to 13% apart, so a quantile read off the buckets is within 13% of the true one
+wherever it lies, and within about 6% if it is taken from the middle of its bucket. A controller that corrects in steps of
+10 to 20% can steer by that; bounds that double, or an ITL histogram that begins at 10 ms, hide the whole of its effect in
+one bucket. All usual targets (50 ms, 200 ms, 500 ms, 1 s, 2 s) are bounds, and the targets of the engine's own SLO are
+added, so that the share below a target is exact, not interpolated. They are 102, some 8 KB of text a histogram.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class ServerProcess:
     """``autotune serve`` with ``words`` on a free port. Its output goes to a file: a full pipe would stop it."""
 
     def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
         self._log = folder / "server.txt"
         command = [sys.executable, "-m", "autotune.cli.main", "serve", "--port", "0", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}

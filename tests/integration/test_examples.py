@@ -79,3 +79,13 @@ def test_export_to_vllm(profile: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "vllm serve ./mine --config vllm/balanced.yaml" in done.stdout
     assert "max-num-batched-tokens: 64" in (tmp_path / "vllm" / "balanced.yaml").read_text(encoding="utf-8")
+
+
+def test_serve_and_call(tmp_path: Path) -> None:
+    done = example("serve_and_call.py", "--tokens", "4", "--kv-tokens", "2048", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^one, as it comes: \S+", done.stdout, re.MULTILINE)
+    assert "'completion_tokens': 4" in done.stdout and re.search(r"^chat: \S+", done.stdout, re.MULTILINE)
+    assert "refused with 400: temperature is 500.0; it must be at least 0 and at most 100" in done.stdout
+    assert 'autotune_requests_total{reason="length"} 2.0' in done.stdout
+    assert done.stdout.endswith("stopped with 0\n")

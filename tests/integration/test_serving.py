@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -219,7 +220,7 @@ async def test_each_token_is_sent_when_it_comes(small: SmallModel, live: tuple[A
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         times.append(time.monotonic())
-    gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    gaps = sorted(b - a for a, b in pairwise(times))
     assert len(times) == 8 and gaps[3] > 0.03, gaps
 
 

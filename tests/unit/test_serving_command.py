@@ -15,12 +15,14 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.cli.serve import _setting
+from autotune.profile import save_profile
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import FinishReason
 from runtime.serving.record_log import RecordLog, read_records
 from runtime.serving.run import bind, url_of
 from tests.building import request_record
+from tests.unit.profiles import profile
 
 
 def ended(*words: str) -> tuple[int, str]:
@@ -93,6 +95,17 @@ def test_knobs_above_the_usual_ceilings_raise_them() -> None:
     assert knobs == Knobs(token_budget=16384) and limits == KnobLimits(token_budget=16384)
     with pytest.raises(InputError, match="--max-batch-size is 70000; it must be"):
         _setting(None, "balanced", {"max_batch_size": 70000})
+
+
+def test_a_profile_gives_knobs_and_ceilings_and_options_win(tmp_path: Path) -> None:
+    found = profile()
+    knobs, limits = _setting(found, "balanced", {})
+    assert (knobs, limits) == (found.settings["balanced"].knobs, found.engine.limits)
+    knobs, _ = _setting(found, "balanced", {"chunk_size": 33})
+    assert knobs == found.settings["balanced"].knobs.with_(chunk_size=33)
+    save_profile(found, tmp_path / "mine.yaml")
+    code, text = ended("--profile", str(tmp_path / "mine.yaml"), "--for", "fun")
+    assert code == 2 and f"--for is fun; {tmp_path / 'mine.yaml'} holds {', '.join(found.settings)}" in text
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client", "starlette"])

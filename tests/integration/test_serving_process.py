@@ -1,0 +1,128 @@
+"""``autotune serve`` as a process: how it begins, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from autotune.profile import save_profile
+from runtime.records import FinishReason
+from runtime.serving.record_log import read_records
+from runtime.slo import SLO
+from tests.integration.live_server import ServerProcess, in_process
+from tests.unit.profiles import profile
+
+pytestmark = pytest.mark.slow
+SMALL = ("tiny", "--kv-tokens", "32768", "--threads", "1")
+
+
+class Reader:
+    """Streams one completion in a thread. ``tokens`` grows; ``ended`` is the last event."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self.tokens = 0
+        self.ended = ""
+        self.failure: Exception | None = None
+        self._body = {"prompt": "Once", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        self._url = url
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._first.wait(60), "no token came"
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        self.ended, before = line[6:], self.ended
+                        if self.ended == "[DONE]" and before.startswith('{"error"'):
+                            self.ended = before
+                        self.tokens += "choices" in line
+                        self._first.set()
+        except httpx.HTTPError as error:
+            self.failure = error
+
+    def join(self) -> None:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+
+def test_a_signal_drains(tmp_path: Path) -> None:
+    """What runs is finished, what comes is refused, the code is 0 and every record is written."""
+    with in_process(tmp_path, *SMALL, "--slo", "ttft=60s", "--records", "records.jsonl") as server:
+        assert "SLO ttft=60000ms@99%" in server.output
+        reader = Reader(server.url, 150)
+        server.signal(signal.SIGTERM)
+        until = time.monotonic() + 30
+        while httpx.get(f"{server.url}/health").status_code == 200 and time.monotonic() < until:
+            time.sleep(0.01)
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503 and health.json() == {"status": "draining", "active": 1}
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "late"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        reader.join()
+        assert server.ended() == 0, server.output
+    assert (reader.tokens, reader.ended, reader.failure) == (150, "[DONE]", None)
+    assert "SIGTERM: draining 1 requests" in server.output and "Traceback" not in server.output
+    (record,) = read_records(tmp_path / "records.jsonl")
+    assert record.reason is FinishReason.LENGTH and record.output_tokens == len(record.token_times) == 150
+
+
+def test_grace_is_not_for_ever(tmp_path: Path) -> None:
+    with in_process(tmp_path, *SMALL, "--grace", "0.5") as server:
+        reader = Reader(server.url, 8000)
+        began = time.monotonic()
+        server.signal(signal.SIGINT)
+        assert server.ended() == 1, server.output
+        assert 0.4 < time.monotonic() - began < 30
+        reader.join()
+    assert json.loads(reader.ended)["error"]["code"] == "cancelled", "it is told so"
+    assert 0 < reader.tokens < 8000
+    assert "1 requests are cut after 0.5 s of grace" in server.output
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with in_process(tmp_path, *SMALL) as server:
+        reader = Reader(server.url, 8000)
+        server.signal(signal.SIGTERM)
+        while "draining" not in server.output:
+            time.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        assert server.ended(15) == 128 + signal.SIGTERM
+        reader.join()
+    assert isinstance(reader.failure, httpx.RemoteProtocolError)
+
+
+def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
+    with in_process(tmp_path, *SMALL, "--served-model-name", "mine", "--token-budget", "256") as server:
+        assert "serving mine at" in server.output and "token_budget=256" in server.output
+        with httpx.Client(base_url=server.url) as client:  # whose connection stays open
+            assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
+            first = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
+            assert first.elapsed.total_seconds() < 3, "the first request finds a warm engine"
+            assert client.post("/v1/completions", json={"prompt": "a", "model": "tiny"}).status_code == 404
+            assert 'autotune_requests_total{reason="length"} 1.0' in client.get("/metrics").text
+            server.signal(signal.SIGTERM)
+            assert server.ended(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    assert isinstance(server, ServerProcess) and "Traceback" not in server.output
+
+
+def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
+    made = profile(slo=SLO(ttft_ms=60_000))
+    save_profile(made, tmp_path / "mine.yaml")
+    with in_process(tmp_path, "--profile", "mine.yaml", "--chunk-size", "77", "--dtype", "float32") as server:
+        knobs = made.settings["balanced"].knobs.with_(chunk_size=77)
+        assert f"serving tiny at {server.url} · SLO ttft=60000ms@99% · {knobs}" in server.output
+        told = httpx.get(f"{server.url}/metrics", timeout=30).text
+        assert f"autotune_kv_blocks_total {made.engine.kv_pool.blocks}.0" in told
+        server.signal()
+        assert server.ended() == 0
