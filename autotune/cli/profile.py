@@ -80,6 +80,7 @@ def profile(
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import device_kind, heading, model_facts, with_threads
+    from autotune.evaluate import EvaluationError
     from autotune.profiling.findings import Question
     from autotune.profiling.fingerprint import machine
     from autotune.profiling.space import make_space
@@ -121,7 +122,11 @@ def profile(
         facts = model_facts(loaded, seed)
         with Engine(loaded, limits=limits, seed=seed) as engine:
             here = with_threads(found_machine)
-            found = _study(engine, facts, here, question, files, workload, console, fresh, stop)
+            try:
+                found = _study(engine, facts, here, question, files, workload, console, fresh, stop)
+            except EvaluationError as error:  # it ran, and nothing could be measured
+                print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+                return FELL_SHORT
             if found is None:
                 return INTERRUPTED
             command = shlex.join(["autotune", *context.obj])

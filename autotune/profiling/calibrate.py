@@ -31,7 +31,7 @@ from autotune.profiling.setup import (
 from autotune.workload import Arrival, Workload, prompt_ids
 from runtime.clock import Clock
 from runtime.knobs import Knobs
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 
@@ -124,6 +124,7 @@ class Calibrator:
                 unsubscribe()
             found += recorder.requests.values()
             self._small += recorder.steps if probe else []
+            check(recorder)
         kept = found[1:]
         ttft = statistics.median(r.ttft or 0.0 for r in kept)
         return ttft, statistics.median(r.tpot or r.ttft or 0.0 for r in kept), prompt
@@ -164,6 +165,7 @@ class Calibrator:
         if self._stop():
             raise Interrupted("interrupted")
         settle(self._engine, self._clock)
+        check(recorder)
         steps = [s for s in recorder.steps if s.start >= begun + seconds / 4]
         steps = steps if len(steps) >= 4 else recorder.steps  # a machine so slow that a quarter holds hardly a step
         if not steps:
@@ -192,3 +194,10 @@ class Calibrator:
                     raise Interrupted("interrupted")
                 raise EvaluationError(f"a request alone was not answered within {seconds:g} s")
             pause.wait(0.005)
+
+
+def check(recorder: Recorder) -> None:
+    """Raise :class:`EvaluationError` with the cause if a request failed: costs fitted to that would mean nothing."""
+    for record in recorder.requests.values():
+        if record.reason is FinishReason.ERROR:
+            raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")

@@ -116,6 +116,29 @@ def test_another_question_under_the_same_name_is_refused(model: str, capsys: pyt
     assert Path("a.yaml").read_bytes() == before
 
 
+def test_a_model_that_cannot_be_measured_is_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.torch_backend.executor import TorchExecutor
+
+    def broken(self: TorchExecutor, *args: object, **options: object) -> None:
+        raise ArithmeticError("the weights melted")
+
+    import autotune.cli.profile as verb
+
+    real = verb.__dict__["_study"]
+
+    def melting(*args: object, **options: object) -> object:
+        monkeypatch.setattr(TorchExecutor, "execute", broken)
+        return real(*args, **options)
+
+    monkeypatch.setattr(verb, "_study", melting)
+    assert run(["profile", "--model", model, *QUICK, "--budget", "10s"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: nothing could be measured: ") and error.count("\n") == 1
+    assert not Path("small-cpu.yaml").exists()
+
+
 def start(model: str, *options: str) -> subprocess.Popen[str]:
     command = [
         sys.executable,
