@@ -89,3 +89,18 @@ def test_serve_and_call(tmp_path: Path) -> None:
     assert "refused with 400: temperature is 500.0; it must be at least 0 and at most 100" in done.stdout
     assert 'autotune_requests_total{reason="length"} 2.0' in done.stdout
     assert done.stdout.endswith("stopped with 0\n")
+
+
+def test_control_engine(tmp_path: Path) -> None:
+    words = ("--seconds", "4", "--tokens", "6", "--kv-tokens", "8192", "--slo", "ttft=60s,tpot=10s@50%")
+    done = example("control_engine.py", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^steered over \S+autotune-\d+\.sock$", done.stdout, re.MULTILINE)
+    assert re.search(r"^in SLO 100\.0% of the last \d+ · regime [a-z-]+ · max_batch \d+, budget", done.stdout, re.MULTILINE)
+    assert re.search(r"^to   max_batch_size=\d+", done.stdout, re.MULTILINE)
+    told = run("-m", "autotune.cli.main", "explain", "control_engine.jsonl", folder=tmp_path)
+    assert told.returncode == 0 and "attach" in told.stdout and "regimes" in told.stdout
+
+    done = example("control_engine.py", "--slo", "tpot=50", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: --slo: .*no unit.*\n", done.stderr)
