@@ -6,7 +6,7 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,11 +39,14 @@ def render(comparison: Comparison, slo: SLO, title: str, suffix: str, *, shown: 
 
     ``shown``: which contenders to draw (at most six); those that were measured first unless given.
     """
-    figure = _figure(comparison, slo, title, tuple(shown or comparison.contenders)[:_MOST])
+    import matplotlib
+
     buffer = io.BytesIO()
     kind = "png" if suffix == ".png" else "svg"
-    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}  # the same picture, the same bytes
-    figure.savefig(buffer, format=kind, dpi=110, metadata=metadata)
+    # text stays text, and the same comparison gives the same bytes
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autotune", "font.size": 9}):
+        figure = _figure(comparison, slo, title, tuple(shown or comparison.contenders)[:_MOST])
+        figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
     if suffix != ".html":
         return buffer.getvalue()
     svg = buffer.getvalue().decode()
@@ -54,19 +57,16 @@ def render(comparison: Comparison, slo: SLO, title: str, suffix: str, *, shown: 
 
 
 def _figure(comparison: Comparison, slo: SLO, title: str, shown: Sequence[Contender]) -> Figure:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autotune", "font.size": 9}):
-        figure = Figure(figsize=(10, 7), layout="constrained")
-        figure.suptitle(title, fontsize=10)
-        axes = figure.subplots(2, 2)
-        colours = {c.name: f"C{i}" for i, c in enumerate(shown)}
-        _over_time(axes[0, 0], comparison, shown, colours)
-        _knobs(axes[0, 1], comparison)
-        _cdf(axes[1, 0], comparison, shown, colours, "ttft_ms", "TTFT", slo.ttft_ms)
-        _cdf(axes[1, 1], comparison, shown, colours, "tpot_ms", "TPOT", slo.tpot_ms or slo.itl_ms)
-        figure.draw_without_rendering()
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(2, 2)
+    colours = {c.name: f"C{i}" for i, c in enumerate(shown)}
+    _over_time(axes[0, 0], comparison, shown, colours)
+    _knobs(axes[0, 1], comparison)
+    _cdf(axes[1, 0], comparison, shown, colours, "ttft_ms", "TTFT", slo.ttft_ms)
+    _cdf(axes[1, 1], comparison, shown, colours, "tpot_ms", "TPOT", slo.tpot_ms or slo.itl_ms)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from autotune.controllers.predictive import PredictiveController
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO, attainment
+from runtime.step_model import StepFeatures
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 
 Arrivals = list[tuple[float, int, int]]
@@ -56,6 +58,38 @@ def test_recovers_from_a_start_that_is_far_too_small() -> None:
     after = [r for r in records if r.arrival >= late[0][0]]
     assert attainment(after, INTERACTIVE).share > 0.95
     assert engine.knobs.max_wait_ms == 0
+
+
+@pytest.mark.parametrize(("stalls", "gain"), [(0.15, -0.05), (0.05, 0.02)], ids=["15% of steps", "5% of steps"])
+def test_a_machine_that_stalls_does_not_make_it_starve_the_queue(stalls: float, gain: float) -> None:
+    """Steps 1.5 to 4 times longer now and then, as beside other work: some late decodes must not make all prompts late."""
+    arrivals = poisson(18, 20, 70, 14, seed=13) + poisson(6, 20, 210, 40, seed=14, start=20)
+    promise = SLO(ttft_ms=600, tpot_ms=25)
+
+    def found(*, controlled: bool) -> float:
+        dice = random.Random(1)
+
+        def stalling(step: StepFeatures) -> float:
+            return slow_cpu(step) * (dice.uniform(1.5, 4) if dice.random() < stalls else 1)
+
+        return share(stalling, promise, arrivals, VLLM, controlled=controlled)
+
+    assert found(controlled=True) > found(controlled=False) + gain
+
+
+def test_an_untrusted_model_leaves_the_last_knobs_it_vouched_for() -> None:
+    start = Knobs(1024, 0, 8192, 8192)
+    engine = SimulatedEngine(slow_cpu, knobs=start)
+    made = PredictiveController(RELAXED, start, kv_tokens=10_000)
+    with control(engine, slo=RELAXED, controller=made):
+        engine.run(poisson(6, 20, 100, 40, seed=15))
+    vouched = made.decide(engine.now, engine.knobs, engine.limits).knobs
+    for i in range(100):
+        made.observe_step(step(engine.now + i, 20.0 if i % 2 else 0.001))
+    proposal = made.decide(engine.now, engine.knobs, engine.limits)
+    assert (proposal.regime, proposal.knobs) == ("fallback", vouched)
+    assert proposal.knobs.token_budget < start.token_budget
+    assert "vouched" in proposal.cause
 
 
 def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:

@@ -1,0 +1,219 @@
+"""Turns on a real engine with known step times, and what becomes of their results."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from autotune.bench import (
+    Comparison,
+    Contender,
+    Failure,
+    Outcome,
+    Result,
+    Turn,
+    compare,
+    controlled,
+    defaults,
+    fixed,
+    measure,
+    parse_fixed,
+    plotting,
+    turns,
+)
+from autotune.bench.table import show
+from autotune.workload import parse_workload
+from runtime.errors import InputError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.engine import Engine
+from runtime.request import Sequence
+from runtime.slo import SLO
+from tests.unit.paced import FACTS, WORKLOAD, paced
+from tests.unit.profiles import score
+
+EASY = SLO(ttft_ms=5000, tpot_ms=1000)
+ONE, TWO = fixed(Knobs(16, 0, 128, 128)), fixed(Knobs(4, 0, 32, 32))
+
+
+def run(engine: Engine, contenders: list[Contender], rounds: int = 1, **options: Any) -> list[Result | Failure]:
+    given = {"vocab_size": FACTS.vocab_size, "duration": 0.5, **options}
+    return list(measure(engine, turns(contenders, rounds, 7), parse_workload(WORKLOAD), EASY, **given))
+
+
+def test_rounds_rotate_and_share_their_arrivals_but_no_prompt() -> None:
+    planned = turns([ONE, TWO, defaults(KnobLimits())], 3, seed=5)
+    assert [t.contender.name for t in planned] == [
+        "16/128", "4/32", "defaults", "4/32", "defaults", "16/128", "defaults", "16/128", "4/32",
+    ]  # fmt: skip
+    assert [t.seed for t in planned] == [5, 5, 5, 6, 6, 6, 7, 7, 7]
+    assert len({t.prompts for t in planned}) == 9
+
+
+def test_every_contender_meets_the_same_requests_at_its_own_setting() -> None:
+    with paced() as engine:
+        vllm, control = defaults(engine.limits), controlled(engine.limits)
+        found = run(engine, [vllm, control, TWO], rounds=2)
+        assert engine.view().running == engine.view().waiting == 0
+    assert all(isinstance(r, Result) for r in found) and len(found) == 6
+    for number in (0, 1):
+        same = [r for r in found if isinstance(r, Result) and r.turn.round == number]
+        assert len({tuple(round(o.due, 6) for o in r.outcomes) for r in same}) == 1
+        assert {r.turn.contender: r.score.setting for r in same} == {
+            vllm: vllm.knobs.as_dict(), control: vllm.knobs.as_dict(), TWO: TWO.knobs.as_dict(),
+        }  # fmt: skip
+    for r in found:
+        assert isinstance(r, Result)
+        assert sum(o.met for o in r.outcomes) == r.score.met and len(r.outcomes) == r.score.offered
+        assert bool(r.decisions) == r.turn.contender.control
+        assert all(0 <= d.at < 5 for d in r.decisions)
+
+
+def test_a_failed_turn_is_a_failure_and_the_others_go_on() -> None:
+    def sample(sequence: Sequence) -> int:
+        if str(sequence.request.id).startswith(f"bench-{broken}-"):
+            raise RuntimeError("broken")
+        return 1
+
+    broken = turns([ONE, TWO], 1, 7)[0].prompts
+    with paced(sample=sample) as engine:
+        found = run(engine, [ONE, TWO])
+    assert isinstance(found[0], Failure) and "broken" in found[0].cause
+    assert isinstance(found[1], Result) and found[1].turn.contender == TWO
+
+
+def test_stopped_in_the_middle_of_a_turn_keeps_the_whole_ones() -> None:
+    with paced() as engine:
+        seen: list[Result | Failure] = []
+        given = {"vocab_size": 256, "duration": 0.3, "stop": lambda: bool(seen)}
+        for found in measure(engine, turns([ONE, TWO], 2, 0), parse_workload(WORKLOAD), EASY, **given):  # type: ignore[arg-type]
+            seen.append(found)
+        assert len(seen) == 1
+        assert engine.view().running == engine.view().waiting == 0
+
+
+def result(contender: Contender, number: int, met: list[bool], duration: float = 40.0) -> Result:
+    outcomes = tuple(
+        Outcome(duration * i / len(met), ok, 100.0 + i, None if i == 0 else 10.0 + i, 500.0) for i, ok in enumerate(met)
+    )
+    return Result(Turn(contender, number, number, number), score(), outcomes, ())
+
+
+def world() -> Comparison:
+    """Two rounds of 40 requests: ONE keeps all but every tenth, TWO all but every second."""
+    results = [result(ONE, r, [i % 10 != 9 for i in range(40)]) for r in (0, 1)]
+    results += [result(TWO, r, [i % 2 == 0 for i in range(40)]) for r in (0, 1)]
+    return compare(results, 40.0)
+
+
+def test_shares_and_percentiles_are_of_all_requests() -> None:
+    found = world().standing(ONE)
+    assert (found.rounds, found.offered) == (2, 80)
+    assert found.attainment.value == pytest.approx(0.9) and found.goodput.value == pytest.approx(0.9)
+    assert found.attainment.low <= 0.9 <= found.attainment.high
+    p50, p99 = found.latencies["ttft_ms"]
+    assert (p50.value, p99.value) == (119.0, 139.0)  # the 40th and the 80th of 80, by nearest rank
+    assert p50.low <= 119 <= p50.high and p99.low <= p99.value == p99.high
+    assert found.latencies["tpot_ms"][0].value == 30.0  # the 39th of the 78 that have one
+
+
+def test_a_paired_difference_is_exact_when_every_block_says_the_same() -> None:
+    found = world().difference(ONE, TWO)
+    assert found is not None and found.rounds == 2
+    assert found.difference.value == pytest.approx(0.4) and found.ratio.value == pytest.approx(1.8)
+    assert found.difference.low > 0.3 and found.difference.high < 0.55
+    equal = world().difference(ONE, ONE)
+    assert equal is not None and equal.difference == (0.0, 0.0, 0.0) and equal.ratio == (1.0, 1.0, 1.0)
+
+
+def test_a_difference_takes_only_rounds_that_both_have() -> None:
+    good, bad = [True] * 40, [False] * 40
+    comparison = compare([result(ONE, 0, good), result(TWO, 0, good), result(ONE, 1, bad)], 40.0)
+    found = comparison.difference(ONE, TWO)
+    assert found is not None and (found.rounds, found.difference.value) == (1, 0.0)
+    assert comparison.standing(ONE).attainment.value == 0.5
+    assert compare([result(ONE, 0, good), result(TWO, 1, good)], 40.0).difference(ONE, TWO) is None
+
+
+def test_intervals_follow_the_spread_between_rounds() -> None:
+    steady = [result(ONE, r, [i % 2 == 0 for i in range(40)]) for r in range(4)]
+    moody = [result(TWO, r, [r % 2 == 0] * 40) for r in range(4)]
+    comparison = compare([*steady, *moody], 40.0)
+    one, two = (comparison.standing(c).attainment for c in (ONE, TWO))
+    assert one.value == two.value == 0.5
+    assert one.high - one.low < 0.2 < 0.6 < two.high - two.low
+
+
+def test_nothing_measured_is_refused_and_nothing_finished_is_not_a_number() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        compare([], 10.0)
+    none = Result(Turn(ONE, 0, 0, 0), score(), (Outcome(1.0, False, None, None, None),), ())
+    found = compare([none], 10.0).standing(ONE)
+    assert found.attainment.value == 0 and math.isnan(found.latencies["e2e_ms"][0].value)
+    assert found.as_dict()["e2e_ms"]["p50"] == {"value": None, "low": None, "high": None}
+
+
+def test_the_table_says_what_each_kept_and_how_it_differs() -> None:
+    console = Console(width=250, file=io.StringIO())
+    show(world(), EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].startswith("16/128") and "90.0% [" in lines[1] and "+40.0 [" in lines[1]
+    assert lines[2].startswith("4/32") and "50.0% [" in lines[2]
+    assert "− 4/32" in lines[0] and f"SLO {EASY}" in lines[3]
+
+
+@pytest.mark.parametrize("suffix", plotting.FORMATS)
+def test_the_plot_needs_nothing_from_elsewhere(suffix: str) -> None:
+    with paced() as engine:
+        found = run(engine, [controlled(engine.limits), ONE])
+    comparison = compare([r for r in found if isinstance(r, Result)], 0.5)
+    made = plotting.render(comparison, EASY, "a <title> & more", suffix)
+    assert 2_000 < len(made) < 400_000
+    if suffix == ".png":
+        assert made.startswith(b"\x89PNG")
+        return
+    text = made.decode()
+    svg = text[text.index("<svg") : text.index("</svg>") + 6]
+    ElementTree.fromstring(svg)
+    words = "".join(ElementTree.fromstring(svg).itertext())
+    assert "a <title> & more" in words and "control" in words and "16/128" in words and "5000 ms" in words
+    assert "<script" not in text and "src=" not in text
+    assert made == plotting.render(comparison, EASY, "a <title> & more", suffix)
+
+
+def test_a_plot_goes_where_it_can(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--out: x.gif must end in .html, .svg, .png"):
+        plotting.check(Path("x.gif"))
+    with pytest.raises(InputError, match="there is no directory"):
+        plotting.check(tmp_path / "none" / "x.svg")
+    assert plotting.check(tmp_path / "x.svg") == tmp_path / "x.svg"
+
+
+def test_fixed_settings_as_typed() -> None:
+    limits = KnobLimits(max_batch_size=128)
+    found = parse_fixed("max_batch_size=64, token_budget=512", limits)
+    assert found == Contender("64/512", Knobs(64, 0, 512, 512))
+    assert parse_fixed("chunk_size=32,max_wait_ms=2.5", limits).name == "128/8192 chunk 32 wait 2.5 ms"
+    for text, said in (
+        ("budget=5", '"budget=5" sets no knob; the knobs are max_batch_size, '),
+        ("token_budget", 'token_budget is ""; it must be a number'),
+        ("token_budget=x", 'token_budget is "x"; it must be a number'),
+        ("token_budget=8,token_budget=9", "token_budget is given twice"),
+        ("max_batch_size=129", "max_batch_size is 129.0; it must be a whole number between 1 and 128 sequences"),
+    ):
+        with pytest.raises(InputError) as error:
+            parse_fixed(text, limits)
+        assert str(error.value).startswith(said)
+
+
+def test_defaults_are_clamped_and_control_starts_from_them() -> None:
+    limits = KnobLimits(max_batch_size=64, token_budget=512, chunk_size=256)
+    assert defaults(limits).knobs == controlled(limits).knobs == Knobs(64, 0, 512, 256)
+    assert not defaults(limits).control and controlled(limits).control
+    assert controlled(limits, Knobs(128, 0, 64, 64)) == Contender("control from profile", Knobs(64, 0, 64, 64), True)

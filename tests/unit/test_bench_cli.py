@@ -1,0 +1,49 @@
+"""``autotune bench`` as typed: what is refused before anything is loaded, and what help says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.cli.main import run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
+        (["--workload", "nope"], '--workload: workload "nope": '),
+        (["--rate", "0"], "--rate is 0; it must be above 0 requests/s"),
+        (["--duration", "30"], '--duration: "30" is not a time, such as 30s or 2m'),
+        (["--duration", ""], '--duration: "" is not a time'),
+        (["--duration", "0.5s"], "--duration is 0.5s; it must be at least 1s"),
+        (["--rounds", "0"], "invalid value for '--rounds': "),
+        (["--fixed", "budget=5"], '--fixed: "budget=5" sets no knob; the knobs are max_batch_size, '),
+        (
+            ["--fixed", "token_budget=9000"],
+            "--fixed: token_budget is 9000.0; it must be a whole number between 1 and 8192",
+        ),
+        (["--fixed", "token_budget=64", "--fixed", "token_budget=64"], "--fixed: 1024/64 is compared already"),
+        (["--out", "plot.pdf"], "--out: plot.pdf must end in .html, .svg, .png"),
+        (["--out", "nowhere/plot.svg"], "--out: nowhere/plot.svg cannot be written: there is no directory nowhere"),
+        (["--profile", "none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
+        (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
+        (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
+    ],
+)
+def test_wrong_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"error: {text}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("autotune bench") >= 4 and "vLLM's defaults" in text
