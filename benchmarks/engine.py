@@ -4,9 +4,10 @@ The same 57M-parameter model (the ``tiny`` preset, random weights), the same pro
 with the best of a few settings, found in a sweep before the rounds; then all take turns, so that what else the machine does
 hits each alike. The figure is output tokens per second of the process's CPU time, and ratios are taken within a round.
 
-Prompts have 16 to 248 tokens (132 on average); long ones 256 to 768. Batches of the static peer are made in order of arrival,
-as a server would; ``--sorted-static`` lets it see all prompts beforehand and batch those of like length. Every pair of dtype
-and thread count runs in a process of its own.
+Prompts have 132 tokens on average, spread as in real traffic: log-normal with a coefficient of variation of 1, at most 768.
+Long ones have 256 to 768, even ones 8 to 256, both uniform; even ones are what static batches like best. Batches of the
+static peer are made in order of arrival, as a server would; ``--sorted-static`` lets it see all prompts beforehand and batch
+those of like length. Every pair of dtype and thread count runs in a process of its own.
 
 Run ``python -m benchmarks.engine`` (``--quick``: fewer prompts and rounds); the last line is JSON.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import statistics
@@ -28,9 +30,10 @@ from typing import Any, NamedTuple
 
 BATCH = 32
 OUTPUT = 64
-LENGTHS = {"short": (16, 248), "long": (256, 768)}
+LONGEST = {"short": 768, "even": 256, "long": 768}
 CASES = (
     ("bfloat16", 1, "short"),
+    ("bfloat16", 1, "even"),
     ("bfloat16", 1, "long"),
     ("float32", 1, "short"),
     ("bfloat16", 2, "short"),
@@ -49,8 +52,14 @@ class Peer(NamedTuple):
 
 def make_prompts(count: int, kind: str, vocab: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(f"{seed} {kind}")
-    low, high = LENGTHS[kind]
-    return [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(count)]
+    high = LONGEST[kind]
+    if kind == "short":
+        spread = math.sqrt(math.log(2))  # a coefficient of variation of 1
+        mean = 132.0
+        lengths = [rng.lognormvariate(math.log(mean) - spread**2 / 2, spread) for _ in range(count)]
+    else:
+        lengths = [rng.randint(256 if kind == "long" else 8, high) for _ in range(count)]
+    return [[rng.randrange(vocab) for _ in range(max(8, min(high, round(n))))] for n in lengths]
 
 
 def ours(dtype: str) -> Peer:
@@ -62,8 +71,8 @@ def ours(dtype: str) -> Peer:
     from runtime.torch_backend.executor import TorchExecutor
     from runtime.torch_backend.loading import load_model
 
-    blocks = BATCH * (LENGTHS["long"][1] + OUTPUT) // 16 + BATCH
-    knobs = Knobs(max_batch_size=BATCH, token_budget=512, chunk_size=512)
+    blocks = BATCH * (LONGEST["long"] + OUTPUT) // 16 + BATCH
+    knobs = Knobs(max_batch_size=BATCH, token_budget=1024, chunk_size=1024)
     executor = TorchExecutor(load_model("tiny", dtype=dtype, device="cpu"), kv_blocks=blocks)
 
     def run(prompts: Prompts) -> int:
@@ -86,7 +95,7 @@ def continuous_peers(model: Any, kind: str) -> list[Peer]:
     config = GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
     peers = []
     for page, budget in ((256, 256), (256, 512), (32, 256)):
-        pages = (BATCH + 1) * -(-(LENGTHS[kind][1] + OUTPUT) // page)
+        pages = (BATCH + 1) * -(-(LONGEST[kind] + OUTPUT) // page)
         batching = ContinuousBatchingConfig(
             page_size=page,
             num_blocks=pages,
@@ -205,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.worker:
         worker(args.worker, args.kinds.split(","), args.prompts, args.rounds, args.sorted_static)
         return
-    wanted = CASES[:2] if args.quick else CASES
+    wanted = CASES[:3] if args.quick else CASES
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     print(
         f"output tokens per CPU second, {args.prompts} prompts, {OUTPUT} tokens each, median of {args.rounds} rounds (range)"
@@ -220,11 +229,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 versus = "" if at == 0 else f"ours is {ratio(peers, at):.2f} times that"
                 where = f"{dtype:8} {threads} thread{'s' if threads > 1 else ' '} {kind:5}"
                 print(f"{where}  {peer['name']:27} {spread:20} {peer['settings']:28} {versus}", flush=True)
-    short, long = found["bfloat16", 1, "short"], found["bfloat16", 1, "long"]
+    short, even, long = (found["bfloat16", 1, kind] for kind in ("short", "even", "long"))
     summary = {
         "vs_transformers_cb": ratio(short, 1),
         "vs_static": ratio(short, 2),
         "long_vs_transformers_cb": ratio(long, 1),
+        "even_vs_static": ratio(even, 2),
     }
     print(json.dumps({name: round(value, 3) for name, value in summary.items()}))
 

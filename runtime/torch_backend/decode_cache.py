@@ -6,7 +6,7 @@ all rows is two batched matrix products and a softmax on memory as it lies. In b
 layout oneDNN's product reads without reordering (32 rows of 256 tokens, 2 heads: 0.13 ms against 0.43).
 
 Rows are kept in classes by length, so that one long row does not pad all others. The pool keeps every token as well, so
-any row can be loaded from it at any time: that is how a row moves to another place, and how the cache recovers.
+any row can be loaded from it at any time: that is how a row gets to a larger class, and how the cache recovers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.torch_backend.attention import Terms, softmax_weights
 from runtime.torch_backend.inputs import DecodeRows, Ints
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 
-CAPACITIES = tuple(n << k for k in range(6, 26) for n in (2, 3))  # 128, 192, 256, 384, 512, …
+CAPACITIES = (256, *(n << k for k in range(8, 26) for n in (2, 3)))  # 256, 512, 768, 1024, 1536, …
 _SLACK = 16  # tokens a row can at least grow by before it needs a larger class
 _ROUND = 16  # context lengths are padded to a multiple of this
 
@@ -34,7 +34,8 @@ class LengthClass:
         self.homes: list[int] = []
         self.allocated = 0  # rows in each store
         self.stores: dict[LayerKV, tuple[Tensor, Tensor]] = {}
-        self.loads: list[tuple[int, Tensor, int]] = []  # (row, its blocks, tokens) to be read from the pool
+        self.moves: list[tuple[int, int]] = []  # (to, from): rows to be copied in this step, in order, before any load
+        self.loads: list[tuple[int, Tensor, int]] = []  # (row, its blocks, tokens): rows to be read from the pool
         self.begin = 0  # of its rows in the packed batch
         self.length = 0  # padded context of this step
         self._positions: Ints = np.zeros(0, np.int64)
@@ -102,10 +103,12 @@ class DecodeCache:
             self.clear()
             self._generation = rows.generation
             left, taken = [], rows.order.tolist()
-        stale: set[int] = set()  # homes whose row has to be loaded
+        for cls in self._classes.values():
+            cls.moves.clear()
         for home in left:
-            self._remove(home, stale)
-        taken = taken + self._outgrown(rows, stale)
+            self._remove(home)
+        taken = taken + self._outgrown(rows)
+        stale: set[int] = set()  # homes whose row has to be loaded
         for home in taken:
             need = rows.position_at(home) + _SLACK
             capacity = next(c for c in CAPACITIES if c >= need)
@@ -129,14 +132,14 @@ class DecodeCache:
         self.count = begin
         return True
 
-    def _outgrown(self, rows: DecodeRows, stale: set[int]) -> list[int]:
+    def _outgrown(self, rows: DecodeRows) -> list[int]:
         """Take out the rows whose next token does not fit."""
         grown = []
         for cls in self._active:
             if cls.homes and rows.longest(cls.homes) >= cls.capacity:
                 grown += [home for home in cls.homes if rows.position_at(home) >= cls.capacity]
         for home in grown:
-            self._remove(home, stale)
+            self._remove(home)
         return grown
 
     def _loads(self, cls: LengthClass, rows: DecodeRows, stale: set[int]) -> list[tuple[int, Tensor, int]]:
@@ -148,39 +151,38 @@ class DecodeCache:
                 loads.append((row, torch.tensor([blocks]), tokens))
         return loads
 
-    def _remove(self, home: int, stale: set[int]) -> None:
+    def _remove(self, home: int) -> None:
         """Take a row out; the last row of its class fills the gap."""
         cls = self._where.pop(home, None)
         if cls is None:
             return
-        stale.discard(home)
         row = cls.homes.index(home)
         last = cls.homes.pop()
         if last != home:
             cls.homes[row] = last
-            stale.add(last)
+            cls.moves.append((row, len(cls.homes)))
 
     def _allocate(self, stale: set[int]) -> bool:
-        """Make room for every class's rows; those of a class that grows are all to be loaded."""
+        """Make room for every class's rows. Without room to spare, classes are cut to size and loaded anew."""
         growing = [c for c in self._classes.values() if len(c.homes) > c.allocated]
         if not growing:
             return True
         for cls in growing:
             count = len(cls.homes)
-            cls.allocated = count if count < 4 else -(-count * 5 // 16) * 4  # a quarter more, in fours
+            cls.allocated = count if count < 4 else -(-count * 3 // 8) * 4  # half as many again, in fours
         if self._bytes() > self._max_bytes:
             for cls in list(self._classes.values()):
                 if not cls.homes:
                     del self._classes[cls.capacity]
                 else:
                     cls.allocated = len(cls.homes)
-            growing = list(self._classes.values())
             if self._bytes() > self._max_bytes:
                 self.clear()
                 return False
-        for cls in growing:
-            cls.stores.clear()
-            stale.update(cls.homes)
+            for cls in self._classes.values():
+                cls.stores.clear()
+                cls.moves.clear()
+                stale.update(cls.homes)
         return True
 
     def _bytes(self) -> int:
@@ -199,11 +201,17 @@ class DecodeCache:
         count, group, length = len(cls.homes), heads // kv_heads, cls.length
         transposed = key.dtype == torch.bfloat16
         store = cls.stores.get(layer)
-        if store is None:
-            flat = cls.allocated * kv_heads
+        flat = cls.allocated * kv_heads
+        if store is None or len(store[0]) < flat:
             keys = key.new_empty((flat, dim, cls.capacity) if transposed else (flat, cls.capacity, dim))
-            store = cls.stores[layer] = keys, value.new_empty(flat, cls.capacity, value_dim)
+            values = value.new_empty(flat, cls.capacity, value_dim)
+            if store is not None:
+                keys[: len(store[0])], values[: len(store[1])] = store
+            store = cls.stores[layer] = keys, values
         keys, values = store
+        for row, source in cls.moves:
+            to, of = (slice(r * kv_heads, (r + 1) * kv_heads) for r in (row, source))
+            keys[to], values[to] = keys[of], values[of]
         for row, blocks, tokens in cls.loads:
             self._load(layer, row, blocks, tokens, keys, values, transposed)
         rows = slice(cls.begin, cls.begin + count)

@@ -122,9 +122,13 @@ class TorchExecutor:
 
         Errors propagate.
         """
-        with torch.inference_mode():
-            ids, keep, step, sampling = self._prepare(plan)
-            return self._forward(ids, keep, step), sampling
+        try:
+            with torch.inference_mode():
+                ids, keep, step, sampling = self._prepare(plan)
+                return self._forward(ids, keep, step), sampling
+        except Exception:
+            self._rows.forget()
+            raise
 
     def _run_plan(self, plan: StepPlan) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
         started = time.process_time()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runtime.torch_backend.contract import Loaded
 
 MAX_CPU_POOL_BYTES = 4 << 30
-CPU_SHARE = 0.4
+CPU_SHARE = 0.3  # the decode cache may take as much again
 CUDA_SHARE = 0.85
 
 
