@@ -76,7 +76,11 @@ def _within(
     if value is None and optional:
         return
     kind = int if integer else (int, float)
-    bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
+    bad = (
+        isinstance(value, bool)
+        or not isinstance(value, kind)
+        or (isinstance(value, float) and not math.isfinite(value))
+    )
     if bad or value < low or (open_low and value == low) or (high is not None and value > high):
         bound = f"{'above' if open_low else 'at least'} {low:g}" + ("" if high is None else f" and at most {high:g}")
         raise ValueError(f"{name} is {value!r}; it must be {'a whole number ' if integer else ''}{bound}")

@@ -86,7 +86,12 @@ class SLO:
 
     @classmethod
     def of(cls, value: SLO | str) -> SLO:
-        return cls.parse(value) if isinstance(value, str) else value
+        """An SLO as it is, or parsed from text. Raises ``ValueError`` for anything else."""
+        if isinstance(value, str):
+            return cls.parse(value)
+        if not isinstance(value, cls):
+            raise ValueError(f"slo is {value!r}; it must be an SLO or text such as {_EXAMPLE}")
+        return value
 
     def __str__(self) -> str:
         """The spelling that :meth:`parse` reads back to an equal SLO, to the last digit."""
@@ -118,7 +123,7 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """A kind of request with its own promise. ``weight`` is its worth relative to other classes."""
+    """A kind of request with its own promise (an SLO, or its spelling). ``weight`` is its worth relative to others."""
 
     name: str
     slo: SLO
@@ -127,6 +132,7 @@ class RequestClass:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a request class needs a name")
+        object.__setattr__(self, "slo", SLO.of(self.slo))
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight of class {self.name} is {self.weight}; it must be above 0")
 

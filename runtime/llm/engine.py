@@ -243,9 +243,9 @@ class Engine(TunableEngine):
         """The promise to each request class; that of ``default`` is for classes not named."""
         return MappingProxyType(self._slos)
 
-    def set_slo(self, slo: SLO) -> None:
+    def set_slo(self, slo: SLO | str) -> None:
         """Promise ``slo`` to the class ``default`` from now on."""
-        self._slos["default"] = self._core.scheduler.slack.slos["default"] = slo
+        self._slos["default"] = self._core.scheduler.slack.slos["default"] = SLO.of(slo)
 
     @property
     def kv_tokens(self) -> int:

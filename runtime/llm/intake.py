@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
@@ -14,6 +13,8 @@ from runtime.request import Request, SamplingParams
 
 _GREEDY: Final = SamplingParams()
 _SAMPLING: Final = tuple(f.name for f in fields(SamplingParams))
+_MOST_PRIORITY: Final = 2**31 - 1  # far beyond any use; keys of orderings are floats, and stay exact
+_FOREVER_S: Final = 1e15  # 30 million years; whole numbers may be larger than any float
 
 
 class Tokenizer(Protocol):
@@ -89,7 +90,10 @@ class Intake:
         if isinstance(prompt, str):
             if model.tokenizer is None:
                 raise ValueError(f"prompt is text, and {model.name} has no tokenizer; give it as a list of token ids")
-            tokens = tuple(model.tokenizer.encode(prompt)) if prompt else ()
+            try:
+                tokens = tuple(model.tokenizer.encode(prompt)) if prompt else ()
+            except Exception as error:  # half a surrogate pair, say; tokenizers raise what they like
+                raise ValueError(f"prompt cannot be tokenised: {error}") from error
         else:
             try:
                 tokens = tuple(map(operator.index, prompt))
@@ -119,8 +123,12 @@ class Intake:
         timeout_s: float | None,
     ) -> Request:
         """A request that can run. Raises ``ValueError`` naming what is wrong, its value and what is allowed."""
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority is {priority!r}; it must be a whole number, higher ones go first")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MOST_PRIORITY:
+            allowed = f"a whole number between -{_MOST_PRIORITY} and {_MOST_PRIORITY}, higher ones go first"
+            raise ValueError(f"priority is {priority!r}; it must be {allowed}")
+        for name, value in (("request_id", request_id), ("tenant", tenant), ("request_class", request_class)):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} is {value!r}; it must be text")
         if self._classes and request_class not in self._classes:
             raise ValueError(f"request_class is {request_class!r}; the classes are {', '.join(sorted(self._classes))}")
         if params.stop and self._model.tokenizer is None:
@@ -154,9 +162,9 @@ class Intake:
 def _later(name: str, arrival: float, seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0 or math.isnan(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:  # a NaN is not, either
         raise ValueError(f"{name} is {seconds!r}; it must be a time above 0 s, or None")
-    return None if seconds == math.inf else arrival + seconds
+    return None if seconds > _FOREVER_S else arrival + seconds
 
 
 def never_ran(request: Request, reason: FinishReason, now: float, cause: str) -> RequestRecord:

@@ -269,6 +269,11 @@ class EngineLoop:
             self._ended(sequence, None, error, None)
         while not self._inbox.empty():
             self._inbox.get()()
+        with self._lock:  # whose queueing broke it: neither in the inbox nor among the buffers
+            left = list(self._live.values())
+            self._live.clear()
+        for buffer in left:
+            buffer.end(None, None, error, self._wakes)
         self._wakes.send()
         self.listeners.tell(None, [record for record in records if record is not None])
 

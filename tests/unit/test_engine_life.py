@@ -537,3 +537,18 @@ def test_when_the_thread_dies_everybody_hears_of_it(caplog: pytest.LogCaptureFix
     assert {b.heard.request().reason for _ in range(2)} == {FinishReason.ERROR}
     engine.close()
     assert "the engine's thread died" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_whose_queueing_kills_the_thread_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeModel(), executor=FakeExecutor(), kv_tokens=512)
+
+    def broken(request: object) -> None:
+        raise ThreadDies("in the queue")
+
+    monkeypatch.setattr(engine._core, "add", broken)
+    stream = engine.submit("a")
+    with pytest.raises(EngineClosedError, match="ThreadDies"):
+        stream.result(timeout=30)
+    assert not engine.cancel(stream.request_id)
+    engine.close()

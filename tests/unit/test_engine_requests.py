@@ -107,17 +107,30 @@ def test_without_a_tokenizer() -> None:
         ([1] * 256, {"max_tokens": None}, r"is 257; the context of fake is 256"),
         ([1], {"max_tokens": 0}, "max_tokens is 0"),
         ([1], {"temperature": -1}, "temperature is -1"),
+        ("half a character: \ud800", {}, "prompt cannot be tokenised"),
+        ([1], {"max_tokens": 10**400}, "the context of fake is 256"),
         ([1], {"priority": 0.5}, "priority is 0.5"),
+        ([1], {"priority": 10**400}, "it must be a whole number between -2147483647 and 2147483647"),
+        ([1], {"tenant": ["t"]}, r"tenant is \['t'\]; it must be text"),
+        ([1], {"tenant": None}, "tenant is None"),
+        ([1], {"request_class": ["c"]}, "request_class is"),
+        ([1], {"request_id": 7}, "request_id is 7"),
         ([1], {"deadline_s": -1}, "deadline_s is -1"),
         ([1], {"timeout_s": 0}, "timeout_s is 0"),
         ([1], {"timeout_s": float("nan")}, "timeout_s is nan"),
     ],
 )
 def test_what_cannot_run_is_refused_at_submit(prompt: Any, options: dict[str, Any], message: str) -> None:
-    with bench() as b:
+    with bench(slo="ttft=500ms", ordering="fair") as b:
         with pytest.raises(ValueError, match=message):
             b.engine.submit(prompt, **options)
         assert b.engine.submit("a", max_tokens=1).result(timeout=30).text == "b"
+
+
+def test_a_time_beyond_all_bounds_is_no_time() -> None:
+    with bench() as b:
+        done = b.engine.submit("a", max_tokens=1, deadline_s=10**400, timeout_s=float("inf")).result(timeout=30)
+        assert done.text == "b"
 
 
 def test_longer_than_the_pool_names_both_numbers() -> None:
@@ -148,6 +161,16 @@ def test_classes() -> None:
         assert set(b.engine.slos) == {"default", "chat"}
         with pytest.raises(ValueError, match="request_class is 'caht'; the classes are chat, default"):
             b.engine.submit("a", request_class="caht")
+
+
+def test_the_promise_can_be_changed_and_is_checked() -> None:
+    with bench(slo="ttft=500ms", classes=[RequestClass("chat", "ttft=1s")]) as b:
+        b.engine.set_slo("tpot=40ms")
+        assert b.engine.slos == {"default": SLO(tpot_ms=40), "chat": SLO(ttft_ms=1000)}
+        for wrong, message in (("tpot=40", "no unit"), (40, "slo is 40; it must be an SLO or text such as ttft=")):
+            with pytest.raises(ValueError, match=message):
+                b.engine.set_slo(wrong)  # type: ignore[arg-type]
+        assert b.engine.submit("a", max_tokens=2).result(timeout=30).text == "bc"
 
 
 @pytest.mark.parametrize(
