@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.llm.ordering import ORDERINGS
 
 if TYPE_CHECKING:
     from autotune.profile import Profile
@@ -63,7 +64,7 @@ def serve(
     ] = None,
     slo: Annotated[
         str | None,
-        Option(help="What /metrics holds requests against: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
+        Option(help="The promise to keep: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
     ] = None,
     host: Annotated[
         str, Option(help="Address to listen on. There is no authentication yet: think twice.")
@@ -79,10 +80,15 @@ def serve(
     max_model_len: Annotated[int | None, Option(help="Lower the model's context to this many tokens.")] = None,
     kv_tokens: Annotated[int | None, Option(help="Size of the KV pool.  (default: what the memory allows)")] = None,
     max_queue: Annotated[int, Option(help="Requests that may wait; more are answered with 429.")] = 4096,
-    ordering: Annotated[str, Option(help="Who goes next: fcfs, priority or shortest.")] = "fcfs",
+    ordering: Annotated[str, Option(help=f"Who goes next: {', '.join(ORDERINGS)}.")] = "priority",
     threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
     grace: Annotated[float, Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    controlled: Annotated[
+        bool | None,
+        Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
+    ] = None,
+    decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
 ) -> int:
@@ -95,7 +101,14 @@ def serve(
         print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
     promise = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
+    if controlled and promise is None:
+        raise InputError("--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms")
+    if decisions is not None and (controlled is False or promise is None):
+        raise InputError(
+            f"--decisions is {decisions}, but nothing decides; it goes with --slo and without --no-control"
+        )
     _need_extra()
+    from autotune.attach import control
     from runtime.llm.engine import Engine
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
@@ -133,10 +146,12 @@ def serve(
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)
+        if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
+            stack.enter_context(control(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
         api = Api(engine, served_name=served_model_name, keep=() if log is None else (log.flush,))
 
         def ready() -> None:
-            kept = f" · SLO {promise}" if promise else ""
+            kept = f" · SLO {promise}, {'not controlled' if controlled is False else 'controlled'}" if promise else ""
             print(f"serving {api.name} at {url_of(bound)}{kept} · {engine.knobs}", flush=True)
 
         return serve_until_stopped(api, bound, grace_s=grace, ready=ready)

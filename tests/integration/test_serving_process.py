@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from autotune.decisions import read_decisions
 from autotune.profile import save_profile
 from runtime.records import FinishReason
 from runtime.serving.record_log import read_records
@@ -56,8 +57,9 @@ class Reader:
 
 def test_a_signal_drains(tmp_path: Path) -> None:
     """What runs is finished, what comes is refused, the code is 0 and every record is written."""
-    with in_process(tmp_path, *SMALL, "--slo", "ttft=60s", "--records", "records.jsonl") as server:
-        assert "SLO ttft=60000ms@99%" in server.output
+    log = ("--records", "records.jsonl", "--decisions", "decisions.jsonl")
+    with in_process(tmp_path, *SMALL, "--slo", "ttft=60s", *log) as server:
+        assert "SLO ttft=60000ms@99%, controlled" in server.output
         reader = Reader(server.url, 150)
         server.signal(signal.SIGTERM)
         until = time.monotonic() + 30
@@ -73,6 +75,8 @@ def test_a_signal_drains(tmp_path: Path) -> None:
     assert "SIGTERM: draining 1 requests" in server.output and "Traceback" not in server.output
     (record,) = read_records(tmp_path / "records.jsonl")
     assert record.reason is FinishReason.LENGTH and record.output_tokens == len(record.token_times) == 150
+    actions = [decision.action for decision in read_decisions(tmp_path / "decisions.jsonl")]
+    assert actions[0] == "attach" and actions[-1] == "detach"
 
 
 def test_grace_is_not_for_ever(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     save_profile(made, tmp_path / "mine.yaml")
     with in_process(tmp_path, "--profile", "mine.yaml", "--chunk-size", "77", "--dtype", "float32") as server:
         knobs = made.settings["balanced"].knobs.with_(chunk_size=77)
-        assert f"serving tiny at {server.url} · SLO ttft=60000ms@99% · {knobs}" in server.output
+        assert f"serving tiny at {server.url} · SLO ttft=60000ms@99%, controlled · {knobs}" in server.output
         told = httpx.get(f"{server.url}/metrics", timeout=30).text
         assert f"autotune_kv_blocks_total {made.engine.kv_pool.blocks}.0" in told
         server.signal()

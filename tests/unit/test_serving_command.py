@@ -64,6 +64,9 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
+        (("tiny", "--control"), "--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms"),
+        (("tiny", "--decisions", "d.jsonl"), "--decisions is d.jsonl, but nothing decides"),
+        (("tiny", "--slo", "ttft=1s", "--no-control", "--decisions", "d.jsonl"), "but nothing decides"),
         (("tiny", "--records", "no/such/folder/x.jsonl", "--port", "0"), "--records: no/such/folder/x.jsonl cannot"),
     ],
 )
