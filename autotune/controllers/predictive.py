@@ -79,6 +79,8 @@ class PredictiveController:
         self._trusted = True
         self._untrusted = 0  # steps since it was
         self._vouched: Knobs | None = None  # the last setting that the model was trusted with
+        self._mixed = False  # whether prompts differ much in length
+        self._idle = True  # whether demand is what limits
         self._preemptions = 0.0  # decaying count
         self._bound = 0.0  # decaying shares of steps: that anything limited,
         self._slots_bound = 0.0  # that max_batch_size limited,
@@ -204,9 +206,11 @@ class PredictiveController:
         decodes = int(min(batch, max(self._decodes.quantile(0.5), 1)))
         room = self.model.most_prefill(decodes, int(decodes * self._contexts.mean), 2 * pace)
         budget = min(limits.token_budget, max(64, decodes + int(min(room, 1e9)), batch))
-        mixed = self._prompts.quantile(0.95) > 4 * max(1.0, self._prompts.quantile(0.5))
-        chunk = min(limits.chunk_size, max(32, budget // 4) if mixed else budget)
-        regime = "demand-limited" if self._bound < 0.02 else "kv-limited" if batch < most else "compute-limited"
+        # both with a gap between on and off: a value that hovers at a threshold must not turn a knob at every decision
+        self._mixed = self._prompts.quantile(0.95) > (3 if self._mixed else 4) * max(1.0, self._prompts.quantile(0.5))
+        self._idle = self._bound < (0.1 if self._idle else 0.01)
+        chunk = min(limits.chunk_size, max(32, budget // 4) if self._mixed else budget)
+        regime = "demand-limited" if self._idle else "kv-limited" if batch < most else "compute-limited"
         if self._slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
         if self._tokens_bound < 0.01:
