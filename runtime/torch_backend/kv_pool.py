@@ -7,6 +7,9 @@ because the number and width of heads may differ by layer, and between keys and 
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -60,8 +63,8 @@ class KVPool:
         if found is None:
             slots = (self.block_count + 1) * self.block_size
             found = self.layers[module] = LayerKV(
-                key.new_zeros(slots, key.shape[1], key.shape[3]),
-                value.new_zeros(slots, value.shape[1], value.shape[3]),
+                _zeros_like(key, slots, key.shape[1], key.shape[3]),
+                _zeros_like(value, slots, value.shape[1], value.shape[3]),
             )
         return found
 
@@ -78,6 +81,15 @@ class KVPool:
     @property
     def bytes(self) -> int:
         return sum(x.nbytes for layer in self.layers.values() for x in (layer.keys, layer.values))
+
+
+def _zeros_like(tensor: Tensor, *shape: int) -> Tensor:
+    """Zeros of ``tensor``'s dtype and device. On a CPU the pages come from the system zeroed when they are first touched:
+    writing them all at once would take seconds for a pool of which a light load touches little."""
+    if tensor.device.type != "cpu":
+        return tensor.new_zeros(*shape)
+    count = math.prod(shape) * tensor.element_size()
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(tensor.dtype).view(*shape)
 
 
 def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
