@@ -22,6 +22,7 @@ help:
 	@echo "make test              install, then the default test tier (ARGS=... are given to pytest)"
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
 	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles"
+	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
 	@echo "make format            put the source into ruff's format"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
@@ -38,6 +39,8 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
 
+# The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
+test-integration: export AUTOTUNE_BUILD_ENVIRONMENTS := 1
 test-integration: test-slow
 
 check: lint types test

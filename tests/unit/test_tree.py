@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.vllm_environment import BUILD
+
 ROOT = Path(__file__).parents[2]
 LONGEST = 300
 VAGUE = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
@@ -74,3 +76,12 @@ def test_the_patterns_find_what_they_should(what: str, text: str) -> None:
 def test_ordinary_text_is_left_alone() -> None:
     for text in ("the work/rest ratio", "autotune/profile.py", "a/tmp/b", "an issue with 2 parts", "${HOME}/models"):
         assert not any(re.search(pattern, text) for pattern in FOREIGN.values()), text
+
+
+def test_the_integration_tier_has_the_environments_it_needs_built() -> None:
+    """Without the variable, the tests against vLLM itself skip."""
+    printed = subprocess.run(
+        ["make", "--dry-run", "--print-data-base", "test-integration"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    rule = printed.partition("\ntest-integration:")[2].partition("\n\n")[0]
+    assert f"{BUILD} := 1" in rule, rule
