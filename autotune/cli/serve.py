@@ -107,7 +107,11 @@ def serve(
         raise InputError(
             f"--decisions is {decisions}, but nothing decides; it goes with --slo and without --no-control"
         )
+    if profile is None and purpose != "balanced":
+        raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
     _need_extra()
+    if decisions is not None:
+        _check_writable(decisions)
     from autotune.attach import control
     from runtime.llm.engine import Engine
     from runtime.serving.app import Api
@@ -190,6 +194,14 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     knobs = start.with_(**given)
     top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
     return knobs, KnobLimits(**top)
+
+
+def _check_writable(decisions: Path) -> None:
+    """Raise one line if the log cannot be written: now, not when the model has been loaded."""
+    try:
+        decisions.open("a").close()
+    except OSError as error:
+        raise InputError(f"--decisions: {decisions} cannot be written ({error.strerror})") from None
 
 
 def _need_extra() -> None:

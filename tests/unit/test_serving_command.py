@@ -67,6 +67,14 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--control"), "--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms"),
         (("tiny", "--decisions", "d.jsonl"), "--decisions is d.jsonl, but nothing decides"),
         (("tiny", "--slo", "ttft=1s", "--no-control", "--decisions", "d.jsonl"), "but nothing decides"),
+        (
+            ("./nothing-here", "--slo", "ttft=1s", "--decisions", "no/such/d.jsonl"),
+            "--decisions: no/such/d.jsonl cannot",
+        ),
+        (
+            ("tiny", "--for", "interactive"),
+            "--for is interactive; it chooses among a profile's settings: add --profile",
+        ),
         (("tiny", "--records", "no/such/folder/x.jsonl", "--port", "0"), "--records: no/such/folder/x.jsonl cannot"),
     ],
 )
