@@ -120,7 +120,8 @@ class Control:
         with self._lock:
             if self._ended:
                 return
-            self._verdicts.append(self.slo.violated(record) if record.offered else None)
+            slo = self._engine.slos.get(record.request_class, self.slo)  # a class has a promise of its own
+            self._verdicts.append(slo.violated(record) if record.offered else None)
             try:
                 self.controller.observe_request(record)
             except Exception as error:
@@ -130,7 +131,7 @@ class Control:
         if self._paused or self._ended:
             return view.knobs.token_budget
         try:
-            return self.controller.budget(view)
+            return int(self.controller.budget(view))  # what is no number is this controller's fault, and told as such
         except Exception as error:
             with self._lock:
                 self._give_up(error)

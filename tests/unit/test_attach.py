@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
+from tests.building import request_record
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
@@ -133,6 +135,35 @@ def test_a_controller_that_breaks_is_detached_and_the_engine_goes_on(where: str)
     assert len(records) == len(LOAD) and all(r.completed for r in records)
     assert attached.status().ended and engine.knobs == VLLM
     assert any("ZeroDivisionError" in d.cause for d in attached.decisions)
+
+
+class Stingy(Fixed):
+    """Grants each step what it was told to, which is no sensible number of tokens."""
+
+    def __init__(self, granted: float) -> None:
+        super().__init__(VLLM)
+        self.granted = granted
+
+    def budget(self, view: SchedulerView) -> int:
+        return self.granted  # type: ignore[return-value]  # on purpose
+
+
+def test_a_budget_that_is_no_number_is_a_controller_that_breaks() -> None:
+    engine = SimulatedEngine(h200)
+    attached = control(engine, slo=SLO_, controller=Stingy(math.nan))
+    records = engine.run(LOAD[:5])
+    assert all(r.completed for r in records)
+    assert attached.status().ended and any("ValueError" in d.cause for d in attached.decisions)
+
+
+def test_a_request_is_judged_by_the_promise_of_its_class() -> None:
+    engine = SimulatedEngine(h200)
+    engine._slos["batch"] = SLO(ttft_ms=60_000)
+    with control(engine, slo="ttft=100ms") as attached:
+        for kind, late in (("default", 0.05), ("default", 2.0), ("batch", 2.0), ("unknown", 2.0)):
+            attached.on_request(request_record((late,), request_class=kind))
+        seen = attached.status().attainment
+    assert (seen.met, seen.offered) == (2, 4)
 
 
 def test_status_is_a_line_and_data() -> None:
