@@ -123,7 +123,7 @@ def choose(target: str | None) -> Path:
     found = [process for process in steerable() if target is None or process.pid == int(target)]
     if not found and target is None:
         raise InputError(
-            "no process can be steered; one opens its socket with autotune.control(engine, ..., steer=True)"
+            "no process can be steered; one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
         )
     if not found:
         raise InputError(f"process {target} cannot be steered; it must have opened its socket with steer=True")

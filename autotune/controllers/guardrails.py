@@ -36,7 +36,11 @@ class Guardrails:
             specs[name].check(value, where="pinned.")
             if name in self.bounds:
                 raise ValueError(f"{name} is both pinned and bounded; choose one")
-        for name, (low, high) in self.bounds.items():
+        for name, pair in self.bounds.items():
+            try:
+                low, high = pair
+            except (TypeError, ValueError):
+                raise ValueError(f"bounds.{name} is {pair!r}; it must be a pair (lowest, highest)") from None
             specs[name].check(low, where="bounds.")
             specs[name].check(high, where="bounds.")
             if low > high:

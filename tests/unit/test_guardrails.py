@@ -51,6 +51,8 @@ def test_a_limit_that_shrank_binds_even_without_a_proposal() -> None:
     [
         ({"batch": (1, 2)}, {}, "bounds.batch is not a knob; the knobs are max_batch_size"),
         ({}, {"batch": 1}, "pinned.batch is not a knob"),
+        ({"chunk_size": 9}, {}, "bounds.chunk_size is 9; it must be a pair"),
+        ({"chunk_size": (9,)}, {}, r"bounds.chunk_size is \(9,\); it must be a pair"),
         ({"chunk_size": (9, 3)}, {}, r"bounds.chunk_size is \(9, 3\)"),
         ({"chunk_size": (0, 3)}, {}, "bounds.chunk_size is 0"),
         ({}, {"token_budget": 0}, "pinned.token_budget is 0"),

@@ -100,7 +100,7 @@ def test_none_or_several_to_choose_from(attached: Control, capsys: pytest.Captur
         assert run(["watch", str(second.steer()), "--once"]) == 0
     attached.close()
     assert run(["watch"]) == 2
-    assert "no process can be steered; one opens its socket with" in capsys.readouterr().err
+    assert "no process can be steered; one opens its socket with autotune serve --slo" in capsys.readouterr().err
 
 
 def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]) -> None:
