@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune import save_profile
 from autotune.attach import control
 from autotune.controllers.protocol import Proposal
 from autotune.decisions import Decision, describe, read_decisions
@@ -17,6 +18,7 @@ from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.building import request_record
+from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
@@ -66,6 +68,22 @@ def test_one_controller_at_a_time() -> None:
 def test_needs_a_promise() -> None:
     with pytest.raises(ValueError, match="slo is None, and the engine has none"):
         control(SimulatedEngine(h200))
+
+
+def test_a_profile_says_where_to_start(tmp_path: Path) -> None:
+    """Its setting for balanced use, below this engine's ceilings, at once and whatever the guardrails think of the step."""
+    path = tmp_path / "mine.yaml"
+    save_profile(sample_profile({"balanced": Knobs(24, 0, 192, 128)}), path)
+    limits = KnobLimits(chunk_size=100)
+    engine = SimulatedEngine(h200, knobs=limits.clamp(VLLM), limits=limits)
+    with control(engine, slo=SLO_, profile=path) as attached:
+        assert engine.knobs == Knobs(24, 0, 192, 100)
+        assert [(d.action, d.epoch) for d in attached.decisions] == [("attach", 0), ("set", 1)]
+        assert attached.decisions[-1].cause == "starting knobs of the profile"
+        attached.kill()
+    assert engine.knobs == engine.limits.clamp(VLLM), "what it had before, not the profile's"
+    with control(engine, slo=SLO_, profile=path, observe_only=True):
+        assert engine.knobs == engine.limits.clamp(VLLM)
 
 
 def test_observing_sets_nothing_but_says_what_it_would() -> None:
