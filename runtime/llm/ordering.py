@@ -102,6 +102,15 @@ def ordering_named(name: str) -> Ordering:
     return ORDERINGS[name]()
 
 
+def ordering_of(value: str | Ordering) -> Ordering:
+    """A fresh ordering by name, or the given one. Raises ``ValueError`` for anything else."""
+    if isinstance(value, str):
+        return ordering_named(value)
+    if not (callable(getattr(value, "key", None)) and callable(getattr(value, "took", None))):
+        raise ValueError(f"ordering is {value!r}; it must be one of {', '.join(ORDERINGS)}")
+    return value
+
+
 class WaitingQueue:
     """Sequences that wait, preempted ones first, then by the ordering's key. Leaving early is lazy: O(1)."""
 

@@ -13,7 +13,7 @@ from math import inf
 from runtime.knobs import Knobs
 from runtime.llm.decodes import Decodes
 from runtime.llm.kv_blocks import KVBlocks
-from runtime.llm.ordering import Ordering, WaitingQueue, ordering_named
+from runtime.llm.ordering import Ordering, WaitingQueue, ordering_of
 from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
 from runtime.records import FinishReason, LimitedBy, RequestRecord
@@ -44,7 +44,7 @@ class Scheduler:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.decodes = Decodes(self.kv)
         self.prefills: dict[Sequence, None] = {}
-        self.waiting = WaitingQueue(ordering_named(ordering) if isinstance(ordering, str) else ordering)
+        self.waiting = WaitingQueue(ordering_of(ordering))
         self.slack = SlackTracker(slos or {})
         self.preemptions = 0
         self._hasher = hasher

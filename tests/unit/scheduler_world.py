@@ -14,7 +14,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
 
 BLOCK = 4
@@ -126,10 +126,15 @@ class World:
         if outcome.record is None:
             assert not self.scheduler.has_work or outcome.wake_at < inf, "work, but nothing to wake for it"
             assert not self.scheduler.running, "something runs, but no step"
+            if self.scheduler.has_work:
+                self._check_wait(outcome.wake_at)
         else:
             expired = {s for s, record in outcome.finished if record.reason is FinishReason.TIMEOUT}
             self._check_plan(self.executor.plans[-1], begun_before, expired)
             self.steps.append(outcome.record)
+            assert (outcome.record.limited_by is LimitedBy.WAIT) == (outcome.wake_at < inf)
+            if outcome.wake_at < inf:
+                self._check_wait(outcome.wake_at)
         self.now = outcome.end
         return outcome
 
@@ -149,6 +154,13 @@ class World:
         if new:
             assert plan.n_decode + len(kept) + len(new) <= slots, "admitted while the slots are full"
         self.drained_sequences = min(self.drained_sequences, self.scheduler.running)
+
+    def _check_wait(self, wake_at: float) -> None:
+        """What waits is held by the window: never a request that has run before, and none for longer than the knob says."""
+        held = [s for s in self.live if s.state == "waiting"]
+        assert not any(s.preemptions for s in held), "the wait window holds a preempted request"
+        until = min(s.request.arrival for s in held) + self.core.knobs.max_wait_ms / 1e3
+        assert self.now < wake_at <= until, "held for longer than max_wait_ms"
 
     def _ended(self, sequence: Sequence, record: RequestRecord) -> None:
         assert record.id not in self.records, f"{record.id} ended twice"

@@ -181,6 +181,7 @@ def test_the_promise_can_be_changed_and_is_checked() -> None:
         ({"prefix_cache": "all"}, "prefix_cache is 'all'"),
         ({"threads": 1.5}, "threads is 1.5"),
         ({"ordering": "lifo"}, "lifo"),
+        ({"ordering": None}, "ordering is None; it must be one of priority, fcfs"),
         ({"slo": "tpot=50"}, "no unit"),
         ({"knobs": Knobs(token_budget=9000)}, "token_budget is 9000"),
     ],
