@@ -10,7 +10,8 @@ actual/predicted, m its 90% quantile and τ the TPOT target:
 - ``max_batch_size``: the largest D with b·t(D, D·c̄, 0) ≤ τ (c̄: mean context), and no more than the KV pool holds. What D
   decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
-- ``token_budget``: D plus the P that a step of 2τ holds, a ceiling for the per-step budget;
+- ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
+  budget;
 - ``chunk_size``: the whole budget, or a quarter of it when prompts are mixed (p95 > 4 × median), so that a long prompt leaves
   room for short ones;
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
@@ -48,11 +49,13 @@ _WRONG = 0.5  # relative error that counts as a wrong prediction
 _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
 _RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
 _TRIM_RATE, _TRIM = 0.02, (0.6, 1.5)
+_FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
+_REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 _RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
 
 
 class PredictiveController:
-    """See the module. ``start`` are the knobs to fall back on; ``model`` may come warm from a profile."""
+    """See the module. ``start`` are the knobs to fall back on; ``model`` may be one that has learned already."""
 
     name = "predictive"
 
@@ -200,19 +203,23 @@ class PredictiveController:
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
             return self._propose("infeasible", opened, evidence, cause)
         pace = self.target / self.bias
-        most = max(1, self._most_decodes(pace, limits.max_batch_size))
-        batch = min(most, self._kv_bound(limits.max_batch_size))
+        fits = max(1, self._most_decodes(pace, limits.max_batch_size))
+        most = min(
+            fits, max(_FLOOR, int(_REACH * self._decodes.quantile(1)))
+        )  # beyond what was seen the model only guesses
+        pool = self._kv_bound(limits.max_batch_size)
+        batch = min(most, pool)
+        if self._slots_bound < 0.01:  # a limit that does not bind is not raised
+            batch = min(batch, knobs.max_batch_size)
         # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
         decodes = int(min(batch, max(self._decodes.quantile(0.5), 1)))
         room = self.model.most_prefill(decodes, int(decodes * self._contexts.mean), 2 * pace)
-        budget = min(limits.token_budget, max(64, decodes + int(min(room, 1e9)), batch))
+        budget = min(limits.token_budget, max(_FLOOR, decodes + int(min(room, 1e9)), batch))
         # both with a gap between on and off: a value that hovers at a threshold must not turn a knob at every decision
         self._mixed = self._prompts.quantile(0.95) > (3 if self._mixed else 4) * max(1.0, self._prompts.quantile(0.5))
         self._idle = self._bound < (0.1 if self._idle else 0.01)
         chunk = min(limits.chunk_size, max(32, budget // 4) if self._mixed else budget)
-        regime = "demand-limited" if self._idle else "kv-limited" if batch < most else "compute-limited"
-        if self._slots_bound < 0.01:  # a limit that does not bind is not raised
-            batch = min(batch, knobs.max_batch_size)
+        regime = "demand-limited" if self._idle else "kv-limited" if pool < most else "compute-limited"
         if self._tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
@@ -223,7 +230,7 @@ class PredictiveController:
     def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
         pace = self.target * 1e3
         full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
-        text = f"{decodes} decodes and {budget - decodes} prompt tokens take {full:.0f} ms (target {pace:.0f}, at most twice)"
+        text = f"{decodes} decodes and {budget - decodes} prompt tokens take {full:.0f} ms (target {pace:.0f})"
         steady = f"{batch} decodes alone take {self._alone(batch) * 1e3:.0f} ms"
         if regime == "kv-limited":
             steady = f"the KV pool holds {batch} sequences of this length"
