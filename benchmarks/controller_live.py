@@ -9,6 +9,9 @@ Turns alternate in rounds that share their arrivals (``autotune.bench``). ``--qu
 round of its own, and takes the best three of them, with the defaults and the controller, into the rounds that count; without it
 all take part in every round. Every turn of the controller starts cold, from the defaults, and all its requests count.
 
+``--undisturbed`` runs engine and load on a clock that leaves out the time for which the kernel kept the engine's thread waiting
+for a processor: for machines that do other work too. The model then has one thread; a second one would wait at other times.
+
 Run ``python -m benchmarks.controller_live`` (``--quick``: within six minutes on two cores); the last line is JSON.
 """
 
@@ -18,6 +21,7 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +35,8 @@ from autotune.evaluate import Recorder
 from autotune.profile import ModelFacts, write_whole
 from autotune.profiling.calibrate import Calibrator
 from autotune.workload import Arrival, Workload, parse_workload
-from runtime.clock import MonotonicClock
+from benchmarks.undisturbed import UndisturbedClock
+from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.slo import SLO
@@ -73,9 +78,9 @@ class Growing:
             yield arrival._replace(time=self.at + arrival.time)
 
 
-def saturated(engine: Engine, facts: ModelFacts, workload: Workload, seconds: float) -> float:
+def saturated(engine: Engine, facts: ModelFacts, workload: Workload, seconds: float, clock: Clock) -> float:
     """Requests/s of the workload that the engine serves when it is kept full."""
-    calibrator = Calibrator(engine, facts, workload, seed=991, clock=MonotonicClock())
+    calibrator = Calibrator(engine, facts, workload, seed=991, clock=clock)
     found = calibrator.run(slo=None, rate=1.0, saturate_s=seconds, window_s=1.0, warmup_s=0.0)
     return found.calibration.saturated_rate
 
@@ -109,11 +114,12 @@ def serve(
     rounds: int,
     seed: int,
     duration: float,
+    clock: Clock,
 ) -> list[Result]:
     results = []
     planned = turns(contenders, rounds, seed)
     busy = others()
-    for found in measure(engine, planned, workload, slo, vocab_size=facts.vocab_size, duration=duration):
+    for found in measure(engine, planned, workload, slo, vocab_size=facts.vocab_size, duration=duration, clock=clock):
         before, busy = busy, others()
         if isinstance(found, Failure):
             raise SystemExit(f"{found.turn.contender.name}: {found.cause}")
@@ -137,12 +143,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="that count (default: 6, quick 4)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a turn (default: 40, quick 9)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="of the model (default: 2, with --undisturbed 1)")
+    parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
     parser.add_argument("--plot", type=Path, help="a .html, .svg or .png to write")
     parser.add_argument("--log", type=Path, help="a file for the controller's decisions, one JSON object a line")
     args = parser.parse_args()
     duration = args.duration or (9.0 if args.quick else 40.0)
     rounds = args.rounds or (4 if args.quick else 6)
+    threads = args.threads or (1 if args.undisturbed else 2)
+    if args.undisturbed and threads > 1:
+        parser.error("--undisturbed follows one thread; leave out --threads")
+    clock = UndisturbedClock() if args.undisturbed else MonotonicClock()
     begun = time.monotonic()
 
     from autotune.bench import plotting
@@ -152,23 +163,25 @@ def main() -> None:
         plotting.check(args.plot)
     loaded = load_model("tiny", dtype="bfloat16", device="cpu")
     limits = KnobLimits()
-    with Engine(loaded, limits=limits, kv_tokens=KV_TOKENS, threads=args.threads) as engine:
+    with Engine(loaded, limits=limits, kv_tokens=KV_TOKENS, threads=threads, clock=clock) as engine:
+        if isinstance(clock, UndisturbedClock):
+            clock.follow(next(t for t in threading.enumerate() if t.name.startswith("engine ")))
         facts = ModelFacts(
             name=loaded.name, architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16",
             random_weights=True, seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
         )  # fmt: skip
-        workload, slo, said = set_up(engine, facts, duration, 2.0 if args.quick else 8.0)
+        workload, slo, said = set_up(engine, facts, duration, 2.0 if args.quick else 8.0, clock)
         print(said, flush=True)
         rivals = [fixed(Knobs(batch, 0, budget, budget)) for batch, budget in FIXED]
         ours, vllm = controlled(limits), defaults(limits)
         if args.quick:
             print("the ten fixed settings, to choose the best of them", flush=True)
-            seen = compare(serve(engine, facts, rivals, workload, slo, 1, args.seed + 500, duration), duration)
+            seen = compare(serve(engine, facts, rivals, workload, slo, 1, args.seed + 500, duration, clock), duration)
             rivals.sort(key=lambda c: seen.standing(c).attainment.value, reverse=True)
             del rivals[QUICK_FINALISTS:]
         print(f"{rounds} rounds", flush=True)
-        results = serve(engine, facts, [vllm, ours, *rivals], workload, slo, rounds, args.seed, duration)
+        results = serve(engine, facts, [vllm, ours, *rivals], workload, slo, rounds, args.seed, duration, clock)
     comparison = compare(results, duration)
     best = max(rivals, key=lambda c: comparison.standing(c).attainment.value)
     report(comparison, slo, ours, vllm, best)
@@ -176,20 +189,22 @@ def main() -> None:
         lines = [d.as_json() for r in results if r.turn.contender.control for d in r.decisions]
         write_whole(args.log, "".join(line + "\n" for line in lines))
     if args.plot is not None:
-        title = f"tiny on {args.threads} CPU threads, prompts × 3 from {duration / 2:g} s on, SLO {slo}"
+        title = f"tiny on {threads} CPU threads, prompts × 3 from {duration / 2:g} s on, SLO {slo}"
         write_whole(args.plot, plotting.render(comparison, slo, title, args.plot.suffix, shown=(ours, vllm, best)))
     print(f"took {time.monotonic() - begun:.0f} s")
     print(json.dumps(summary(comparison, slo, ours, vllm, best)))
 
 
-def set_up(engine: Engine, facts: ModelFacts, duration: float, seconds: float) -> tuple[Workload, SLO, str]:
+def set_up(
+    engine: Engine, facts: ModelFacts, duration: float, seconds: float, clock: Clock
+) -> tuple[Workload, SLO, str]:
     """The load and the promise for this machine, and the sentence that says so."""
     before, after = parse_workload(BEFORE), parse_workload(AFTER)
     decoding(engine, facts.vocab_size, tokens=8)  # the first steps of a process are not typical
     steps = decoding(engine, facts.vocab_size)
-    few = saturated(engine, facts, before, seconds)
+    few = saturated(engine, facts, before, seconds, clock)
     steps += decoding(engine, facts.vocab_size)
-    many = saturated(engine, facts, after, seconds)
+    many = saturated(engine, facts, after, seconds, clock)
     steps += decoding(engine, facts.vocab_size)  # at three times: a moment's noise must not make the promise
     step = statistics.fmean(steps)  # as TPOT is: beside other work a typical step says too little
     tpot = float(f"{TPOT_FACTOR * step * 1e3:.2g}")

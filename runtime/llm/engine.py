@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from runtime.clock import MonotonicClock
+from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore
@@ -40,7 +40,7 @@ class Engine(TunableEngine):
     of the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most
     ``max_queue`` requests wait. ``prefix_cache``: prompts share the KV of equal beginnings; ``"tenant"`` only within a
     tenant, so that none can learn from response times what others ask. ``threads``: CPU threads of the model.
-    ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``.
+    ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``; its clock must be ``clock``.
 
     Use it as a context manager: leaving the block finishes what was accepted, or cancels it if the block raised. An engine
     that is forgotten stops by itself, and does not hold up the interpreter's exit. Every method may be called from any
@@ -69,6 +69,7 @@ class Engine(TunableEngine):
         step_policy: StepPolicy | None = None,
         threads: int | None = None,
         executor: Executor | None = None,
+        clock: Clock | None = None,
     ) -> None:
         for name, value, least in (
             ("block_size", block_size, 1),
@@ -87,6 +88,7 @@ class Engine(TunableEngine):
         if slo is not None:
             self._slos["default"] = SLO.of(slo)
 
+        clock = clock or MonotonicClock()
         parts = parts_of(
             model,
             executor,
@@ -98,6 +100,7 @@ class Engine(TunableEngine):
             max_model_len=max_model_len,
             seed=seed,
             threads=threads,
+            clock=clock,
         )
         self._model = served = parts.model
         self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
@@ -123,7 +126,6 @@ class Engine(TunableEngine):
         core.policy = step_policy
         self._ids = itertools.count(1)
         self._max_queue = max_queue
-        clock = MonotonicClock()
         super().__init__(core, EngineLoop(core, output, clock, max_queue=max_queue, name=served.name), clock)
         self._forgotten = weakref.finalize(self, self._loop.abandon)
         self._forgotten.atexit = False  # the loop sees to that itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime.clock import Clock
 from runtime.errors import ModelError
 from runtime.knobs import KnobLimits
 from runtime.llm.intake import ServedModel
@@ -33,6 +34,7 @@ def parts_of(
     max_model_len: int | None,
     seed: int,
     threads: int | None,
+    clock: Clock,
 ) -> Parts:
     """Load ``model`` if it is a name, prove that it can be served, and size its pool.
 
@@ -63,6 +65,6 @@ def parts_of(
     kv_blocks = default_kv_blocks(loaded, block_size) if kv_tokens is None else kv_tokens // block_size
     return Parts(
         loaded,
-        TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, limits=limits, seed=seed),
+        TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, limits=limits, seed=seed, clock=clock),
         kv_blocks,
     )

@@ -1,0 +1,37 @@
+"""A clock for measuring on a machine that does other work too."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+
+class UndisturbedClock:
+    """Monotonic time without the time for which one thread was ready to run and the kernel ran something else.
+
+    The kernel counts it in the second field of the thread's ``schedstat``, in ns (Linux,
+    Documentation/scheduler/sched-stats.rst). It is added when the thread runs again: read from other threads, this clock can be
+    ahead by a wait that still goes on, a few milliseconds, and step back. What other work costs by emptying caches stays in.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def follow(self, thread: threading.Thread) -> None:
+        """Leave out the waits of ``thread``, which has started. Raises OSError where there is no such account."""
+        path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
+        before = self.now()
+        self._file = os.open(path, os.O_RDONLY)
+        self._offset = self.now() - before  # no jump
+
+    _offset = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds left out since the thread began."""
+        return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+
+    def now(self) -> float:
+        return time.monotonic() - self.waited - self._offset
