@@ -30,7 +30,8 @@ help:
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)
-	$(VENV)/bin/autotune profile $(ARGS)
+	@# 1 says that the profile was made and the SLO cannot be met here: for make that is no failure
+	$(VENV)/bin/autotune profile $(ARGS) || test $$? -eq 1
 
 test: $(STAMP)
 	$(PYTEST) -n 2 $(ARGS)

@@ -28,20 +28,21 @@ def control(
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
-    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept. ``profile``: a profile YAML whose
-    knobs to start from. ``observe_only`` recommends in the log and sets nothing. ``bounds`` and ``pinned`` are the operator's
-    word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``: the name of one, or one of your
-    own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path
+    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
+    ``profile``: a profile YAML whose knobs to start from. ``observe_only`` recommends in the log and sets nothing. ``bounds``
+    and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``:
+    the name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path
     given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
     :class:`~runtime.errors.InputError` for input that cannot be used.
     """
+    loaded = None if profile is None else load_profile(profile)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
+    if target is None and loaded is not None:
+        target = loaded.slo
     if target is None:
         raise ValueError('slo is None, and the engine has none either; pass slo="ttft=500ms,tpot=50ms"')
     guardrails = Guardrails(bounds or {}, pinned or {})
-    start = engine.knobs
-    if profile is not None:
-        start = engine.effective_limits.clamp(load_profile(profile).knobs)
+    start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
     if isinstance(controller, str):
         if controller not in CONTROLLERS:
             raise ValueError(

@@ -147,7 +147,8 @@ class Control:
     def _put_back(self, cause: str) -> None:
         current = self._engine.knobs
         with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to put back
-            self._engine.set_knobs(self._engine.effective_limits.clamp(self._start), lease=self._lease)
+            if not self.observe_only:
+                self._engine.set_knobs(self._engine.effective_limits.clamp(self._start), lease=self._lease)
         self._log("kill", self._regime, current, self._engine.knobs, cause, {})
 
     def _decide(self, now: float) -> None:

@@ -43,7 +43,7 @@ class SamplingParams:
         _within("top_k", self.top_k, 0, None, integer=True)
         _within("top_p", self.top_p, 0, 1, open_low=True)
         _within("min_p", self.min_p, 0, 1)
-        _within("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _within("repetition_penalty", self.repetition_penalty, 0.001, 100)
         _within("seed", self.seed, -(2**63), 2**63 - 1, integer=True, optional=True)
         _within("logprobs", self.logprobs, 0, 100, integer=True, optional=True)
         if any(not isinstance(s, str) or not s for s in self.stop):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import inf
@@ -62,6 +63,7 @@ class EngineCore:
         self.effective_limits = self.limits
         self.policy: StepPolicy | None = None
         self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self._turning = threading.Lock()  # so that no two settings get one epoch
         self._output = output
         self._expiries: list[tuple[float, int, Sequence]] = []
         self._added = 0
@@ -96,11 +98,12 @@ class EngineCore:
 
         Raises ``ValueError`` above ``limits``. Between ``effective_limits`` and ``limits`` they are lowered to the former.
         """
-        knobs = self.effective_limits.clamp(self.limits.check(knobs))
-        epoch, current = self._setting
-        if knobs != current:
-            self._setting = (epoch + 1, knobs)
-        return self._setting[0]
+        with self._turning:
+            knobs = self.effective_limits.clamp(self.limits.check(knobs))
+            epoch, current = self._setting
+            if knobs != current:
+                self._setting = (epoch + 1, knobs)
+            return self._setting[0]
 
     def add(self, request: Request) -> Sequence:
         """Queue ``request``; raises ``ValueError`` if it can never run."""

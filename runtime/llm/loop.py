@@ -54,8 +54,7 @@ class EngineLoop:
         self._closed = False
         self._live: dict[str, TokenBuffer] = {}
         self._on_the_way = 0  # accepted, still in the inbox
-        # the rest belongs to the engine's thread
-        self._buffers: dict[Sequence, TokenBuffer] = {}
+        self._buffers: dict[Sequence, TokenBuffer] = {}  # from here on the engine's thread's own
         self._wakes = Wakes()
         self._closing = False
         self._over = False
@@ -112,7 +111,7 @@ class EngineLoop:
             if self._closed:
                 raise EngineClosedError(self._why_closed()) from self.error
             result = change()
-            self._inbox.put(_nothing)
+            self._inbox.put(lambda: None)  # only to wake the thread
         return result
 
     def ask(self, question: Callable[[], T]) -> T:
@@ -276,10 +275,6 @@ class EngineLoop:
             buffer.end(None, None, error, self._wakes)
         self._wakes.send()
         self.listeners.tell(None, [record for record in records if record is not None])
-
-
-def _nothing() -> None:
-    """A call that only wakes the thread."""
 
 
 def _answer(question: Callable[[], T], answer: Future[T]) -> None:

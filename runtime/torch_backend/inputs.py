@@ -83,7 +83,7 @@ class DecodeRows:
     def arrange(self, order: Ints) -> None:
         """Put the rows into another order; ``order`` is a permutation of :attr:`order`."""
         self.order = order
-        self.sequences = tuple(self._by_home[home] for home in order)  # type: ignore[misc]  # homes in order are taken
+        self.sequences = tuple(self._by_home[home] for home in order)
 
     def _more(self) -> int:
         first = len(self._by_home)

@@ -67,7 +67,8 @@ def pack_linears(model: nn.Module) -> int:
     Only exact ``nn.Linear`` layers on the CPU, in float32 or bfloat16. A weight that other modules hold as well (a head
     tied to the embedding) becomes a copy, if it fits into ``COPY_SHARE`` of the available memory. Packing twice is harmless.
     """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+    mkldnn: Any = torch.backends.mkldnn  # whose is_available has no types
+    if not (mkldnn.is_available() and mkldnn.enabled):
         return 0
     owners: dict[int, int] = {}
     for module in model.modules():

@@ -43,7 +43,9 @@ def fuse_norms(model: nn.Module) -> int:
 def _fused(module: nn.Module) -> FusedRMSNorm | None:
     if "RMSNorm" not in type(module).__name__ or isinstance(module, FusedRMSNorm | nn.RMSNorm):
         return None
-    if [n for n, _ in module.named_parameters()] != ["weight"] or list(module.buffers()) or list(module.children()):
+    if [n for n, _ in module.named_parameters()] != ["weight"] or any(
+        True for _ in (*module.buffers(), *module.children())
+    ):
         return None
     if module._forward_hooks or module._forward_pre_hooks:
         return None

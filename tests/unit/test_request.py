@@ -25,7 +25,7 @@ from runtime.request import Request, SamplingParams, Sequence
         ("top_p", 0, "top_p is 0; it must be above 0 and at most 1"),
         ("top_p", 1.01, "top_p is 1.01; it must be above 0 and at most 1"),
         ("min_p", 2, "min_p is 2; it must be at least 0 and at most 1"),
-        ("repetition_penalty", 0, "repetition_penalty is 0; it must be above 0 and at most 100"),
+        ("repetition_penalty", 0, "repetition_penalty is 0; it must be at least 0.001 and at most 100"),
         ("logprobs", 101, "logprobs is 101; it must be a whole number at least 0 and at most 100"),
         ("seed", 0.5, "seed is 0.5; it must be a whole number at least -9.22337e+18 and at most 9.22337e+18"),
         ("stop", ("",), "stop is ('',); every stop string must be non-empty text"),
