@@ -31,9 +31,9 @@ def control(
     ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
     ``profile``: a profile YAML whose knobs to start from. ``observe_only`` recommends in the log and sets nothing. ``bounds``
     and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``:
-    the name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path
-    given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
-    :class:`~runtime.errors.InputError` for input that cannot be used.
+    the name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a
+    private directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the
+    engine, ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
     loaded = None if profile is None else load_profile(profile)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)

@@ -109,7 +109,7 @@ class Session:
             self._study.enqueue(label, question.space.narrowed(setup.fitted).params(knobs), override)
         found = setup.calibration
         self._reporter.stage_done(
-            "", f"alone {found.alone_tpot_ms:.1f} ms a token, saturated {found.saturated_rate:.1f} req/s"
+            "", f"alone {found.alone_tpot_ms:.1f} ms a token, {found.saturated_rate:.1f} req/s when flooded"
         )
         return setup
 
