@@ -47,12 +47,13 @@ class NullExecutor:
 
 
 def request(number: int, prompt: int, output: int, now: float = 0.0) -> Request:
-    return Request(f"r{number}", (1,) * prompt, SamplingParams(max_tokens=output), output, now)
+    hashes = tuple(number << 16 | block for block in range(prompt // 16))  # as with the prefix cache on, nothing shared
+    return Request(f"r{number}", (1,) * prompt, SamplingParams(max_tokens=output), output, now, block_hashes=hashes)
 
 
 def schedule_cost(batch: int, steps: int) -> float:
     """Median µs of CPU of one step's ``schedule`` + ``update`` (+ ``add`` of what replaces the ended), in blocks of 200."""
-    scheduler = Scheduler(kv_blocks=batch * 40)
+    scheduler = Scheduler(kv_blocks=batch * 40, slos={"default": PROMISE})
     number = 0
 
     def add(now: float) -> None:
@@ -97,7 +98,7 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
     rows = []
     number = 0
     for _ in range(rounds):
-        scheduler = Scheduler(kv_blocks=2048)
+        scheduler = Scheduler(kv_blocks=2048, slos={"default": PROMISE})
         core = EngineCore(scheduler, executor, knobs=KNOBS.with_(max_batch_size=64), limits=limits, output=Append())
         # Outputs of different lengths, and a new request for each that ends: membership changes as in service.
         for i in range(batch):
