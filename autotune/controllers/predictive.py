@@ -21,8 +21,9 @@ raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one 
 is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for
 hold, those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know).
 
-Feedback. ``trim`` scales τ: down with every TPOT missed, up with every TTFT missed, and slowly up while nothing is. A request
-lost to its queue is as lost as one that decoded too slowly, so neither is bought with the other.
+Feedback. ``trim`` scales τ: up with every TTFT missed, down with every other TPOT missed, and slowly up again while nothing is.
+A request lost to its queue is as lost as one that decoded too slowly. Where both are missed the pace itself cannot be had: small
+steps compute fewer tokens a second, and only larger ones shorten the queue.
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
@@ -48,7 +49,7 @@ from runtime.tunable import SchedulerView
 _WRONG = 0.5  # relative error that counts as a wrong prediction
 _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
 _RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
-_TRIM_RATE, _TRIM = 0.02, (0.6, 1.5)
+_TRIM_RATE, _TRIM = 0.02, (0.6, 4.0)
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 _RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
@@ -144,7 +145,7 @@ class PredictiveController:
         slow = record.tpot > self._pace
         late = self._first is not None and record.ttft is not None and record.ttft > self._first
         if slow or late:
-            move = _TRIM_RATE * (late - slow)
+            move = _TRIM_RATE * (1 if late else -1) * self.trim
         elif self._bound > 0.1 and self.trim < 1:  # without load, a kept promise says nothing about the limit
             move = _TRIM_RATE * max(1 - self.slo.attainment, 0.05)
         else:
