@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sockets lie during a test."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "autotune"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    return short_path / "autotune"
 
 
 @pytest.fixture
@@ -218,8 +218,8 @@ def control_that_has_ended(engine: SimulatedEngine) -> Control:
     return attached
 
 
-def test_a_path_of_ones_own(engine: SimulatedEngine, tmp_path: Path) -> None:
-    path = tmp_path / "mine.sock"
+def test_a_path_of_ones_own(engine: SimulatedEngine, short_path: Path) -> None:
+    path = short_path / "mine.sock"
     with control(engine, slo=SLO_, steer=path) as attached:
         assert attached.steer() == path and stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(InputError, match=r"mine.sock is in use by another controller"):
@@ -238,10 +238,10 @@ def test_a_path_of_ones_own(engine: SimulatedEngine, tmp_path: Path) -> None:
         (lambda p: (p / "file").write_text("") or p / "file", "exists and is not a socket"),
     ],
 )
-def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(tmp_path: Path, make: Any, says: str) -> None:
+def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(short_path: Path, make: Any, says: str) -> None:
     engine = SimulatedEngine(h200)
     with pytest.raises(InputError, match=says):
-        control(engine, slo=SLO_, steer=make(tmp_path))
+        control(engine, slo=SLO_, steer=make(short_path))
     engine.acquire("someone").release()
     assert not engine.listeners
 
@@ -258,11 +258,11 @@ def test_a_folder_that_others_can_write_to_is_refused(folder: Path) -> None:
 
 
 def test_without_a_runtime_directory_it_is_a_private_one_in_the_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert socket_folder(create=True) == tmp_path / f"autotune-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path / "gone"))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    assert socket_folder(create=True) == short_path / f"autotune-{os.getuid()}"
     assert stat.S_IMODE(socket_folder().stat().st_mode) == 0o700
 
 
