@@ -125,7 +125,7 @@ def test_it_finds_the_shipped_profiles(installed: Installed) -> None:
     code, output = installed.run("profiles", "--json")
     assert code == 0, output
     listed = json.loads(output)
-    assert set(listed) == {path.stem for path in (ROOT / "profiles").glob("*.yaml")}
+    assert set(listed) == {path.stem for path in (ROOT / "profiles").glob("*.yaml")} != set()
     for entry in listed.values():
         assert Path(entry["path"]).is_relative_to(installed.python.parents[1]), "not those of the repository"
 
@@ -163,10 +163,10 @@ def wait_for_trials(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_run_that_was_stopped_goes_on(installed: Installed, number: signal.Signals) -> None:
     name = number.name.lower()
-    words = ("profile", "--cpu", "--slo", EASY, "--budget", "40s", "--out", f"{name}.yaml")
+    words = ("profile", "--cpu", "--slo", EASY, "--budget", "60s", "--out", f"{name}.yaml")
     process = installed.start(*words, log=f"{name}.txt")
     try:
-        before = wait_for_trials(installed, process, name, 2)
+        before = wait_for_trials(installed, process, name, 1)  # a slow machine makes two trials in all
         process.send_signal(number)
         code = process.wait(timeout=60)
     finally:
