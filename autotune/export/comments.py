@@ -38,7 +38,7 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
         "workload": f"{load.spec}, lengths × {load.length_scale:g}: prompts {load.mean_prompt:.0f}, outputs "
         f"{load.mean_output:.0f} tokens on average, {point.offered_rate:.3g} requests/s",
         "SLO": f"{p.slo} ({p.slo_from})",
-        "setting": f"{source.purpose}: {p.settings[source.purpose].why}",  # type: ignore[index]
+        "setting": f"{source.purpose}: {p.settings[source.purpose].why}",  # type: ignore[index]  # as above
         "measured": measured(point),
         "verdict": p.verdict,
     }

@@ -119,7 +119,7 @@ class Calibrator:
             unsubscribe = self._engine.subscribe(recorder)
             try:
                 handle = self._send(Arrival(0.0, prompt, _PROBE_OUTPUT, ((self._count, prompt),)))
-                self._until(lambda r=recorder: bool(r.requests), 60.0, [handle])  # type: ignore[misc]
+                self._until(lambda r=recorder: bool(r.requests), 60.0, [handle])  # type: ignore[misc]  # a default binds it
             finally:
                 unsubscribe()
             found += recorder.requests.values()

@@ -148,7 +148,7 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
             for spec in KNOBS
             for value in [getattr(fitted, spec.name)]
         }
-        knobs = space.knobs(space.params(Knobs(**{n: _bounded(n, v) for n, v in scaled.items()})))  # type: ignore[arg-type]
+        knobs = space.knobs(space.params(Knobs(**{n: _bounded(n, v) for n, v in scaled.items()})))  # type: ignore[arg-type]  # bounded
         if all(knobs != known for _, known in points):
             points.append((label, knobs))
     return points

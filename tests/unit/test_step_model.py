@@ -10,16 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from runtime.step_model import RecursiveLeastSquares, StepFeatures, StepLearner
+from tests.unit.control_world import h200 as overlapped
 
 Hardware = Callable[[StepFeatures], float]
-
-
-def overlapped(step: StepFeatures) -> float:
-    """Memory and compute run side by side: an 8B model on a large GPU."""
-    tokens = step.decodes + step.prefill_tokens
-    memory = (15e9 + 131072 * (step.decode_context + step.prefill_context)) / 3.84e12
-    compute = (16e9 * tokens + 524288 * (step.decode_context + step.prefill_attention)) / 643e12
-    return 0.75e-3 + max(memory, compute)
 
 
 def additive(step: StepFeatures) -> float:
