@@ -88,9 +88,14 @@ class FakeExecutor:
 
 
 class Heard:
-    """A listener that keeps what it hears; ``request()`` waits for the next request's record."""
+    """A listener that keeps what it hears; ``request()`` waits for the next request's record.
 
-    def __init__(self) -> None:
+    ``since``: requests that arrived before are not kept. On an engine that others used before, the record of a request
+    whose answer is already out may still be on its way.
+    """
+
+    def __init__(self, since: float = float("-inf")) -> None:
+        self.since = since
         self.steps: list[StepRecord] = []
         self.requests: SimpleQueue[RequestRecord] = SimpleQueue()
 
@@ -98,7 +103,8 @@ class Heard:
         self.steps.append(record)
 
     def on_request(self, record: RequestRecord) -> None:
-        self.requests.put(record)
+        if record.arrival >= self.since:
+            self.requests.put(record)
 
     def request(self) -> RequestRecord:
         return self.requests.get(timeout=30)

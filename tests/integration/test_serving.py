@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_frees_its_blocks(
     small: SmallModel, engine: Engine, live: tuple[Api, str], kind: str
 ) -> None:
     """Its connection is closed in the middle; the request ends, and its blocks come back, long before it is done."""
-    heard = Heard()
+    heard = Heard(time.monotonic())
     stop = engine.subscribe(heard)
     prompt: Any = [list(small.prompts[0]), list(small.prompts[1])] if kind == "many prompts" else list(small.prompts[0])
     body = {"prompt": prompt, "max_tokens": 180, "stream": kind in ("streamed", "many prompts")}
@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_frees_its_blocks(
     if kind == "in the queue":
         engine.set_knobs(before.with_(max_batch_size=1))
     try:
-        with forward_of(small.loaded, Slow(0.01)):
+        with forward_of(small.loaded, Slow(0.03)):
             first = engine.submit(small.prompts[2], max_tokens=180) if kind == "in the queue" else None
             async with client_of(live) as client:
                 if body["stream"]:
@@ -228,7 +228,7 @@ async def test_metrics_are_the_records(small: SmallModel) -> None:
     """Of an engine of its own: what /metrics adds up to is what its records say."""
     records: list[RequestRecord] = []
     with engine_for(small.loaded, slo="ttft=60s,tpot=10s") as engine, in_thread(engine) as live:
-        heard = Heard()
+        heard = Heard(time.monotonic())
         engine.subscribe(heard)
         async with client_of(live) as client:
             bodies = [
