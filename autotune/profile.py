@@ -18,6 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.profile_parts import (
     Calibration,
     Capacity,
+    Confidence,
+    CostFacts,
     EngineFacts,
     GpuInfo,
     KnobsField,
@@ -29,6 +31,7 @@ from autotune.profile_parts import (
     Part,
     Point,
     Setting,
+    SimulationFacts,
     SLOField,
     Software,
     Spread,
@@ -42,6 +45,8 @@ __all__ = [
     "SCHEMA_VERSION",
     "Calibration",
     "Capacity",
+    "Confidence",
+    "CostFacts",
     "EngineFacts",
     "GpuInfo",
     "KnobsField",
@@ -56,6 +61,7 @@ __all__ = [
     "Purpose",
     "SLOField",
     "Setting",
+    "SimulationFacts",
     "Software",
     "Spread",
     "dump_profile",
@@ -66,16 +72,20 @@ __all__ = [
     "write_whole",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Purpose = Literal["interactive", "balanced", "throughput"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "balanced", "throughput")
 RECOMMENDED: Purpose = "balanced"
 
 
 class Profile(Part):
-    """One profiling run. ``knobs`` is the setting recommended for balanced use; ``coefficients`` await a cost model."""
+    """One profiling run. ``knobs`` is the setting recommended for balanced use.
 
-    schema_version: Literal[1]
+    ``simulated``: what the simulator said of its own Pareto set and of every validated setting, at the same load.
+    ``price_per_hour``: of the machine, in whatever money the user pays.
+    """
+
+    schema_version: Literal[2]
     name: str
     created: str
     command: str
@@ -97,7 +107,11 @@ class Profile(Part):
     seed: int
     points: tuple[Point, ...]
     points_file: str
-    coefficients: None = None
+    cost_model: CostFacts | None = None
+    simulation: SimulationFacts | None = None
+    simulated: tuple[Point, ...] = ()
+    confidence: Confidence | None = None
+    price_per_hour: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _below_ceilings(self) -> Profile:
@@ -158,13 +172,21 @@ def load_profile(path: str | Path) -> Profile:
         ) from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: is not a profile (it holds no fields); `autotune profile` makes one")
-    version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise InputError(f"{path}: schema_version is {version!r}; this version of autotune reads {SCHEMA_VERSION}")
+    data = migrated(data, path)
     try:
         return Profile.model_validate(data)
     except ValidationError as error:
         raise InputError(f"{path}: {explain(error, data)}") from None
+
+
+def migrated(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
+    version = data.get("schema_version")
+    if version == 1:  # before there was a cost model
+        return {**{k: v for k, v in data.items() if k != "coefficients"}, "schema_version": 2}
+    if version != SCHEMA_VERSION:
+        raise InputError(f"{path}: schema_version is {version!r}; this version of autotune reads 1 to {SCHEMA_VERSION}")
+    return data
 
 
 def explain(error: ValidationError, data: Mapping[str, Any]) -> str:

@@ -167,7 +167,7 @@ class Point(Part):
     """
 
     knobs: KnobsField
-    stage: Literal["search", "validation", "capacity"]
+    stage: Literal["simulation", "search", "validation", "capacity"]
     label: str
     rate: float
     offered_rate: float
@@ -214,3 +214,85 @@ class Calibration(Part):
     step_base_ms: float
     step_per_prompt_token_ms: float
     step_per_decode_ms: float
+
+
+class StepPoint(Part):
+    """One kind of step, measured by the calibration: a line of the sidecar.
+
+    ``seconds``: the median of ``repeats`` steps; ``spread``: their interquartile range over the median. ``region``: which
+    part of the plan it belongs to (``decode``, ``prefill``, ``mixed``, …). ``predicted``: what a model fitted without this
+    point says of it.
+    """
+
+    region: str
+    decodes: int
+    decode_context: int
+    prefill_tokens: int
+    prefill_context: int
+    prefill_attention: int
+    seconds: float
+    spread: float
+    repeats: int
+    predicted: float | None = None
+
+
+class RegionError(Part):
+    """Cross-validated error of the cost model in one region: |predicted − measured| / measured, median and 90th percentile."""
+
+    region: str
+    points: int
+    median: float
+    p90: float
+
+
+class LearnerFacts(Part):
+    """What warm-starts the online learner: its coefficients (of unit-free inputs), their covariances, its unit of time."""
+
+    unit_s: float
+    decode: tuple[float, ...]
+    decode_covariance: tuple[tuple[float, ...], ...]
+    mixed: tuple[float, ...]
+    mixed_covariance: tuple[tuple[float, ...], ...]
+
+
+class CostFacts(Part):
+    """The cost model: its family, its coefficients by name in SI units with their covariance (in the same order), its error.
+
+    ``points``: kinds of steps measured; ``seconds``: what measuring them took; ``error``: the median over all points of the
+    cross-validated relative error.
+    """
+
+    family: str
+    coefficients: dict[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    points: int
+    seconds: float
+    error: float
+    regions: tuple[RegionError, ...]
+    learner: LearnerFacts | None
+
+
+class Confidence(Part):
+    """How sure the choice is.
+
+    ``noise``: coefficient of variation of goodput between repeated runs of one setting, measured; ``best``: probability that
+    the recommended setting is the best of the validated ones; ``regret``: goodput it is expected to fall short of the best
+    of them, as a share; ``sentence``: the same in words.
+    """
+
+    noise: float
+    best: float
+    regret: float
+    sentence: str
+
+
+class SimulationFacts(Part):
+    """The simulated stage: how many settings, in how many seconds of CPU, and how far off it was where both were measured.
+
+    ``goodput_error``: median over the validated points of |simulated − measured| / measured.
+    """
+
+    trials: int
+    cpu_seconds: float
+    pareto: int
+    goodput_error: float | None

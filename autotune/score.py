@@ -13,13 +13,20 @@ from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
 from runtime.slo import SLO, attainment, wilson_interval
 
+CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
+"""The percentiles a latency distribution is kept at."""
+
 
 class Latency(BaseModel):
-    """Percentiles of one metric over the requests that have it, ms. None where none has."""
+    """Percentiles of one metric over the requests that have it, ms. None where none has.
+
+    ``cdf``: the percentiles of ``CDF_AT``; empty where no request has the metric, and in scores of earlier versions.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     p50: float | None
     p99: float | None
+    cdf: tuple[float, ...] = ()
 
 
 class StepStats(BaseModel):
@@ -149,5 +156,6 @@ def step_stats(steps: Sequence[StepRecord]) -> StepStats:
 
 
 def _latency(seconds: Iterable[float | None]) -> Latency:
-    known = [s * 1000 for s in seconds if s is not None]
-    return Latency(p50=percentile(known, 50), p99=percentile(known, 99))
+    known = sorted(s * 1000 for s in seconds if s is not None)
+    cdf = tuple(round(percentile(known, q) or 0.0, 4) for q in CDF_AT) if known else ()
+    return Latency(p50=percentile(known, 50), p99=percentile(known, 99), cdf=cdf)

@@ -37,7 +37,7 @@ def assemble(
     met, verdict = judge(findings, settings["balanced"].point)
     validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
     return Profile(
-        schema_version=1,
+        schema_version=2,
         name=name,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=command,

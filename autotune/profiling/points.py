@@ -13,7 +13,7 @@ from autotune.score import Score
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
-Stage = Literal["search", "validation", "capacity"]
+Stage = Literal["simulation", "search", "validation", "capacity"]
 _RESAMPLES = 2000
 
 

@@ -50,7 +50,7 @@ def test_it_reads_like_something_people_wrote(saved: Path) -> None:
     assert data["knobs"] == {"max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 128, "chunk_size": 128}
     assert isinstance(data["knobs"]["token_budget"], int)
     assert data["slo"] == "ttft=500ms,tpot=50ms@99%"
-    assert data["coefficients"] is None
+    assert data["cost_model"] is None
 
 
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
@@ -84,7 +84,7 @@ def test_a_knob_below_its_bound_is_told_the_ceiling_too(saved: Path) -> None:
         (("slo",), 50, ": slo is 50; write ttft=500ms,tpot=50ms@99%"),
         (("status",), "half", ": status is 'half'; "),
         (("settings",), {}, ": settings is {}; "),
-        (("schema_version",), 2, ": schema_version is 2; this version of autotune reads 1"),
+        (("schema_version",), 3, ": schema_version is 3; this version of autotune reads 1 to 2"),
         (("points", 0, "rate"), None, ": points.0.rate is None; "),
     ],
 )  # fmt: skip
