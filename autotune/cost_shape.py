@@ -1,0 +1,140 @@
+"""What a cost model may look like: its inputs by name, in three groups, and how memory and compute time combine.
+
+A step takes ``outside + combine(memory, compute)`` seconds. Every group is a sum of non-negative coefficients times what a
+step holds (roofline: Williams et al., CACM 52(4), 2009)::
+
+    outside   overhead_s + decode_s·decodes
+    memory    weights_s + experts_s·(1 − e^(−tokens/expert_tokens)) + decode_kv_s·decode context + prefill_kv_s·prefill context
+    compute   Σ token_s@k·(tokens beyond k, up to the next k) + pair_s·(decode context + prefill attention)
+
+``combine`` is the p-norm (m^p + c^p)^(1/p): the sum at p = 1 (nothing overlaps), the longer of the two at p = ∞ (all
+overlaps), and in between for what overlaps in part. ``experts_s`` is for mixtures of experts: few tokens touch few of them, many
+touch all. The segments of ``token_s`` may have any slopes that are not negative, so small batches on a CPU, whose products
+cost the same up to some number of rows, are followed too; one segment is a cost linear in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Group = Literal["outside", "memory", "compute"]
+TOKEN = "token_s@"
+EXPERT_TOKENS = "expert_tokens"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``knots``: token counts where the cost of one more token may change, from 0. ``experts``: ``expert_tokens``, if any."""
+
+    norm: float
+    knots: tuple[int, ...] = (0,)
+    experts: float | None = None
+
+    @property
+    def family(self) -> str:
+        """``max``, ``sum`` or ``norm2``, with ``+experts`` and ``+segments``: reads back by :meth:`read`."""
+        name = "sum" if self.norm == 1 else "max" if self.norm == math.inf else f"norm{self.norm:g}"
+        return name + ("+experts" if self.experts else "") + ("+segments" if len(self.knots) > 1 else "")
+
+    @classmethod
+    def read(cls, family: str, names: Sequence[str], experts: float | None) -> Shape:
+        """The shape of ``family`` with the coefficients ``names``. Raises ``ValueError`` if there is none."""
+        head = family.split("+")[0]
+        try:
+            norm = {"sum": 1.0, "max": math.inf}[head] if head in ("sum", "max") else float(head.removeprefix("norm"))
+            knots = tuple(sorted(int(name.removeprefix(TOKEN)) for name in names if name.startswith(TOKEN)))
+            shape = cls(norm, knots, experts)
+        except ValueError:
+            raise ValueError(
+                f"family is {family!r}; it must be sum, max or norm2, with +experts or +segments"
+            ) from None
+        if norm not in (1.0, 2.0, 4.0, math.inf) or knots[:1] != (0,) or shape.family != family:
+            raise ValueError(f"family is {family!r}, which does not go with the coefficients {', '.join(names)}")
+        missing = set(shape.names) - set(names)
+        if missing:
+            raise ValueError(f"family {family} lacks the coefficients {', '.join(sorted(missing))}")
+        return shape
+
+    @property
+    def groups(self) -> list[tuple[str, Group]]:
+        """The coefficients, in order, and the group of each."""
+        found: list[tuple[str, Group]] = [("overhead_s", "outside"), ("decode_s", "outside")]
+        if self.norm != 1:  # in a sum nothing tells them from the overhead
+            found.append(("weights_s", "memory"))
+        if self.experts:
+            found.append(("experts_s", "memory"))
+        found += [("decode_kv_s", "memory"), ("prefill_kv_s", "memory")]
+        found += [(f"{TOKEN}{knot}", "compute") for knot in self.knots]
+        return [*found, ("pair_s", "compute")]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.groups]
+
+    def columns(self, steps: Floats) -> Floats:
+        """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 5]`` (as in StepFeatures)."""
+        decodes, context, prefill, prefix, pairs = steps.T
+        tokens = decodes + prefill
+        made: list[Floats] = [np.ones(len(steps)), decodes]
+        if self.norm != 1:
+            made.append(np.ones(len(steps)))
+        if self.experts:
+            made.append(1 - np.exp(-tokens / self.experts))
+        made += [context, prefix]
+        for knot, end in zip(self.knots, (*self.knots[1:], math.inf), strict=True):
+            made.append(np.clip(tokens - knot, 0, end - knot))
+        return np.column_stack([*made, context + pairs])
+
+    def times(self, columns: Floats, coefficients: Floats) -> tuple[Floats, Floats]:
+        """(seconds of each step, their derivatives ``[steps, coefficients]``).
+
+        The time is homogeneous of degree one in the coefficients, so that derivatives · coefficients gives it back (Euler).
+        """
+        if self.norm == 1:
+            return columns @ coefficients, columns
+        groups = np.array([group for _, group in self.groups])
+        in_memory, in_compute = groups == "memory", groups == "compute"
+        memory = columns[:, in_memory] @ coefficients[in_memory]
+        compute = columns[:, in_compute] @ coefficients[in_compute]
+        if self.norm == math.inf:
+            by_memory = (memory >= compute).astype(float)
+            by_compute = 1 - by_memory
+        else:
+            both = (memory**self.norm + compute**self.norm) ** (1 / self.norm)
+            both[both == 0] = 1.0
+            by_memory, by_compute = (memory / both) ** (self.norm - 1), (compute / both) ** (self.norm - 1)
+        derivatives = columns.copy()
+        derivatives[:, in_memory] *= by_memory[:, None]
+        derivatives[:, in_compute] *= by_compute[:, None]
+        return derivatives @ coefficients, derivatives
+
+
+def candidates(tokens: Sequence[int]) -> list[Shape]:
+    """The shapes worth trying on steps of so many tokens, simple ones first."""
+    norms = (1.0, 2.0, 4.0, math.inf)
+    knots = list(dict.fromkeys(_knots(tokens, ratio) for ratio in (4, 2)))
+    shapes = [Shape(norm) for norm in norms]
+    shapes += [Shape(norm, experts=scale) for scale in (4.0, 8.0, 16.0, 32.0, 64.0, 128.0) for norm in norms]
+    return shapes + [Shape(norm, at) for at in knots if len(at) > 1 for norm in norms]
+
+
+def _knots(tokens: Sequence[int], ratio: int) -> tuple[int, ...]:
+    """0 and powers of ``ratio``, so that each segment holds at least two of the counts seen and the last one three."""
+    seen = sorted(set(tokens))
+    knots, knot = [0], ratio
+    while seen and sum(knot < t for t in seen) >= 3:
+        if sum(knots[-1] < t <= knot for t in seen) >= 2:
+            knots.append(knot)
+        knot *= ratio
+    return tuple(knots)
+
+
+def as_floats(rows: Sequence[Sequence[Any]]) -> Floats:
+    return np.array(rows, dtype=float).reshape(len(rows), -1)
