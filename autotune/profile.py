@@ -1,20 +1,20 @@
 """The profile: what was measured, on what, and which settings it recommends. A YAML file people read and tools load.
 
 Every part is checked on loading; an unknown field, a wrong type or a knob above the engine's ceiling is one line that
-names the file, the field, the value and what is allowed.
+names the file, the field, the value and what is allowed. docs/profiles.md describes the file.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from autotune.profile_complaints import explain
+from autotune.profile_fields import AboveZero, Count, FileName, Moment, Text
 from autotune.profile_parts import (
     Calibration,
     Capacity,
@@ -36,8 +36,12 @@ from autotune.profile_parts import (
     Software,
     Spread,
 )
+from autotune.profile_schema import editor_line, profile_schema, profiles_folder
+from autotune.profile_text import dump_yaml, read_yaml
+from autotune.profile_versions import SCHEMA_VERSION, migrated
+from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS
+from runtime.knobs import KNOBS, Knobs
 
 __all__ = [
     "PURPOSES",
@@ -65,30 +69,24 @@ __all__ = [
     "Software",
     "Spread",
     "dump_profile",
-    "explain",
     "load_profile",
     "save_profile",
     "shipped_profiles",
     "write_whole",
 ]
 
-SCHEMA_VERSION = 2
 Purpose = Literal["interactive", "balanced", "throughput"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "balanced", "throughput")
 RECOMMENDED: Purpose = "balanced"
 
 
 class Profile(Part):
-    """One profiling run. ``knobs`` is the setting recommended for balanced use.
-
-    ``simulated``: what the simulator said of its own Pareto set and of every validated setting, at the same load.
-    ``price_per_hour``: of the machine, in whatever money the user pays.
-    """
+    """One profiling run of one model on one machine under one load, and the knob settings it recommends."""
 
     schema_version: Literal[2]
-    name: str
-    created: str
-    command: str
+    name: Text
+    created: Moment
+    command: str = Field(description="what was typed")
     status: Literal["complete", "stopped"]
     machine: Machine
     software: Software
@@ -96,144 +94,74 @@ class Profile(Part):
     model: ModelFacts
     workload: LoadFacts
     slo: SLOField
-    slo_from: str
+    slo_from: str = Field(description="where the SLO comes from: given, or found by the calibration")
     calibration: Calibration
-    knobs: KnobsField
+    knobs: KnobsField = Field(description="the setting recommended for balanced use")
     settings: dict[Purpose, Setting] = Field(min_length=1)
-    baseline: Point | None
+    baseline: Point | None = Field(description="vLLM's defaults on this engine under the same load")
     capacity: Capacity | None
     verdict: str
     slo_met: bool
-    seed: int
-    points: tuple[Point, ...]
-    points_file: str
+    seed: Count
+    points: tuple[Point, ...] = Field(description="everything measured on the machine")
+    points_file: FileName = Field(description="the sidecar file with every single run, in the same folder")
     cost_model: CostFacts | None = None
     simulation: SimulationFacts | None = None
-    simulated: tuple[Point, ...] = ()
+    simulated: tuple[Point, ...] = Field(
+        default=(),
+        description="what the simulator said of its Pareto set and of every validated setting, at the same load",
+    )
     confidence: Confidence | None = None
-    price_per_hour: float | None = Field(default=None, gt=0)
+    price_per_hour: AboveZero | None = Field(
+        default=None, description="of the machine, in whatever money the user pays"
+    )
 
     @model_validator(mode="after")
-    def _below_ceilings(self) -> Profile:
+    def _consistent(self) -> Profile:
         held = {"knobs": self.knobs} | {f"settings.{name}.knobs": s.knobs for name, s in self.settings.items()}
-        for where, knobs in held.items():
+        for where, knobs in (*held.items(), *self._measured_knobs()):
             for spec in KNOBS:
                 try:
                     spec.check(getattr(knobs, spec.name), high=getattr(self.engine.limits, spec.name))
                 except ValueError as error:
                     raise ValueError(f"{where}.{error} (the engine's ceiling)") from None
+        known = {point.key for point in (*self.points, *self.simulated)}
+        for name, setting in self.settings.items():
+            if setting.point.key not in known:
+                raise ValueError(f"settings.{name}.point is of {setting.knobs}; points holds no such point")
+        if RECOMMENDED in self.settings and self.knobs != self.settings[RECOMMENDED].knobs:
+            raise ValueError(f"knobs are {self.knobs}; they must be those of settings.{RECOMMENDED}")
         return self
+
+    def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
+        for where, points in (("points", self.points), ("simulated", self.simulated)):
+            yield from ((f"{where}.{index}.knobs", point.knobs) for index, point in enumerate(points))
 
 
 def dump_profile(profile: Profile) -> str:
     """The YAML text."""
-    return yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(profile.model_dump(mode="json"))
 
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write ``path`` whole or not at all. Raises :class:`InputError` when the place cannot be written."""
-    write_whole(path, dump_profile(profile))
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Temporary file beside it, fsync, rename: a reader sees the old file or the new one, whatever is killed when."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private; a profile is to be shared
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from None
+    write_whole(path, editor_line(path) + dump_profile(profile))
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read and check a profile. Raises :class:`InputError`, one line: file, field, value, what is allowed."""
-    file = Path(path)
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is not a text file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InputError(
-            f"{path}: not valid YAML: {where}{getattr(error, 'problem', None) or 'cannot be parsed'}"
-        ) from None
+    """Read and check a profile, of this version or an earlier one. Raises :class:`InputError`, one line: file, field,
+    value, what is allowed."""
+    data = read_yaml(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: is not a profile (it holds no fields); `autotune profile` makes one")
     data = migrated(data, path)
-    try:
-        return Profile.model_validate(data)
+    try:  # as JSON, in which a list may become a tuple though no type is converted into another
+        return Profile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise InputError(f"{path}: {explain(error, data)}") from None
-
-
-def migrated(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
-    version = data.get("schema_version")
-    if version == 1:  # before there was a cost model
-        return {**{k: v for k, v in data.items() if k != "coefficients"}, "schema_version": 2}
-    if version != SCHEMA_VERSION:
-        raise InputError(f"{path}: schema_version is {version!r}; this version of autotune reads 1 to {SCHEMA_VERSION}")
-    return data
-
-
-def explain(error: ValidationError, data: Mapping[str, Any]) -> str:
-    """The first complaint of pydantic as one line."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "extra_forbidden":
-        return f"{where} is not a field of a profile{more}"
-    if first["type"] == "missing":
-        return f"{where} is missing{more}"
-    if first["type"] == "value_error":
-        message = f"{where}{first['ctx']['error']}"
-        ceiling = _ceiling(first["loc"], str(first["ctx"]["error"]), data)
-        return ((ceiling and f"{where}{ceiling}") or message) + more
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{where} is {_short(first['input'])}; {message}{more}"
-
-
-def _ceiling(loc: tuple[int | str, ...], message: str, data: Mapping[str, Any]) -> str | None:
-    """The complaint about a knob below its lower bound, told against the engine's own ceiling when that is known."""
-    name = message.partition(" ")[0].lstrip(".")
-    spec = next((s for s in KNOBS if s.name == name), None)
-    try:
-        top = data["engine"]["limits"][name]
-        value: Any = data
-        for part in loc:
-            value = value[part]
-        if spec is None or loc[-1] == "limits":
-            return None
-        spec.check(value[name], high=spec.check(top))
-    except ValueError as error:
-        return f".{error} (the engine's ceiling)"
-    except (KeyError, TypeError, IndexError):
-        return None
-    return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+        raise InputError(f"{path}: {' '.join(explain(error, data, profile_schema()).split())}") from None
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Profiles that come with the package, by name: from the wheel, or from the repository in an editable install."""
-    here = Path(__file__).resolve().parent
-    folder = here / "_profiles"
-    if not folder.is_dir() and (here.parent / "pyproject.toml").is_file():
-        folder = here.parent / "profiles"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    """Profiles that come with the package, by name; one in a folder is ``folder/name``."""
+    folder = profiles_folder()
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}

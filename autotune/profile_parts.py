@@ -1,89 +1,97 @@
-"""What a profile is made of: knobs, limits and SLO as fields, the fingerprint, the load, and what was measured."""
+"""What a profile is made of: the fingerprint of machine, software, engine and model, the load, and the points measured.
+
+The parts about the cost model and the choice are in :mod:`autotune.profile_findings`, and can be imported from here too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import Field, model_validator
 
-from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO
+from autotune.profile_fields import (
+    AboveZero,
+    Amount,
+    Count,
+    KnobsField,
+    LimitsField,
+    Number,
+    Part,
+    Positive,
+    Share,
+    SLOField,
+    Text,
+)
+from autotune.profile_findings import (
+    Calibration,
+    Confidence,
+    CostFacts,
+    LearnerFacts,
+    RegionError,
+    SimulationFacts,
+    StepPoint,
+)
 
-
-def _knobs(value: object) -> Knobs:
-    return value if isinstance(value, Knobs) else Knobs(**_values(value, "knobs"))
-
-
-def _limits(value: object) -> KnobLimits:
-    return value if isinstance(value, KnobLimits) else KnobLimits(**_values(value, "limits"))
-
-
-def _values(value: object, what: str) -> dict[str, Any]:
-    """A complete mapping of knob names to checked values; a profile leaves none to a default."""
-    names = [spec.name for spec in KNOBS]
-    if not isinstance(value, Mapping):
-        raise ValueError(f" is {value!r}; it must hold {', '.join(names)}")
-    for name in value:
-        if name not in names:
-            raise ValueError(f".{name} is not a knob; the knobs are {', '.join(names)}")
-    for name in names:
-        if name not in value:
-            raise ValueError(f".{name} is missing; {what} hold {', '.join(names)}")
-    try:
-        return {spec.name: spec.check(value[spec.name]) for spec in KNOBS}
-    except ValueError as error:
-        raise ValueError(f".{error}") from None
-
-
-def _slo(value: object) -> SLO:
-    if isinstance(value, SLO):
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f" is {value!r}; write ttft=500ms,tpot=50ms@99%")
-    try:
-        return SLO.parse(value)
-    except ValueError as error:
-        raise ValueError(f": {error}") from None
-
-
-def _as_numbers(value: Knobs | KnobLimits) -> dict[str, int | float]:
-    return value.as_dict()
-
-
-KnobsField = Annotated[Knobs, BeforeValidator(_knobs), PlainSerializer(_as_numbers)]
-LimitsField = Annotated[KnobLimits, BeforeValidator(_limits), PlainSerializer(_as_numbers)]
-SLOField = Annotated[SLO, BeforeValidator(_slo), PlainSerializer(str)]
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+__all__ = [
+    "Calibration",
+    "Capacity",
+    "Confidence",
+    "CostFacts",
+    "EngineFacts",
+    "GpuInfo",
+    "KnobsField",
+    "KvPool",
+    "LearnerFacts",
+    "LimitsField",
+    "LoadFacts",
+    "Machine",
+    "ModelFacts",
+    "Part",
+    "Point",
+    "RegionError",
+    "SLOField",
+    "Setting",
+    "SimulationFacts",
+    "Software",
+    "Spread",
+    "StepPoint",
+]
 
 
 class GpuInfo(Part):
-    name: str
-    count: int
-    memory_gib: float
-    capability: str
-    cuda: str
+    name: Text
+    count: Positive = Field(description="GPUs in the machine; one of them was used")
+    memory_gib: AboveZero
+    capability: str = Field(description="compute capability, such as 9.0")
+    cuda: str = Field(description="CUDA version of the PyTorch build")
 
 
 class Machine(Part):
-    """The hardware fingerprint. ``cores``: those this process may use; ``threads``: those it computed with."""
+    """The hardware fingerprint."""
 
-    kind: Literal["cpu", "gpu"]
-    cpu: str
-    cores: int
-    flags: tuple[str, ...]
-    memory_gib: float
-    threads: int | None
+    kind: Literal["cpu", "gpu"] = Field(description="what the model ran on")
+    cpu: Text
+    cores: Positive = Field(description="cores this process may use")
+    flags: tuple[str, ...] = Field(description="CPU features that change how fast matrix products run")
+    memory_gib: AboveZero
+    threads: Positive | None = Field(description="CPU threads it computed with")
     gpu: GpuInfo | None
     os: str
 
+    @model_validator(mode="after")
+    def _described(self) -> Machine:
+        if self.kind == "gpu" and self.gpu is None:
+            raise ValueError(".gpu is null; where kind is gpu it must say which")
+        return self
+
+    @property
+    def processor(self) -> str:
+        """The name of what the model ran on."""
+        return self.gpu.name if self.gpu else self.cpu
+
     def differences(self, other: Machine) -> list[str]:
         """What about ``other`` makes figures from here doubtful there: fields that differ, in words."""
-        mine, theirs = (m.gpu.name if m.gpu else m.cpu for m in (self, other))
-        found = [] if mine == theirs else [f"{theirs} instead of {mine}"]
+        found = [] if self.processor == other.processor else [f"{other.processor} instead of {self.processor}"]
         if self.kind == other.kind == "cpu" and self.cores != other.cores:
             found.append(f"{other.cores} cores instead of {self.cores}")
         return found
@@ -95,24 +103,27 @@ class Software(Part):
     transformers: str
     python: str
 
+    def differences(self, other: Software) -> list[str]:
+        """Packages of ``other`` in another version, in words: ``torch 2.12 instead of 2.13``."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return [f"{name} {theirs[name]} instead of {mine[name]}" for name in mine if mine[name] != theirs[name]]
+
 
 class ModelFacts(Part):
-    """``seed``: that of random weights. ``kv_bytes_per_token``: K and V of all layers."""
-
-    name: str
-    architecture: str
-    parameters: int
-    dtype: str
+    name: Text = Field(description="preset, directory or hub id, as --model had it")
+    architecture: Text
+    parameters: Positive
+    dtype: Text
     random_weights: bool
-    seed: int | None
-    max_model_len: int
-    vocab_size: int
-    kv_bytes_per_token: int
+    seed: Count | None = Field(description="that of random weights")
+    max_model_len: Positive = Field(description="most tokens (prompt + output) of one request")
+    vocab_size: Positive
+    kv_bytes_per_token: Count = Field(description="K and V of all layers, bytes")
 
 
 class KvPool(Part):
-    block_size: int
-    blocks: int
+    block_size: Positive = Field(description="tokens in a block")
+    blocks: Positive
 
     @property
     def tokens(self) -> int:
@@ -120,72 +131,94 @@ class KvPool(Part):
 
 
 class EngineFacts(Part):
-    """The engine as it was started. ``parallelism``: devices the model is split over."""
+    """The engine as it was started."""
 
-    name: str
+    name: Text
     version: str
     kv_pool: KvPool
     limits: LimitsField
     prefix_cache: bool
-    parallelism: int = 1
+    parallelism: Positive = Field(default=1, description="devices the model is split over")
 
 
 class LoadFacts(Part):
-    """The load. ``spec`` reads back as ``--workload``; ``rate`` (requests/s) is where settings were compared,
-    ``offered_rate`` what that brought in the search's own window."""
+    """The load settings were compared under."""
 
-    spec: str
+    spec: Text = Field(description="the workload; reads back as --workload")
     description: str
-    length_scale: float
-    cap_prompt: int | None
-    cap_output: int | None
-    mean_prompt: float
-    mean_output: float
-    rate: float
-    offered_rate: float
+    length_scale: AboveZero = Field(description="what the workload's lengths were multiplied by")
+    cap_prompt: Positive | None = Field(description="longest prompt, tokens")
+    cap_output: Positive | None = Field(description="longest output, tokens")
+    mean_prompt: Amount = Field(description="tokens")
+    mean_output: Amount = Field(description="tokens")
+    rate: AboveZero = Field(description="requests/s where settings were compared")
+    offered_rate: Amount = Field(description="requests/s that came in the search's own window")
     rate_from: Literal["user", "calibration"]
-    window_s: float
-    warmup_s: float
-    search_seed: int
-    validation_seeds: tuple[int, ...]
+    window_s: AboveZero = Field(description="length of a measuring window, s")
+    warmup_s: Amount = Field(description="what was left out before each window, s")
+    search_seed: Count
+    validation_seeds: tuple[Count, ...]
 
 
 class Spread(Part):
     """A mean, its 95% interval, and what each run gave."""
 
-    mean: float
-    low: float
-    high: float
-    runs: tuple[float, ...]
+    mean: Amount
+    low: Number
+    high: Number
+    runs: tuple[Amount, ...]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Spread:
+        if self.low > self.high:
+            raise ValueError(f".low is {self.low:g}; it must be at most high ({self.high:g})")
+        return self
 
 
 class Point(Part):
-    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar has every run.
-
-    ``offered_rate``: requests/s that came in the windows, where ``rate`` is the workload's mean. ``lateness_p99_ms``: how
-    late the sender was at worst (counted in the latencies).
-    """
+    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar file has every run."""
 
     knobs: KnobsField
     stage: Literal["simulation", "search", "validation", "capacity"]
     label: str
-    rate: float
-    offered_rate: float
-    seeds: tuple[int, ...]
-    offered: int
-    met: int
-    attainment: float
-    attainment_low: float
-    attainment_high: float
-    goodput: Spread
-    throughput: Spread
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    tpot_p50_ms: float | None
-    tpot_p99_ms: float | None
-    e2e_p99_ms: float | None
-    preemptions: int
-    lateness_p99_ms: float
+    rate: AboveZero = Field(description="the workload's mean, requests/s")
+    offered_rate: Amount = Field(description="requests/s that came in the windows")
+    seeds: tuple[Count, ...] = Field(description="of the load, one a run")
+    offered: Count = Field(description="requests due in the windows, those cancelled by the client left out")
+    met: Count = Field(description="of them, those that met every target")
+    attainment: Share = Field(description="met / offered")
+    attainment_low: Share = Field(description="lower end of its 95% interval")
+    attainment_high: Share = Field(description="upper end of its 95% interval")
+    goodput: Spread = Field(description="requests/s that met every target")
+    throughput: Spread = Field(description="output tokens/s")
+    ttft_p50_ms: Amount | None
+    ttft_p99_ms: Amount | None
+    tpot_p50_ms: Amount | None
+    tpot_p99_ms: Amount | None
+    e2e_p99_ms: Amount | None
+    preemptions: Count
+    lateness_p99_ms: Amount = Field(description="how late the sender was at worst; counted in the latencies")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Point:
+        for small, large in (
+            ("met", "offered"),
+            ("attainment_low", "attainment_high"),
+            ("ttft_p50_ms", "ttft_p99_ms"),
+            ("tpot_p50_ms", "tpot_p99_ms"),
+        ):
+            below, above = getattr(self, small), getattr(self, large)
+            if below is not None and above is not None and below > above:
+                raise ValueError(f".{small} is {below:g}; it must be at most {large} ({above:g})")
+        if self.offered and abs(self.attainment - self.met / self.offered) > 0.001:
+            counted = f"{self.met} of {self.offered}"
+            raise ValueError(f".attainment is {self.attainment:g}; it must be met / offered ({counted})")
+        return self
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from the other points of a profile."""
+        return self.stage, self.knobs, self.rate
 
 
 class Setting(Part):
@@ -195,104 +228,22 @@ class Setting(Part):
     why: str
     point: Point
 
+    @model_validator(mode="after")
+    def _of_this_setting(self) -> Setting:
+        if self.knobs != self.point.knobs:
+            raise ValueError(".point.knobs are not those of the setting: its figures were measured with others")
+        return self
+
 
 class Capacity(Part):
-    """The highest rate tried at which ``knobs`` kept the SLO's share; ``rate`` None: it did at none."""
+    """The highest rate tried at which ``knobs`` kept the SLO's share."""
 
     knobs: KnobsField
-    rate: float | None
+    rate: AboveZero | None = Field(description="requests/s; null: at no rate tried")
     tried: tuple[Point, ...]
 
-
-class Calibration(Part):
-    """What was measured before the search, to scale the load: one request alone, then a saturated engine."""
-
-    alone_ttft_ms: float
-    alone_tpot_ms: float
-    saturated_rate: float
-    saturated_tokens_per_s: float
-    step_base_ms: float
-    step_per_prompt_token_ms: float
-    step_per_decode_ms: float
-
-
-class StepPoint(Part):
-    """One kind of step, measured by the calibration: a line of the sidecar.
-
-    ``seconds``: the median of ``repeats`` steps; ``spread``: their interquartile range over the median. ``region``: which
-    part of the plan it belongs to (``decode``, ``prefill``, ``mixed``, …). ``predicted``: what a model fitted without this
-    point says of it.
-    """
-
-    region: str
-    decodes: int
-    decode_context: int
-    prefill_tokens: int
-    prefill_context: int
-    prefill_attention: int
-    seconds: float
-    spread: float
-    repeats: int
-    predicted: float | None = None
-
-
-class RegionError(Part):
-    """Cross-validated error of the cost model in one region: |predicted − measured| / measured, median and 90th percentile."""
-
-    region: str
-    points: int
-    median: float
-    p90: float
-
-
-class LearnerFacts(Part):
-    """What warm-starts the online learner: its coefficients (of unit-free inputs), their covariances, its unit of time."""
-
-    unit_s: float
-    decode: tuple[float, ...]
-    decode_covariance: tuple[tuple[float, ...], ...]
-    mixed: tuple[float, ...]
-    mixed_covariance: tuple[tuple[float, ...], ...]
-
-
-class CostFacts(Part):
-    """The cost model: its family, its coefficients by name in SI units with their covariance (in the same order), its error.
-
-    ``points``: kinds of steps measured; ``seconds``: what measuring them took; ``error``: the median over all points of the
-    cross-validated relative error.
-    """
-
-    family: str
-    coefficients: dict[str, float]
-    covariance: tuple[tuple[float, ...], ...]
-    points: int
-    seconds: float
-    error: float
-    regions: tuple[RegionError, ...]
-    learner: LearnerFacts | None
-
-
-class Confidence(Part):
-    """How sure the choice is.
-
-    ``noise``: coefficient of variation of goodput between repeated runs of one setting, measured; ``best``: probability that
-    the recommended setting is the best of the validated ones; ``regret``: goodput it is expected to fall short of the best
-    of them, as a share; ``sentence``: the same in words.
-    """
-
-    noise: float
-    best: float
-    regret: float
-    sentence: str
-
-
-class SimulationFacts(Part):
-    """The simulated stage: how many settings, in how many seconds of CPU, and how far off it was where both were measured.
-
-    ``goodput_error``: median over the validated points of |simulated − measured| / measured.
-    """
-
-    trials: int
-    cpu_seconds: float
-    pareto: int
-    goodput_error: float | None
+    @model_validator(mode="after")
+    def _was_tried(self) -> Capacity:
+        if self.rate is not None and self.rate not in [p.rate for p in self.tried]:
+            raise ValueError(f".rate is {self.rate:g}; it must be the rate of a point in tried")
+        return self

@@ -184,12 +184,13 @@ def test_a_profile_cannot_smuggle_settings_in(target: Target) -> None:
     evil = "x\nhost: 0.0.0.0\r\ntrust-remote-code: true\u2028port: 1\x85y: 2\x1b[2J"
     plain = sample_profile()
     changes = {
-        "command": evil, "created": evil, "verdict": evil, "slo_from": evil,
+        "command": evil, "verdict": evil, "slo_from": evil,
         "machine": plain.machine.model_copy(update={"cpu": evil, "os": evil}),
         "workload": plain.workload.model_copy(update={"spec": evil}),
         "software": plain.software.model_copy(update={"torch": evil}),
     }  # fmt: skip
-    made = export(sample_profile(gpu=True, **changes), target, profile_name=evil)
+    unchecked = sample_profile(gpu=True, **changes).model_copy(update={"created": evil})  # loading refuses that one
+    made = export(unchecked, target, profile_name=evil)
     text = made.text(PATH)
     if ".yaml" in target.suffixes:
         assert yaml.safe_load(text) == made.written

@@ -102,7 +102,7 @@ def test_files_that_are_no_profiles(capsys: pytest.CaptureFixture[str], verb: st
     bad.write_text("knobs: [1,")
     assert run([verb, "bad.yaml"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: bad.yaml: not valid YAML: line 1") and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: bad.yaml: not valid YAML: line ") and captured.err.count("\n") == 1
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

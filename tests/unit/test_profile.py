@@ -84,7 +84,7 @@ def test_a_knob_below_its_bound_is_told_the_ceiling_too(saved: Path) -> None:
         (("slo",), 50, ": slo is 50; write ttft=500ms,tpot=50ms@99%"),
         (("status",), "half", ": status is 'half'; "),
         (("settings",), {}, ": settings is {}; "),
-        (("schema_version",), 3, ": schema_version is 3; this version of autotune reads 1 to 2"),
+        (("schema_version",), 3, ": schema_version is 3: made by a newer autotune (this one reads 1 to 2); upgrade autotune"),
         (("points", 0, "rate"), None, ": points.0.rate is None; "),
     ],
 )  # fmt: skip
@@ -103,11 +103,11 @@ def test_a_missing_field(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"a: [1,", ": not valid YAML: line 1, column "),
+        (b"a: [1,", ": not valid YAML: line 2, column 1: "),
         (b"", ": is not a profile"),
         (b"- 1\n", ": is not a profile"),
         (b"\xff\xfe\x00", ": "),
-        (b"!!python/object:os.system {}", ": not valid YAML"),
+        (b"!!python/object:os.system {}", ": line 1: tag:yaml.org,2002:python/object:os.system is a tag; "),
     ],
 )
 def test_files_that_are_no_profiles(tmp_path: Path, content: bytes, text: str) -> None:

@@ -1,0 +1,148 @@
+"""The kinds of fields a profile is made of: numbers with their bounds, and knobs, ceilings and SLO as people write them.
+
+Each carries its JSON schema, made from the same bounds, so that what an editor accepts is what loading accepts.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.slo import METRICS, SLO
+
+MOST = 1e15  # of any figure: far beyond a real one, and sums and products of such still are numbers
+EXACT = 2**53  # up to here a whole number is the same in YAML, JSON and every reader's floating point
+
+
+class Part(BaseModel):
+    """A mapping with named fields and no others; NaN and infinity are not figures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=0, le=EXACT)]
+Positive = Annotated[int, Field(ge=1, le=EXACT)]
+Amount = Annotated[float, Field(ge=0, le=MOST)]
+"""A time, a rate, a size: zero or more. The field's name or description has the unit."""
+
+AboveZero = Annotated[float, Field(gt=0, le=MOST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+Row = tuple[Number, ...]
+Matrix = tuple[Row, ...]
+
+
+def _moment(text: str) -> str:
+    try:
+        dt.datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f" is {text!r}; it must be a date and time such as 2026-03-01T12:00:00+00:00") from None
+    return text
+
+
+def _file_name(text: str) -> str:
+    if text in (".", "..") or "/" in text or "\\" in text or not text.isprintable():
+        raise ValueError(f" is {text!r}; it must be the name of a file in the profile's own folder")
+    return text
+
+
+Moment = Annotated[
+    str, AfterValidator(_moment), WithJsonSchema({"type": "string", "pattern": r"^\d{4}-?(\d{2}|W\d{2}).*$"})
+]
+"""A date and time by ISO 8601."""
+
+FileName = Annotated[
+    str, Field(min_length=1), AfterValidator(_file_name), WithJsonSchema({"type": "string", "pattern": r"^[^/\\]+$"})
+]
+
+
+def _knobs(value: object) -> Knobs:
+    return value if isinstance(value, Knobs) else Knobs(**_values(value, "knobs"))
+
+
+def _limits(value: object) -> KnobLimits:
+    return value if isinstance(value, KnobLimits) else KnobLimits(**_values(value, "limits"))
+
+
+def _values(value: object, what: str) -> dict[str, Any]:
+    """A complete mapping of knob names to checked values; a profile leaves none to a default."""
+    names = [spec.name for spec in KNOBS]
+    if not isinstance(value, Mapping):
+        raise ValueError(f" is {shortened(value)}; it must hold {', '.join(names)}")
+    for name in value:
+        if name not in names:
+            raise ValueError(f".{name} is not a knob; the knobs are {', '.join(names)}")
+    for name in names:
+        if name not in value:
+            raise ValueError(f".{name} is missing; {what} hold {', '.join(names)}")
+    try:
+        return {spec.name: spec.check(value[spec.name]) for spec in KNOBS}
+    except ValueError as error:
+        raise ValueError(f".{error}") from None
+
+
+def _slo(value: object) -> SLO:
+    if isinstance(value, SLO):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f" is {shortened(value)}; write ttft=500ms,tpot=50ms@99%")
+    try:
+        return SLO.parse(value)
+    except ValueError as error:
+        raise ValueError(f": {error}") from None
+
+
+def shortened(value: object) -> str:
+    """``value`` as an error quotes it: on one line, and not pages of it."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _as_numbers(value: Knobs | KnobLimits) -> dict[str, int | float]:
+    return value.as_dict()
+
+
+def _knobs_schema(what: str) -> WithJsonSchema:
+    return WithJsonSchema(
+        {
+            "type": "object",
+            "description": what,
+            "properties": {
+                spec.name: {
+                    "type": "integer" if spec.integer else "number",
+                    "minimum": spec.low,
+                    "maximum": spec.high,
+                    "description": f"{spec.doc}, {spec.unit}",
+                }
+                for spec in KNOBS
+            },
+            "required": [spec.name for spec in KNOBS],
+            "additionalProperties": False,
+        }
+    )
+
+
+_TARGET = rf"\s*({'|'.join(METRICS)})\s*=\s*\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*(ms|s)\s*"
+_SLO_SCHEMA = WithJsonSchema(
+    {
+        "type": "string",
+        "pattern": rf"^{_TARGET}(,{_TARGET})*(@\s*(\d+\.?\d*|\.\d+)\s*%?\s*)?$",
+        "examples": ["ttft=500ms,tpot=50ms@99%"],
+    }
+)
+
+KnobsField = Annotated[
+    Knobs, BeforeValidator(_knobs), PlainSerializer(_as_numbers), _knobs_schema("a setting of the knobs")
+]
+LimitsField = Annotated[
+    KnobLimits,
+    BeforeValidator(_limits),
+    PlainSerializer(_as_numbers),
+    _knobs_schema("the engine's start-up ceilings; no knob of this profile is above them"),
+]
+SLOField = Annotated[SLO, BeforeValidator(_slo), PlainSerializer(str), _SLO_SCHEMA]

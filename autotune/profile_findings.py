@@ -1,0 +1,129 @@
+"""Parts of a profile that are conclusions: the calibration, the cost model and its error, the simulation, the confidence."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field, model_validator
+
+from autotune.profile_fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+
+_DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
+
+
+class Calibration(Part):
+    """What was measured before the search, to scale the load: one request alone, then a saturated engine."""
+
+    alone_ttft_ms: Amount
+    alone_tpot_ms: Amount
+    saturated_rate: Amount = Field(description="requests/s")
+    saturated_tokens_per_s: Amount = Field(description="prompt and output tokens/s")
+    step_base_ms: Amount
+    step_per_prompt_token_ms: Amount
+    step_per_decode_ms: Amount
+
+
+class StepPoint(Part):
+    """One kind of step, measured by the calibration: a line of the sidecar."""
+
+    region: Text = Field(description="part of the plan it belongs to: decode, prefill, mixed, …")
+    decodes: Count = Field(description="sequences that decode")
+    decode_context: Count = Field(description="tokens they read, their new ones included")
+    prefill_tokens: Count = Field(description="prompt tokens computed")
+    prefill_context: Count = Field(description="tokens of the prompts up to the ends of their chunks")
+    prefill_attention: Count = Field(description="(query, key) pairs of the chunks")
+    seconds: float = Field(gt=0, le=1e9, description="median of the repeats")
+    spread: Amount = Field(description="interquartile range of the repeats over their median")
+    repeats: Positive
+    predicted: Amount | None = Field(default=None, description="s, by a model fitted without this point")
+
+
+class RegionError(Part):
+    """Cross-validated error of the cost model in one region: |predicted − measured| / measured."""
+
+    region: Text
+    points: Count
+    median: Amount
+    p90: Amount
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RegionError:
+        if self.median > self.p90:
+            raise ValueError(f".median is {self.median:g}; it must be at most p90 ({self.p90:g})")
+        return self
+
+
+class LearnerFacts(Part):
+    """What warm-starts the online learner: coefficients of its two pieces, of inputs without unit, and their covariances."""
+
+    unit_s: float = Field(gt=0, le=1e9, description="its unit of time, s")
+    decode: Row = Field(min_length=_DECODE_INPUTS, max_length=_DECODE_INPUTS)
+    decode_covariance: Matrix
+    mixed: Row = Field(min_length=_MIXED_INPUTS, max_length=_MIXED_INPUTS)
+    mixed_covariance: Matrix
+
+    @model_validator(mode="after")
+    def _covariances(self) -> LearnerFacts:
+        check_covariance(".decode_covariance", self.decode_covariance, _DECODE_INPUTS)
+        check_covariance(".mixed_covariance", self.mixed_covariance, _MIXED_INPUTS)
+        return self
+
+
+class CostFacts(Part):
+    """The cost model: what predicts the time of a step on this machine."""
+
+    family: Text
+    coefficients: dict[str, Number] = Field(min_length=1, description="by name, in SI units")
+    covariance: Matrix = Field(description="of the coefficients, in the same order")
+    points: Count = Field(description="kinds of steps measured")
+    seconds: Amount = Field(description="what measuring them took, s")
+    error: Amount = Field(description="median of the cross-validated relative error over all points")
+    regions: tuple[RegionError, ...]
+    learner: LearnerFacts | None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CostFacts:
+        check_covariance(".covariance", self.covariance, len(self.coefficients))
+        names = [r.region for r in self.regions]
+        if len(set(names)) < len(names):
+            raise ValueError(f".regions are {', '.join(names)}; each may be there once")
+        return self
+
+    def region_error(self, region: str) -> float:
+        """The median error of ``region``, of all points where it has none of its own."""
+        return next((r.median for r in self.regions if r.region == region), self.error)
+
+
+class Confidence(Part):
+    """How sure the choice is."""
+
+    noise: Amount = Field(description="coefficient of variation of goodput between repeated runs of one setting")
+    best: Share = Field(description="probability that the recommended setting is the best of the validated ones")
+    regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
+    sentence: str = Field(description="the same in words")
+
+
+class SimulationFacts(Part):
+    """The simulated stage, and how far off it was where both were measured."""
+
+    trials: Count
+    cpu_seconds: Amount
+    pareto: Count = Field(description="settings on its Pareto front")
+    goodput_error: Amount | None = Field(
+        description="median of |simulated − measured| / measured over the validated points"
+    )
+
+
+def check_covariance(where: str, matrix: Matrix, size: int) -> None:
+    """Raise ``ValueError`` unless ``matrix`` is ``size`` × ``size``, symmetric, and its diagonal not negative."""
+    lengths = {len(row) for row in matrix}
+    if len(matrix) != size or lengths - {size}:
+        shape = f"{len(matrix)} rows of {' or '.join(map(str, sorted(lengths))) or 0}"
+        raise ValueError(f"{where} has {shape}; it must be {size} × {size}, a row and a column for each coefficient")
+    for i, row in enumerate(matrix):
+        if row[i] < 0:
+            raise ValueError(f"{where} has a variance of {row[i]:g} in row {i + 1}; none is negative")
+        for j in range(i):
+            scale = math.sqrt(row[i]) * math.sqrt(matrix[j][j])
+            if abs(row[j] - matrix[j][i]) > 1e-6 * max(scale, abs(row[j]), abs(matrix[j][i])):
+                raise ValueError(f"{where} is not symmetric in row {i + 1}, column {j + 1}")

@@ -1,0 +1,51 @@
+"""Profiles of earlier versions, brought to the present one step at a time.
+
+A version gets a number when a file of the version before no longer says the same. Each step takes the plain data of its
+version and gives that of the next; it does not check them, which is done once, at the end. A step stays as it is for good:
+when the schema changes again, a step is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.profile_fields import shortened
+from runtime.errors import InputError
+
+Fields = dict[str, Any]
+
+
+def from_1(data: Fields) -> Fields:
+    """Version 1 had no cost model, only a field for its coefficients that nothing ever filled; the rest is new in 2."""
+    data.pop("coefficients", None)
+    return data
+
+
+STEPS: Mapping[int, Callable[[Fields], Fields]] = {1: from_1}
+"""From each earlier version to the one after it."""
+
+SCHEMA_VERSION = max(STEPS) + 1
+
+
+def migrated(data: Mapping[str, Any], path: str | Path) -> Fields:
+    """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
+    if "schema_version" not in data:
+        raise InputError(
+            f"{path}: schema_version is missing; `autotune profile` writes it, {SCHEMA_VERSION} at present"
+        )
+    version = data["schema_version"]
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise InputError(
+            f"{path}: schema_version is {shortened(version)}; it must be a whole number from 1 to {SCHEMA_VERSION}"
+        )
+    if version > SCHEMA_VERSION:
+        raise InputError(
+            f"{path}: schema_version is {shortened(version)}: made by a newer autotune "
+            f"(this one reads 1 to {SCHEMA_VERSION}); upgrade autotune to read it"
+        )
+    present = dict(data)
+    for number in range(version, SCHEMA_VERSION):
+        present = STEPS[number](present) | {"schema_version": number + 1}
+    return present

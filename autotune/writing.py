@@ -1,0 +1,81 @@
+"""Writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from runtime.errors import InputError
+
+_SUFFIX = ".tmp"
+_ABANDONED_S = 60.0  # a write takes far less; what is older belonged to a process that was killed
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Put ``content`` into ``path``: a reader sees the old file or the new one, whatever is killed when.
+
+    A temporary file beside it, fsync, rename. A symbolic link stays one, and what it points to is replaced; the mode of a
+    file that is there is kept. A temporary file that a killed process left is removed by the next write of the same file.
+    Raises :class:`InputError` when the place cannot be written (no space, no permission, a directory); the old file is
+    then as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        target = _target(path)
+        _sweep(target)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_SUFFIX}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as for any new file
+        try:
+            with os.fdopen(handle, "wb") as file:
+                with contextlib.suppress(FileNotFoundError):
+                    os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _settle(target.parent)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _target(path: Path) -> Path:
+    """The file that ``path`` leads to. Raises OSError when that is no place for a file."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if target.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    return target
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left of this file."""
+    old = time.time() - _ABANDONED_S
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < old:
+                        os.unlink(entry.path)
+
+
+def _settle(folder: Path) -> None:
+    """Make the rename survive a power cut, where the file system lets a directory be synced."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
