@@ -4,25 +4,41 @@ The one function behind the sweep, the bench and the command line. The load is o
 request was due, not from when it was sent. The measuring window: requests that arrive during the warm-up are served but
 left out; arrivals stop at the end of the window; then the engine drains until the last deadline has passed. What is
 still unfinished is cancelled and counts as a miss.
+
+An engine that lives in virtual time (:class:`Simulated`) is measured in it: the same function, the same window, the same
+score, no sleep.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from autotune.score import Score, deadline, score
+from autotune.served import Handle, Served, Simulated, waiting
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
 from runtime.clock import Clock, MonotonicClock
 from runtime.errors import AutotuneError, RejectedError
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
-from runtime.tunable import Listener, SchedulerView
+
+__all__ = [
+    "MAX_DRAIN_S",
+    "EvaluationError",
+    "Handle",
+    "Interrupted",
+    "Recorder",
+    "Served",
+    "Simulated",
+    "evaluate",
+    "settle",
+    "waiting",
+]
 
 MAX_DRAIN_S = 30.0
 """Longest drain when the SLO gives no deadline (a bare ``ttft=`` or ``tpot=``)."""
@@ -39,37 +55,6 @@ class Interrupted(EvaluationError):
     """``stop`` said so before the measurement was complete."""
 
 
-class Handle(Protocol):
-    def cancel(self) -> object: ...
-
-
-class Served(Protocol):
-    """What measuring needs of an engine; :class:`runtime.Engine` has it."""
-
-    @property
-    def limits(self) -> KnobLimits: ...
-    @property
-    def effective_limits(self) -> KnobLimits: ...
-    @property
-    def knobs(self) -> Knobs: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def kv_tokens(self) -> int: ...
-    def set_knobs(self, knobs: Knobs) -> int: ...
-    def subscribe(self, listener: Listener) -> Callable[[], None]: ...
-    def view(self) -> SchedulerView: ...
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams | None = None,
-        *,
-        tenant: str = "",
-        request_class: str = "default",
-        request_id: str | None = None,
-    ) -> Handle: ...
-
-
 @dataclass
 class Recorder:
     """Keeps every record of one measurement; called on the engine's thread."""
@@ -80,6 +65,9 @@ class Recorder:
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        self.steps += record.split(ends)
 
     def on_request(self, record: RequestRecord) -> None:
         self.requests[record.id] = record
@@ -105,41 +93,43 @@ def evaluate(
     """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
 
     ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
-    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's. ``keep`` is given the
-    records behind the score, in the order of their arrivals (which are when they were due). Raises
+    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's; one in virtual time
+    brings its own. ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were
+    due). Raises
     :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits shrink below the setting;
     :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
     """
-    clock = clock or MonotonicClock()
+    virtual = engine if isinstance(engine, Simulated) else None
+    clock = virtual.clock if virtual is not None else clock or MonotonicClock()
     begun = clock.now()
     arrivals = list(workload.arrivals(seed, duration=warmup + duration))
-    prompts = [prompt_ids(a, vocab_size, seed if prompt_seed is None else prompt_seed) for a in arrivals]
+    prompt_seed = seed if prompt_seed is None else prompt_seed
+    sent: _Sender = (
+        _Sender(engine, arrivals, label, vocab_size, prompt_seed)
+        if virtual is None
+        else _VirtualSender(virtual, arrivals, label, prompt_seed)
+    )
     settle(engine, clock)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
     knobs = engine.knobs
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
     try:
-        sent = _Sender(engine, prompts, label)
-        report = replay(arrivals, sent, clock, threading.Event().wait, start=clock.now() + 0.02, stop=stop)
-        sent.drain(recorder, report, arrivals, slo, clock, stop)
+        report = sent.replay(clock, stop)
+        sent.drain(recorder, report, slo, clock, stop)
     finally:
         unsubscribe()
     if engine.effective_limits.clamp(knobs) != knobs:
         raise EvaluationError(f"out of memory: the engine's limits fell to {engine.effective_limits.as_dict()}")
-    records = [
-        sent.record(index, arrival, report, recorder)
-        for index, arrival in enumerate(arrivals)
-        if arrival.time >= warmup
-    ]
+    every = [sent.record(index, arrival, report, recorder) for index, arrival in enumerate(arrivals)]
+    records = [record for record, arrival in zip(every, arrivals, strict=True) if arrival.time >= warmup]
     for record in records:
         if record.reason is FinishReason.ERROR:
             raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
     if keep is not None:
         keep(records)
     start = report.start + warmup
-    every = [sent.record(i, a, report, recorder) for i, a in enumerate(arrivals) if a.time < warmup] + records
-    tokens = sum(start <= t < start + duration for r in every for t in r.token_times)
+    tokens = sum(bisect_left(r.token_times, start + duration) - bisect_left(r.token_times, start) for r in every)
     return score(
         records,
         slo,
@@ -159,23 +149,29 @@ def evaluate(
 def settle(engine: Served, clock: Clock, *, patience: float = _SETTLE_S) -> None:
     """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
     give_up = clock.now() + patience
-    pause = threading.Event()
+    pause = waiting(engine)
     while (view := engine.view()).running or view.waiting:
         if clock.now() > give_up:
             raise EvaluationError(f"the engine did not come to rest: {view.running} running, {view.waiting} waiting")
-        pause.wait(_POLL_S)
+        pause(_POLL_S)
 
 
 class _Sender:
     """Submits requests, keeps their handles, and ends what the drain leaves."""
 
-    def __init__(self, engine: Served, prompts: Sequence[list[int]], label: str) -> None:
+    def __init__(
+        self, engine: Served, arrivals: Sequence[Arrival], label: str, vocab_size: int, prompt_seed: int
+    ) -> None:
         self._engine = engine
-        self._prompts = prompts
+        self._arrivals = arrivals
+        self._prompts = [prompt_ids(a, vocab_size, prompt_seed) for a in arrivals] if vocab_size else []
         self._label = label
         self._handles: dict[str, Handle] = {}
         self._rejected: dict[str, str] = {}
         self._next = 0
+
+    def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
+        return replay(self._arrivals, self, clock, threading.Event().wait, start=clock.now() + 0.02, stop=stop)
 
     def __call__(self, arrival: Arrival, due: float) -> None:
         name, prompt = self._name(self._next), self._prompts[self._next]
@@ -195,14 +191,12 @@ class _Sender:
         self,
         recorder: Recorder,
         report: ReplayReport,
-        arrivals: Sequence[Arrival],
         slo: SLO,
         clock: Clock,
         stop: Callable[[], bool] | None,
     ) -> None:
         """Wait until all have ended or the last deadline has passed; cancel the rest and wait for those to come back."""
-        last = max((a.time + deadline(slo, a.output_tokens) for a in arrivals[: report.sent]), default=0.0)
-        end = report.start + min(last, (arrivals[-1].time if arrivals else 0.0) + MAX_DRAIN_S)
+        end = self._last_deadline(report, slo)
         stopped = report.stopped or self._await(recorder, end, clock, stop)
         for name, handle in self._handles.items():
             if name not in recorder.requests:
@@ -213,6 +207,11 @@ class _Sender:
             raise Interrupted("interrupted")
         if missing:
             raise EvaluationError(f"{len(missing)} requests never ended, although cancelled; the engine hangs")
+
+    def _last_deadline(self, report: ReplayReport, slo: SLO) -> float:
+        sent = self._arrivals[: report.sent]
+        last = max((a.time + deadline(slo, a.output_tokens) for a in sent), default=0.0)
+        return report.start + min(last, (self._arrivals[-1].time if self._arrivals else 0.0) + MAX_DRAIN_S)
 
     def _await(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
         while self._handles.keys() - recorder.requests.keys() and clock.now() < end:
@@ -236,3 +235,29 @@ class _Sender:
         if record.reason is FinishReason.CANCELLED:  # by our own drain: a miss, and no wish of the client's
             record = record._replace(reason=FinishReason.TIMEOUT, cause="unfinished when the last deadline had passed")
         return record._replace(arrival=due)
+
+
+class _VirtualSender(_Sender):
+    """The same in virtual time, where prompts need no tokens."""
+
+    def __init__(self, engine: Simulated, arrivals: Sequence[Arrival], label: str, prompt_seed: int) -> None:
+        super().__init__(engine, arrivals, label, 0, prompt_seed)
+        self._simulated = engine
+        self._prompt_seed = prompt_seed
+
+    def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
+        return self._simulated.serve(self._arrivals, label=self._label, prompt_seed=self._prompt_seed, stop=stop)
+
+    def drain(
+        self,
+        recorder: Recorder,
+        report: ReplayReport,
+        slo: SLO,
+        clock: Clock,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Run until all have ended or the last deadline has passed; cancel the rest."""
+        done = not report.stopped and self._simulated.run(self._last_deadline(report, slo), stop=stop)
+        self._simulated.cancel_all()
+        if not done or (stop is not None and stop()):
+            raise Interrupted("interrupted")

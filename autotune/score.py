@@ -30,7 +30,8 @@ class Latency(BaseModel):
 
 
 class StepStats(BaseModel):
-    """The engine's steps inside the window. ``limited_by``: share of steps each bound held back."""
+    """The engine's steps inside the window. ``running``: sequences in a step. ``limited_by``: share of steps each bound
+    held back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     steps: int
@@ -147,8 +148,8 @@ def step_stats(steps: Sequence[StepRecord]) -> StepStats:
         steps=len(steps),
         mean_ms=sum(times) / n,
         p99_ms=percentile(times, 99) or 0.0,
-        mean_running=sum(s.running for s in steps) / n,
-        max_running=max((s.running for s in steps), default=0),
+        mean_running=sum(s.decodes + s.chunks for s in steps) / n,
+        max_running=max((s.decodes + s.chunks for s in steps), default=0),
         mean_tokens=sum(s.tokens for s in steps) / n,
         preemptions=sum(s.preemptions for s in steps),
         limited_by={name: count / n for name, count in sorted(bounds.items())},

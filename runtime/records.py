@@ -75,6 +75,16 @@ class StepRecord(NamedTuple):
         """Tokens computed in one step."""
         return self.decodes + self.prefill_tokens
 
+    def split(self, ends: Sequence[float]) -> list[StepRecord]:
+        """The records of the single steps that ended at ``ends``; what is counted after a step is as of the last one."""
+        start, context = self.start, self.decode_context
+        first = self._replace(end=ends[0], steps=1)
+        single = [first]
+        for end in ends[1:]:
+            start, context = single[-1].end, context + self.decodes
+            single.append(first._replace(start=start, end=end, decode_context=context, preemptions=0))
+        return single
+
 
 class RequestRecord(NamedTuple):
     """One request that has ended. ``token_times`` holds the time of each output token, ascending.

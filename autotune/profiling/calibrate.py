@@ -12,10 +12,9 @@ study, so a resumed run compares like with like.
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Callable, Sequence
 
-from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, settle
+from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, settle, waiting
 from autotune.profile_parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
@@ -145,6 +144,7 @@ class Calibrator:
         recorder = Recorder()
         unsubscribe = self._engine.subscribe(recorder)
         handles: list[Handle] = []
+        pause = waiting(self._engine)
         begun = self._clock.now()
         try:
             source = iter(lengths)
@@ -156,8 +156,7 @@ class Calibrator:
                         continue
                     handles.append(self._send(arrival))
                 self._advance(min(1.0, 0.25 + 0.75 * spent / seconds), "saturated")
-                recorder.changed.wait(0.05)
-                recorder.changed.clear()
+                pause(0.05)
         finally:
             unsubscribe()
             for handle in handles:
@@ -185,7 +184,7 @@ class Calibrator:
 
     def _until(self, done: Callable[[], bool], seconds: float, handles: Sequence[Handle]) -> None:
         give_up = self._clock.now() + seconds
-        pause = threading.Event()
+        pause = waiting(self._engine)
         while not done():
             if self._stop() or self._clock.now() > give_up:
                 for handle in handles:
@@ -193,7 +192,7 @@ class Calibrator:
                 if self._stop():
                     raise Interrupted("interrupted")
                 raise EvaluationError(f"a request alone was not answered within {seconds:g} s")
-            pause.wait(0.005)
+            pause(0.005)
 
 
 def check(recorder: Recorder) -> None:

@@ -6,12 +6,20 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, cast
 
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import Listener
 
 log = logging.getLogger(__name__)
+
+
+class RunListener(Listener, Protocol):
+    """Hears of identical steps at once. It must only listen: by the time it hears, all of them are over."""
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        """``record`` is of all the steps together (``record.steps`` of them); ``ends`` are their end times."""
+        ...
 
 
 class Listeners:
@@ -20,22 +28,32 @@ class Listeners:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: tuple[Listener, ...] = ()
+        self.hear_runs = True
+        """Whether all can be told of identical steps at once (they have ``on_run``)."""
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Returns a function that ends the subscription. Any thread."""
         with self._lock:
-            self._known = (*self._known, listener)
+            self._now_known((*self._known, listener))
         return partial(self._forget, listener)
 
     def _forget(self, listener: Listener) -> None:
         with self._lock:
-            self._known = tuple(known for known in self._known if known is not listener)
+            self._now_known(tuple(known for known in self._known if known is not listener))
 
-    def tell(self, step: StepRecord | None, requests: Sequence[RequestRecord]) -> None:
+    def _now_known(self, known: tuple[Listener, ...]) -> None:
+        self._known = known
+        self.hear_runs = all(hasattr(listener, "on_run") for listener in known)
+
+    def tell(self, step: StepRecord | None, requests: Sequence[RequestRecord], ends: Sequence[float] = ()) -> None:
+        """``ends``: when each of the steps ended for which ``step`` stands, if there is more than one."""
         for listener in self._known:
             try:
                 if step is not None:
-                    listener.on_step(step)
+                    if len(ends) > 1:
+                        cast(RunListener, listener).on_run(step, ends)
+                    else:
+                        listener.on_step(step)
                 for record in requests:
                     listener.on_request(record)
             except Exception:

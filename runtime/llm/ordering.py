@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from runtime.request import Sequence
@@ -125,6 +126,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._heap) - self._gone
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait, in no particular order."""
+        return (entry[3] for entry in self._heap if entry[3].state == "waiting")
 
     def push(self, sequence: Sequence) -> None:
         new = sequence.preemptions == 0

@@ -7,7 +7,7 @@ blocks run out, the newest sequence gives its own back and is recomputed later; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 
 from runtime.knobs import Knobs
@@ -28,7 +28,7 @@ class Scheduler:
 
     Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) only feed
     :attr:`slack`. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets a plan stand for many
-    identical decode steps.
+    identical decode steps. ``before_preempting`` is called before a sequence is made to give its blocks back.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Scheduler:
         self.waiting = WaitingQueue(ordering_of(ordering))
         self.slack = SlackTracker(slos or {})
         self.preemptions = 0
-        self._hasher = hasher
-        self._fast_forward = fast_forward
+        self.hasher = hasher
+        self.fast_forward = fast_forward
+        self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
         self._did_not_fit: tuple[Sequence, int] | None = None  # and how many blocks there were for it
 
@@ -111,14 +112,14 @@ class Scheduler:
         if not trusted:
             self.kv.forget(sequence.blocks)
         else:
-            if self._hasher is not None and sequence.generated:
-                self._hasher(sequence)
+            if self.hasher is not None and sequence.generated:
+                self.hasher(sequence)
             if sequence.hashes:
-                self._publish(sequence, 0)
+                self.publish(sequence, 0)
         self.kv.give(sequence.blocks)
         sequence.blocks = []
 
-    def _publish(self, sequence: Sequence, start: int) -> None:
+    def publish(self, sequence: Sequence, start: int) -> None:
         """Make the full blocks that end after token ``start`` findable."""
         size, hashes, blocks = self.kv.block_size, sequence.hashes, sequence.blocks
         for index in range(start // size, min(sequence.computed // size, len(hashes))):
@@ -141,7 +142,7 @@ class Scheduler:
         limited, wake = LimitedBy.DEMAND, inf
         if self.prefills or len(self.waiting):
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
-        alike = self._fast_forward and n and not chunks and wake == inf
+        alike = self.fast_forward and n and not chunks and wake == inf
         return StepPlan(
             step=decodes.step,
             n_decode=n,
@@ -228,6 +229,8 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """The newest sequence gives its blocks back and waits to be recomputed."""
+        if self.before_preempting is not None:
+            self.before_preempting()
         if self.prefills:
             sequence = next(reversed(self.prefills))
             del self.prefills[sequence]
@@ -269,7 +272,7 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.computed = chunk.start + chunk.count
         if sequence.hashes:
-            self._publish(sequence, chunk.start)
+            self.publish(sequence, chunk.start)
         if chunk.samples:
             sequence.generated += 1
             sequence.token_times.append(now)

@@ -1,0 +1,288 @@
+"""The engine in virtual time: what :class:`runtime.Engine` is to live traffic, with a cost model for a machine.
+
+It runs the live engine's own core, scheduler, orderings and KV allocator; time is a number that each step moves on by what the
+cost model says. Nothing happens but in the calls that move it on (:meth:`SimulatedEngine.wait`, ``run`` and ``serve``), all in
+the caller's thread, and nothing of the host's time gets in.
+
+Runs of identical decode steps are made in one go, up to the next arrival, timeout, end of a request or of the call. That
+changes no result. A step policy, or a listener that might turn knobs, must be asked after each step: while there is one, every
+step is made by itself. A listener with ``on_run`` says that it only listens.
+
+Prefix cache. While no two requests share a prefix and none has been preempted, no block can be found by its content, and
+none is named: it costs nothing. From the first request that may share, or the first preemption, on, blocks are named as live.
+Until then all blocks that nobody holds are alike, and older than any that can be found, so the moment of the change shows in
+no result. Segments of one ``prompt_seed`` are taken to be unlike those of another, as their tokens would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+from autotune.simulate.executor import CostExecutor
+from autotune.simulate.names import name_answer, own_names, prompt_names, shares_prefixes
+from autotune.simulate.tuning import TunableSimulation
+from autotune.workload import Arrival, ReplayReport
+from runtime.errors import RejectedError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.intake import never_ran
+from runtime.llm.prefix import block_hashes
+from runtime.llm.scheduler import Scheduler
+from runtime.records import FinishReason, RequestRecord
+from runtime.request import Request, SamplingParams
+from runtime.request import Sequence as RunningSequence
+from runtime.slo import SLO, RequestClass
+from runtime.step_model import StepModel
+
+_ASK_EVERY = 256  # steps between two questions whether to stop
+_PARAMS = SamplingParams()
+
+
+class SimulatedRequest:
+    """What :meth:`SimulatedEngine.submit` returns. ``record`` is None until the request has ended."""
+
+    __slots__ = ("_engine", "_sequence", "record")
+
+    def __init__(self, engine: SimulatedEngine, sequence: RunningSequence) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self.record: RequestRecord | None = None
+
+    def cancel(self) -> bool:
+        """End it, whatever its state. False if it has ended already."""
+        return self._engine.end(self._sequence, FinishReason.CANCELLED, "by the client")
+
+
+class SimulatedEngine(TunableSimulation):
+    """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
+
+    ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering`` and ``max_queue`` are
+    those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, drawn from ``seed``.
+    ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
+    turning knobs.
+
+    Raises ``ValueError`` for arguments out of bounds.
+    """
+
+    def __init__(
+        self,
+        cost: StepModel,
+        *,
+        kv_tokens: int,
+        limits: KnobLimits | None = None,
+        block_size: int = 16,
+        knobs: Knobs | None = None,
+        slo: SLO | str | None = None,
+        classes: Iterable[RequestClass] = (),
+        ordering: str = "priority",
+        prefix_cache: bool = True,
+        max_queue: int = 4096,
+        noise: float = 0.0,
+        seed: int = 0,
+        fast_forward: bool = True,
+    ) -> None:
+        for name, value, least in (
+            ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1)
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        slos = {c.name: c.slo for c in classes}
+        if slo is not None:
+            slos["default"] = SLO.of(slo)
+        limits = limits or KnobLimits()
+        knobs = limits.clamp(Knobs()) if knobs is None else knobs
+        scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
+        executor = CostExecutor(cost, noise=noise, seed=seed)
+        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos)
+        self.fast_forward = fast_forward
+        self._max_queue = max_queue
+        self._handles: dict[RunningSequence, SimulatedRequest] = {}
+        self._numbers = itertools.count(1)
+        self._prefix_cache = prefix_cache
+        self._named = False
+        if prefix_cache:
+            self.scheduler.before_preempting = self._name_blocks
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        request_class: str = "default",
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> SimulatedRequest:
+        """Queue a request of token ids now. It yields ``params.max_tokens`` tokens (128 without ``params``).
+
+        Raises ``ValueError`` for one that cannot run, RejectedError when ``max_queue`` requests wait.
+        """
+        params = params or _PARAMS
+        hashes: tuple[int, ...] = ()
+        if self._prefix_cache:
+            self._name_blocks()
+            hashes = block_hashes(prompt, self.block_size)
+        now = self.clock.now()
+        request = Request(
+            id=f"#{next(self._numbers)}" if request_id is None else request_id,
+            prompt=(),
+            params=params,
+            max_tokens=self.scheduler.most_request_tokens - len(prompt)
+            if params.max_tokens is None
+            else params.max_tokens,
+            arrival=now,
+            priority=priority,
+            tenant=tenant,
+            request_class=request_class,
+            deadline=None if deadline_s is None else now + deadline_s,
+            expires=None if timeout_s is None else now + timeout_s,
+            block_hashes=hashes,
+            prompt_len=len(prompt),
+        )
+        sequence = self.add(request)
+        handle = self._handles[sequence] = SimulatedRequest(self, sequence)
+        return handle
+
+    def add(self, request: Request) -> RunningSequence:
+        """Queue ``request`` as it is. Raises as :meth:`submit`, and tells listeners of a rejection."""
+        if len(self.scheduler.waiting) >= self._max_queue:
+            record = never_ran(request, FinishReason.REJECTED, self.clock.now(), "queue_full")
+            self._listeners.tell(None, [record])
+            why = f"{len(self.scheduler.waiting)} requests are waiting and max_queue is {self._max_queue}"
+            raise RejectedError(f"request {request.id}: {why}", reason="queue_full", retry_after_s=None)
+        number = next(self._numbers)
+        if self._named and not request.block_hashes:
+            request.block_hashes = tuple(own_names(number, 0, request.prompt_len // self.block_size))
+        sequence = self.core.add(request)
+        sequence.data = number
+        return sequence
+
+    def end(self, sequence: RunningSequence, reason: FinishReason, cause: str) -> bool:
+        """End ``sequence`` now, whatever its state. False if it has ended already."""
+        record = self.core.finish(sequence, reason, self.clock.now(), cause)
+        if record is not None:
+            self._ended([(sequence, record)])
+            self._listeners.tell(None, [record])
+        return record is not None
+
+    def cancel_all(self, cause: str = "by the client") -> int:
+        """End everything that runs or waits; returns how many that were."""
+        left = [*self.scheduler.decodes, *self.scheduler.prefills, *self.scheduler.waiting]
+        return sum(self.end(sequence, FinishReason.CANCELLED, cause) for sequence in left)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> None:
+        """Let ``seconds`` pass. A step in progress then is finished, and time is as it ends."""
+        until = self.clock.now() + seconds
+        self.run(until)
+        self.clock.advance_to(until)
+
+    def run(self, until: float = inf, *, stop: Callable[[], bool] | None = None) -> bool:
+        """Make steps until nothing is left, or one ends at or after ``until``. False if ``stop`` ended it before."""
+        core, clock, scheduler, listeners = self.core, self.clock, self.scheduler, self._listeners
+        now = clock.now()
+        asked = 0
+        while now < until:
+            asked -= 1
+            if stop is not None and asked < 0:
+                if stop():
+                    return False
+                asked = _ASK_EVERY
+            scheduler.fast_forward = self.fast_forward and core.policy is None and listeners.hear_runs
+            outcome = core.step(now, until)
+            if outcome.record is None:
+                now = min(outcome.wake_at, until)
+                if now == inf or not core.has_work:
+                    now = outcome.end
+                self._deliver(outcome)
+                if not core.has_work:
+                    break
+            else:
+                now = outcome.end
+            clock.advance_to(now)
+            if outcome.record is not None:
+                self._deliver(outcome)
+        return True
+
+    def serve(
+        self,
+        arrivals: Iterable[Arrival],
+        *,
+        start: float | None = None,
+        label: str = "r",
+        prompt_seed: int = 0,
+        shared: bool | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> ReplayReport:
+        """Offer each of ``arrivals`` at ``start`` (now, unless given) + its time, open-loop, and return after the last.
+
+        Request i is called ``<label>-<i>``. ``shared``: whether prompts may begin alike; looked up in a list of arrivals, and
+        taken for granted of an iterator. ``stop`` ends it early. What the full queue rejects is told to listeners alone.
+        Raises ``ValueError`` for a request that cannot run.
+        """
+        if shared is None:
+            shared = shares_prefixes(arrivals) if isinstance(arrivals, Sequence) else True
+        if shared and self._prefix_cache:
+            self._name_blocks()
+        clock = self.clock
+        origin = clock.now() if start is None else start
+        sent, going = 0, True
+        for sent, arrival in enumerate(arrivals, start=1):
+            due = origin + arrival.time
+            if clock.now() < due:
+                going = self.run(due, stop=stop)
+                if not going:
+                    sent -= 1
+                    break
+                clock.advance_to(due)
+            self._offer(arrival, due, f"{label}-{sent - 1}", prompt_seed, shared)
+        return ReplayReport(sent, origin, clock.now(), 0.0, 0.0, 0.0, 0.0, not going)
+
+    def _offer(self, arrival: Arrival, due: float, name: str, prompt_seed: int, shared: bool) -> None:
+        hashes: tuple[int, ...] = ()
+        if shared and self._named:
+            hashes = prompt_names(arrival.segments, self.block_size, prompt_seed)
+        request = Request(
+            name, (), _PARAMS, arrival.output_tokens, due, 0, arrival.tenant, arrival.request_class, None, None, hashes,
+            arrival.prompt_tokens,
+        )  # fmt: skip
+        with contextlib.suppress(RejectedError):  # listeners have been told
+            self.add(request)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        records = []
+        if outcome.finished:
+            self._ended(outcome.finished)
+            records = [record for _, record in outcome.finished]
+        ends = () if outcome.result is None else outcome.result.ends
+        self._listeners.tell(outcome.record, records, ends)
+
+    def _ended(self, finished: Sequence[tuple[RunningSequence, RequestRecord]]) -> None:
+        if self._handles:
+            for sequence, record in finished:
+                handle = self._handles.pop(sequence, None)
+                if handle is not None:
+                    handle.record = record
+
+    def _name_blocks(self) -> None:
+        """From now on blocks are known by content, those that are held already included."""
+        if self._named:
+            return
+        self._named = True
+        scheduler = self.scheduler
+        scheduler.before_preempting = None
+        scheduler.hasher = lambda sequence: name_answer(sequence, self.block_size)
+        for held in (scheduler.decodes, scheduler.prefills, scheduler.waiting):
+            for sequence in held:
+                sequence.hashes = own_names(sequence.data, 0, sequence.request.prompt_len // self.block_size)
+                scheduler.publish(sequence, 0)

@@ -1,0 +1,93 @@
+"""Runs plans by asking a cost model how long they take."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Final, cast
+
+from runtime.llm.plan import StepPlan, StepResult
+from runtime.request import Sequence
+from runtime.step_model import StepFeatures, StepModel
+
+PredictRun = Callable[[int, int, int], list[float]]
+"""``predict_run(decodes, context, count)``: seconds of ``count`` decode steps, the context growing by ``decodes`` after each."""
+
+FASTEST: Final = 0.3  # of the predicted time: noise never makes a step faster than that
+_MOST_AT_ONCE: Final = 4096  # steps predicted together
+
+
+class CostExecutor:
+    """An :class:`~runtime.llm.plan.Executor` whose steps take what ``cost`` predicts, and nothing of the host's time.
+
+    A plan that stands for many decode steps is run until the first of them that ends at or after ``until``. A model with
+    ``predict_run`` is asked for such a run at once; it must give what as many calls of ``predict`` would, to the last bit.
+    ``noise`` is the deviation of a factor around 1, drawn anew for each step, in order, so that runs of steps and single
+    steps are alike; no step is faster than :data:`FASTEST` of its prediction.
+    """
+
+    def __init__(self, cost: StepModel, *, noise: float = 0.0, seed: int = 0) -> None:
+        if not (math.isfinite(noise) and 0 <= noise < 1):
+            raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
+        self.cost = cost
+        self.noise = noise
+        self._dice = random.Random(seed)
+        self._predict_run = cast("PredictRun | None", getattr(cost, "predict_run", None))
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        if plan.repeat > 1 and now < until:
+            return StepResult(self._run(plan, now, until))
+        tokens = context = pairs = 0
+        for chunk in plan.chunks:
+            count = chunk[2]
+            end = chunk[1] + count
+            tokens += count
+            context += end
+            pairs += count * chunk[1] + count * (count + 1) // 2
+        seconds = self.cost.predict(StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs))
+        return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing is kept for a sequence."""
+
+    def _run(self, plan: StepPlan, now: float, until: float) -> list[float]:
+        """End times of the coming decode steps, up to ``plan.repeat``, the last the first that is not before ``until``."""
+        n, context, left = plan.n_decode, plan.decode_context, plan.repeat
+        ends: list[float] = []
+        guess = 8  # steps until then; later from what one took
+        while True:
+            count = min(left, guess, _MOST_AT_ONCE)
+            seconds = self._seconds(n, context, count)
+            if self.noise:
+                # only as many draws as there are steps: drawn one by one until the time is over
+                for one in seconds:
+                    now += self._noisy(one)
+                    ends.append(now)
+                    if now >= until:
+                        return ends
+            else:
+                new = list(accumulate(seconds, initial=now))
+                del new[0]
+                now = new[-1]
+                if now >= until:
+                    del new[bisect_left(new, until) + 1 :]
+                    ends += new
+                    return ends
+                ends += new
+            left -= count
+            if not left:
+                return ends
+            context += count * n
+            guess = left if until == math.inf else int((until - now) / max(seconds[-1], 1e-9)) + 2
+
+    def _seconds(self, decodes: int, context: int, count: int) -> list[float]:
+        if self._predict_run is not None:
+            return self._predict_run(decodes, context, count)
+        predict = self.cost.predict
+        return [predict(StepFeatures(decodes, context + i * decodes, 0, 0, 0)) for i in range(count)]
+
+    def _noisy(self, seconds: float) -> float:
+        return seconds * max(FASTEST, self._dice.gauss(1, self.noise))

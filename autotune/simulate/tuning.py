@@ -1,0 +1,83 @@
+"""The simulated engine as a controller sees it: a :class:`runtime.tunable.Tunable` that holds a promise and a KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from runtime.clock import VirtualClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.core import EngineCore
+from runtime.llm.listeners import Listeners
+from runtime.slo import SLO
+from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+
+
+class TunableSimulation:
+    """Knobs, limits, promises, records and the view of a core in virtual time."""
+
+    def __init__(self, core: EngineCore, slos: dict[str, SLO]) -> None:
+        self.core = core
+        self.scheduler = core.scheduler
+        self.clock = VirtualClock()
+        self._slos = slos
+        self._leases = LeaseHolder()
+        self._listeners = Listeners()
+
+    @property
+    def limits(self) -> KnobLimits:
+        """Start-up ceilings of the knobs."""
+        return self.core.limits
+
+    @property
+    def effective_limits(self) -> KnobLimits:
+        return self.core.effective_limits
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.core.knobs
+
+    @property
+    def epoch(self) -> int:
+        return self.core.epoch
+
+    @property
+    def slos(self) -> Mapping[str, SLO]:
+        """The promise to each request class; that of ``default`` is for classes not named."""
+        return MappingProxyType(self._slos)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Size of the KV pool."""
+        return self.scheduler.kv.total * self.scheduler.kv.block_size
+
+    @property
+    def block_size(self) -> int:
+        return self.scheduler.kv.block_size
+
+    def set_slo(self, slo: SLO | str) -> None:
+        """Promise ``slo`` to the class ``default`` from now on."""
+        self._slos["default"] = self.scheduler.slack.slos["default"] = SLO.of(slo)
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+        """Put ``knobs`` in force from the next step on; returns the epoch. Raises as :meth:`runtime.Engine.set_knobs`."""
+        self._leases.check(lease)
+        return self.core.set_knobs(knobs)
+
+    def acquire(self, owner: str) -> Lease:
+        return self._leases.acquire(owner)
+
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
+        self._leases.check(lease)
+        self.core.policy = policy
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` hear every record; returns a function that ends it.
+
+        A listener with ``on_run(record, ends)`` is told of identical steps at once: the record of all of them, and when each
+        ended. Without it, every step is made and told by itself.
+        """
+        return self._listeners.subscribe(listener)
+
+    def view(self) -> SchedulerView:
+        return self.core.view(self.clock.now())
