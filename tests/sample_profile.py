@@ -6,6 +6,9 @@ from typing import Any
 
 from autotune.profile import (
     Calibration,
+    Capacity,
+    Confidence,
+    CostFacts,
     EngineFacts,
     GpuInfo,
     KvPool,
@@ -15,9 +18,11 @@ from autotune.profile import (
     Point,
     Profile,
     Setting,
+    SimulationFacts,
     Software,
     Spread,
 )
+from autotune.profile_parts import LearnerFacts, RegionError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 
@@ -148,3 +153,43 @@ def sample_profile(
         "points_file": "h200-llama8b.points.jsonl",
     }
     return Profile(**fields | changes)
+
+
+def sample_cost_model(**changes: Any) -> CostFacts:
+    """Of two coefficients; the learner's are as many as it has."""
+    fields: dict[str, Any] = {
+        "family": "additive",
+        "coefficients": {"overhead": 0.007, "per_token": 2e-5},
+        "covariance": ((1e-8, 1e-12), (1e-12, 1e-14)),
+        "points": 38,
+        "seconds": 12.0,
+        "error": 0.021,
+        "regions": (
+            RegionError(region="decode", points=14, median=0.015, p90=0.04),
+            RegionError(region="prefill", points=12, median=0.02, p90=0.05),
+            RegionError(region="mixed", points=12, median=0.03, p90=0.08),
+        ),
+        "learner": LearnerFacts(
+            unit_s=0.01,
+            decode=(0.7, 0.3, 0.2),
+            decode_covariance=tuple(tuple(0.01 * (i == j) for j in range(3)) for i in range(3)),
+            mixed=(0.7, 0.5, 0.3, 0.1, 0.1),
+            mixed_covariance=tuple(tuple(0.01 * (i == j) for j in range(5)) for i in range(5)),
+        ),
+    }
+    return CostFacts(**fields | changes)
+
+
+def full_profile(**changes: Any) -> Profile:
+    """A profile in which no field is empty."""
+    points = tuple(sample_point(knobs, name) for name, knobs in SETTINGS.items())
+    fields: dict[str, Any] = {
+        "baseline": points[-1],
+        "capacity": Capacity(knobs=SETTINGS["balanced"], rate=12.0, tried=points[1:2]),
+        "cost_model": sample_cost_model(),
+        "simulation": SimulationFacts(trials=240, cpu_seconds=19.0, pareto=3, goodput_error=0.04),
+        "simulated": tuple(p.model_copy(update={"stage": "simulation"}) for p in points),
+        "confidence": Confidence(noise=0.03, best=0.8, regret=0.01, sentence="balanced is the best of 3 with 80%"),
+        "price_per_hour": 2.5,
+    }
+    return sample_profile(**fields | changes)
