@@ -1,71 +1,100 @@
-"""The Optuna study behind a sweep: a journal file that survives being killed at any moment.
+"""The Optuna study behind a sweep: nothing of it is lost when its process is killed, at whatever moment.
 
 A study belongs to one question (space, model, workload, SLO, machine, seed). That identity is stored with it and checked
-when it is opened again, because Optuna itself hands back an old study under the same name whatever was asked then.
+when it is opened again, because Optuna itself hands back an old study under the same name whatever was asked then. It lives
+in a journal file, which one process at a time has open, or in a database that several machines share. It holds up to three
+of Optuna's studies: trials on the hardware, keyed measurements there (:meth:`SweepStudy.measured`), and simulated trials
+(:mod:`autotune.profiling.workers`).
 """
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.samplers import TPESampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.study import Study
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import Trial
 
+from autotune.profiling.journal import Journal, check_journal, owned, unwritable
+from autotune.profiling.measurements import Measurements, turns
+from autotune.profiling.slots import SlotSampler
 from autotune.profiling.space import SearchSpace
+from autotune.profiling.storage import Heartbeats, SharedStorage, connect, storage_errors
+from autotune.profiling.trials import STALE, SoleOwner, Trials, Watch
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 
+__all__ = ["STALE", "STUDY_NAME", "SharedStorage", "SweepStudy", "differences", "open_study", "study_name"]
+
 STUDY_NAME = "autotune"
-STALE = "the process ended while it ran"
 _IDENTITY = "identity"
 _LABEL = "label"
 _KNOBS = "knobs"
-_CAUSE = "cause"
 _RANDOM_TRIALS = 7  # settings tried before TPE models the results; the starting points count among them
+_IDENTITY_WAIT_S = 5.0  # for whoever made a study to say what it is about
+
+
+def study_name(stem: str, identity: Mapping[str, Any]) -> str:
+    """A name for a shared study: whoever asks the same question comes to the same name, and nobody else does."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
-def open_study(journal: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> Iterator[SweepStudy]:
-    """The study in ``journal``, made if it does not exist; only one process at a time may have it open.
+def open_study(
+    place: Path | SharedStorage, identity: Mapping[str, Any], *, fresh: bool = False
+) -> Iterator[SweepStudy]:
+    """The study in a journal file or in a shared database, made if it does not exist.
 
-    ``fresh`` forgets what the journal held.
-    Raises :class:`InputError` when another process has it, when it cannot be written, or when it asks another question.
+    A journal is open in one process at a time; a shared study in any number. ``fresh`` forgets what was there.
+    Raises :class:`InputError` when a journal is in use, when the place cannot be read or written (then, or later while the
+    study is open), or when the study there asks another question.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with _sole_owner(journal):
-        try:
-            if fresh:
-                os.truncate(journal, 0)
-            _mend(journal)
-            storage = JournalStorage(JournalFileBackend(str(journal)))
-            study = optuna.create_study(
-                storage=storage, study_name=STUDY_NAME, direction="maximize", load_if_exists=True
-            )
-        except OSError as error:
-            raise InputError(f"{journal}: cannot be written ({error.strerror or error})") from None
-        except (ValueError, KeyError) as error:
-            raise InputError(f"{journal}: is not a readable study ({error}); --fresh starts a new one") from None
-        found = study.user_attrs.get(_IDENTITY)
-        if found is None:
-            study.set_user_attr(_IDENTITY, json.loads(json.dumps(identity)))
-        elif (changed := differences(found, json.loads(json.dumps(identity)))) != []:
-            raise InputError(
-                f"{journal}: holds a study of something else ({'; '.join(changed)}); "
-                "--fresh discards it, another --out leaves it alone"
-            )
-        opened = SweepStudy(study)
-        opened.revive()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with ExitStack() as stack:
+        if isinstance(place, Path):
+            storage, watch = _open_journal(place, stack, fresh)
+            name, where = STUDY_NAME, str(place)
+        else:
+            stack.enter_context(storage_errors(place))
+            shared = connect(place)
+            stack.callback(shared.remove_session)
+            stack.callback(shared.engine.dispose)
+            beats = Heartbeats(shared, place.heartbeat_s)
+            stack.callback(beats.close)
+            storage, watch = shared, beats
+            name, where = place.name, f"--storage: {place}"
+        opened = SweepStudy(storage, name, where, watch)
+        if fresh and not isinstance(place, Path):
+            opened.discard()
+        opened.open(identity)
         yield opened
+
+
+def _open_journal(path: Path, stack: ExitStack, fresh: bool) -> tuple[BaseStorage, Watch]:
+    stack.enter_context(owned(path))
+    try:
+        if fresh:
+            os.truncate(path, 0)
+        check_journal(path, STUDY_NAME)
+        return JournalStorage(Journal(str(path))), SoleOwner()
+    except InputError:
+        raise
+    except OSError as error:
+        raise unwritable(path, error) from None
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        # what Optuna raises for lines that are whole, and make no sense one after the other
+        raise InputError(
+            f"{path}: is not a readable study ({type(error).__name__}: {error}); --fresh starts a new one"
+        ) from None
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
@@ -80,10 +109,41 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
 
 
 class SweepStudy:
-    """Ask and tell, with nothing lost in between."""
+    """Ask and tell, with nothing lost in between, and facts stored beside the trials."""
 
-    def __init__(self, study: Study) -> None:
-        self._study = study
+    def __init__(self, storage: BaseStorage, name: str, where: str, watch: Watch) -> None:
+        self._storage, self.name, self._where, self._watch = storage, name, where, watch
+        self._study: Study
+        self._trials: Trials
+        self._measurements: Measurements | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether other machines may be at work on it."""
+        return self._watch.several
+
+    def open(self, identity: Mapping[str, Any]) -> None:
+        self._study = self._identified(self.name, identity)
+        self._trials = Trials(self._study, self._watch)
+        self._measurements = None
+
+    def part(self, name: str, identity: Mapping[str, Any]) -> tuple[Study, Watch]:
+        """Another of Optuna's studies in the same place, which belongs to this one. Raises :class:`InputError`."""
+        return self._identified(f"{self.name}/{name}", identity), self._watch
+
+    def discard(self) -> None:
+        """Delete it with all its parts."""
+        for found in self._storage.get_all_studies():
+            if found.study_name == self.name or found.study_name.startswith(f"{self.name}/"):
+                self._storage.delete_study(found._study_id)
+
+    def restarted(self, identity: Mapping[str, Any]) -> SweepStudy:
+        """An empty study of the same question in the same place, in place of this one."""
+        self.discard()
+        self.open(identity)
+        return self
+
+    # -- facts ----------------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> Any:
         """A fact stored with the study, or None."""
@@ -91,6 +151,12 @@ class SweepStudy:
 
     def put(self, name: str, value: Any) -> None:
         self._study.set_user_attr(name, value)
+
+    def count(self, name: str) -> int:
+        """0, 1, 2, …: the next number of that name, never given before, in this session or an earlier one."""
+        number = int(self.get(f"count/{name}") or 0)
+        self.put(f"count/{name}", number + 1)
+        return number
 
     def finish(self, trials: int | None, budget_s: float | None) -> None:
         """All that was asked is done."""
@@ -103,13 +169,27 @@ class SweepStudy:
             return False
         return _no_wider(trials, finished["trials"]) and _no_wider(budget_s, finished["budget_s"])
 
-    def restarted(self, identity: Mapping[str, Any]) -> SweepStudy:
-        """An empty study of the same question in the same journal, in place of this one."""
-        storage = self._study._storage
-        optuna.delete_study(study_name=STUDY_NAME, storage=storage)
-        study = optuna.create_study(storage=storage, study_name=STUDY_NAME, direction="maximize")
-        study.set_user_attr(_IDENTITY, json.loads(json.dumps(identity)))
-        return SweepStudy(study)
+    # -- measurements on the hardware -----------------------------------------------------------------------------------
+
+    def measured(
+        self, key: str, run: Callable[[], Mapping[str, Any]], *, stop: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
+        """What ``run`` measures under ``key``, once in the life of the study: later it is what it was then.
+
+        ``run`` gives plain data. Its :class:`EvaluationError` is kept and raised again later; after being interrupted or
+        killed it is run again. On a shared study one process of a machine measures at a time, and what another machine is
+        just measuring is waited for.
+        """
+        turn = turns(self.name) if self.shared else None
+        return self.measurements.measure(key, run, stop=stop, one_at_a_time=turn)
+
+    @property
+    def measurements(self) -> Measurements:
+        if self._measurements is None:
+            self._measurements = Measurements(*self.part("measurements", {}))
+        return self._measurements
+
+    # -- trials on the hardware -----------------------------------------------------------------------------------------
 
     def enqueue(self, label: str, params: Mapping[str, float], knobs: Knobs | None = None) -> None:
         """Have ``params`` tried next. ``knobs``: what to measure instead, for a yardstick outside the space."""
@@ -119,87 +199,54 @@ class SweepStudy:
         self._study.enqueue_trial(dict(params), user_attrs=attrs)
 
     def ask(self, space: SearchSpace, seed: int) -> tuple[Trial, str, Knobs]:
-        """The next trial, its label and its setting.
-
-        The sampler is seeded by the trial's number, so a resumed study goes on alike.
-        """
-        number = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = TPESampler(seed=(seed * 1_000_003 + number) % 2**32, n_startup_trials=_RANDOM_TRIALS)
-        trial = self._study.ask(space.distributions())
+        """The next trial, its label and its setting. The sampler is seeded by the trial's slot: a resumed study goes on alike."""
+        distributions = space.distributions()
+        sampler = SlotSampler(distributions, seed, random_trials=_RANDOM_TRIALS, several=self.shared)
+        trial = self._trials.next(distributions, sampler)
+        assert trial is not None, "without a limit there is always a next one"
         override = trial.user_attrs.get(_KNOBS)
         knobs = Knobs.from_mapping(override) if override is not None else space.knobs(trial.params)
         return trial, str(trial.user_attrs.get(_LABEL, "search")), knobs
 
     def done(self, trial: Trial, value: float, result: Mapping[str, Any]) -> None:
-        trial.set_user_attr("result", dict(result))
-        self._study.tell(trial, value)
+        self._trials.done(trial, value, result)
 
     def failed(self, trial: Trial, cause: str, *, again: bool = False) -> None:
         """FAIL with its cause, never a bad score; ``again``: put the same setting back into the queue."""
-        trial.set_user_attr(_CAUSE, cause)
-        self._study.tell(trial, state=TrialState.FAIL)
-        if again:
-            self._requeue(trial.params, trial.user_attrs)
+        self._trials.failed(trial, cause, again=again)
 
-    def revive(self) -> int:
-        """Tell trials a dead process left RUNNING as FAIL and queue their settings again; how many there were.
-
-        A journal has no heartbeat; holding its lock is what shows that nobody runs them any more.
-        """
-        stale = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in stale:
-            self._study._storage.set_trial_user_attr(trial._trial_id, _CAUSE, STALE)
-            self._study.tell(trial.number, state=TrialState.FAIL)
-            self._requeue(trial.params or trial.system_attrs.get("fixed_params", {}), trial.user_attrs)
-        return len(stale)
-
-    def completed(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    def completed(self) -> list[optuna.trial.FrozenTrial]:
+        return self._trials.completed()
 
     def failures(self) -> list[tuple[int, str]]:
-        """(number, cause) of trials that failed for a reason of their own."""
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        return [(t.number, str(t.user_attrs.get(_CAUSE, ""))) for t in trials]
+        """(number, cause) of trials that failed."""
+        return self._trials.failures()
 
     def waiting(self) -> int:
-        return len(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        return self._trials.waiting()
 
-    def _requeue(self, params: Mapping[str, Any], attrs: Mapping[str, Any]) -> None:
-        if params:
-            kept = {name: attrs[name] for name in (_LABEL, _KNOBS) if name in attrs}
-            self._study.enqueue_trial(dict(params), user_attrs=kept)
+    # -- identity -------------------------------------------------------------------------------------------------------
 
-
-@contextmanager
-def _sole_owner(journal: Path) -> Iterator[None]:
-    """Hold an advisory lock on the journal for the whole session: the kernel drops it however the process ends.
-
-    With it held, Optuna's own lock beside the journal can only be a leftover, and is removed (it would cost 30 s).
-    """
-    try:
-        file = os.open(journal, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise InputError(f"{journal}: cannot be written ({error.strerror or error})") from None
-    try:
+    def _identified(self, name: str, identity: Mapping[str, Any]) -> Study:
+        """The study under ``name``, made with ``identity`` or checked against it."""
+        asked = json.loads(json.dumps(identity))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{journal}: another autotune is profiling into it; wait, or use another --out") from None
-        for leftover in journal.parent.glob(f"{journal.name}.lock*"):
-            leftover.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(file)
-
-
-def _mend(journal: Path) -> None:
-    """Cut off a last line a killed process left half-written: Optuna would choke on it once another line follows."""
-    data = journal.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        with journal.open("rb+") as file:
-            file.truncate(whole)
-            os.fsync(file.fileno())
+            study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize")
+            study.set_user_attr(_IDENTITY, asked)
+            return study
+        except optuna.exceptions.DuplicatedStudyError:
+            study = optuna.load_study(storage=self._storage, study_name=name)
+        until = time.monotonic() + (_IDENTITY_WAIT_S if self.shared else 0.0)
+        while (found := study.user_attrs.get(_IDENTITY)) is None and time.monotonic() < until:
+            time.sleep(0.1)
+        if found is None:  # who made it died before saying what it is about: nothing has been tried yet
+            study.set_user_attr(_IDENTITY, asked)
+        elif changed := differences(found, asked):
+            way = "give it another name with --study" if self.shared else "another --out leaves it alone"
+            raise InputError(
+                f"{self._where}: holds a study of something else ({'; '.join(changed)}); --fresh discards it, {way}"
+            )
+        return study
 
 
 def _no_wider(asked: float | None, before: float | None) -> bool:
