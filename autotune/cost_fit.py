@@ -18,6 +18,7 @@ from scipy.optimize import nnls
 
 from autotune.cost_shape import Floats, Shape, as_floats, candidates
 from autotune.profile_parts import StepPoint
+from runtime.step_model import StepFeatures
 
 FOLDS = 5
 FEWEST = 8
@@ -56,7 +57,7 @@ def measured(points: Sequence[StepPoint]) -> Measured:
     for p in points:
         if not 0 < p.seconds < float("inf"):
             raise ValueError(f"seconds is {p.seconds} at {p}; it must be above 0")
-    steps = [(p.decodes, p.decode_context, p.prefill_tokens, p.prefill_context, p.prefill_attention) for p in points]
+    steps = [[getattr(p, name) for name in StepFeatures._fields] for p in points]
     # the standard error of a median of normal samples, from their interquartile range
     errors = np.array([p.spread / 1.35 * 1.25 / max(1, p.repeats) ** 0.5 for p in points])
     return Measured(

@@ -27,6 +27,7 @@ class CostModel:
     """
 
     __slots__ = (
+        "_chunk",
         "_compute",
         "_decode",
         "_decode_kv",
@@ -50,7 +51,7 @@ class CostModel:
         self._shape = Shape.read(facts.family, names, values.get(EXPERT_TOKENS))
         self._values = values
         self._norm = self._shape.norm
-        self._overhead, self._decode = values["overhead_s"], values["decode_s"]
+        self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
@@ -65,13 +66,13 @@ class CostModel:
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds of ``step``."""
-        decodes, context, prefill, prefix, pairs = step
+        decodes, context, prefill, prefix, pairs, chunks = step
         tokens = decodes + prefill
         if tokens >= len(self._memory):
             self._grow(tokens + 1)
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
-        outside = self._overhead + self._decode * decodes
+        outside = self._overhead + self._decode * decodes + self._chunk * chunks
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)

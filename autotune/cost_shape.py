@@ -3,7 +3,7 @@
 A step takes ``outside + combine(memory, compute)`` seconds. Every group is a sum of non-negative coefficients times what a
 step holds (roofline: Williams et al., CACM 52(4), 2009)::
 
-    outside   overhead_s + decode_s·decodes
+    outside   overhead_s + decode_s·decodes + chunk_s·chunks
     memory    weights_s + experts_s·(1 − e^(−tokens/expert_tokens)) + decode_kv_s·decode context + prefill_kv_s·prefill context
     compute   Σ token_s@k·(tokens beyond k, up to the next k) + pair_s·(decode context + prefill attention)
 
@@ -66,6 +66,7 @@ class Shape:
     def groups(self) -> list[tuple[str, Group]]:
         """The coefficients, in order, and the group of each."""
         found: list[tuple[str, Group]] = [("overhead_s", "outside"), ("decode_s", "outside")]
+        found.append(("chunk_s", "outside"))
         if self.norm != 1:  # in a sum nothing tells them from the overhead
             found.append(("weights_s", "memory"))
         if self.experts:
@@ -79,10 +80,10 @@ class Shape:
         return [name for name, _ in self.groups]
 
     def columns(self, steps: Floats) -> Floats:
-        """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 5]`` (as in StepFeatures)."""
-        decodes, context, prefill, prefix, pairs = steps.T
+        """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 6]`` (as in StepFeatures)."""
+        decodes, context, prefill, prefix, pairs, chunks = steps.T
         tokens = decodes + prefill
-        made: list[Floats] = [np.ones(len(steps)), decodes]
+        made: list[Floats] = [np.ones(len(steps)), decodes, chunks]
         if self.norm != 1:
             made.append(np.ones(len(steps)))
         if self.experts:

@@ -32,6 +32,7 @@ class StepPoint(Part):
     prefill_tokens: Count = Field(description="prompt tokens computed")
     prefill_context: Count = Field(description="tokens of the prompts up to the ends of their chunks")
     prefill_attention: Count = Field(description="(query, key) pairs of the chunks")
+    chunks: Count = Field(default=0, description="prompts they belong to")
     seconds: float = Field(gt=0, le=1e9, description="median of the repeats")
     spread: Amount = Field(description="interquartile range of the repeats over their median")
     repeats: Positive

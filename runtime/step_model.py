@@ -27,6 +27,7 @@ class StepFeatures(NamedTuple):
     prefill_tokens: int
     prefill_context: int
     prefill_attention: int
+    chunks: int = 0
 
 
 class StepModel(Protocol):
