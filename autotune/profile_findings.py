@@ -121,10 +121,11 @@ def check_covariance(where: str, matrix: Matrix, size: int) -> None:
     if len(matrix) != size or lengths - {size}:
         shape = f"{len(matrix)} rows of {' or '.join(map(str, sorted(lengths))) or 0}"
         raise ValueError(f"{where} has {shape}; it must be {size} × {size}, a row and a column for each coefficient")
+    rounding = 1e-9 * max((abs(row[i]) for i, row in enumerate(matrix)), default=0.0)
     for i, row in enumerate(matrix):
-        if row[i] < 0:
+        if row[i] < -rounding:
             raise ValueError(f"{where} has a variance of {row[i]:g} in row {i + 1}; none is negative")
         for j in range(i):
-            scale = math.sqrt(row[i]) * math.sqrt(matrix[j][j])
-            if abs(row[j] - matrix[j][i]) > 1e-6 * max(scale, abs(row[j]), abs(matrix[j][i])):
+            scale = math.sqrt(abs(row[i])) * math.sqrt(abs(matrix[j][j]))
+            if abs(row[j] - matrix[j][i]) > 1e-6 * max(scale, abs(row[j]), abs(matrix[j][i])) + rounding:
                 raise ValueError(f"{where} is not symmetric in row {i + 1}, column {j + 1}")
