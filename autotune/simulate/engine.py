@@ -181,9 +181,12 @@ class SimulatedEngine(TunableSimulation):
 
     def wait(self, seconds: float) -> None:
         """Let ``seconds`` pass. A step in progress then is finished, and time is as it ends."""
-        until = self.clock.now() + seconds
-        self.run(until)
-        self.clock.advance_to(until)
+        self.run_until(self.clock.now() + seconds)
+
+    def run_until(self, when: float) -> None:
+        """The same up to a time."""
+        self.run(when)
+        self.clock.advance_to(when)
 
     def run(self, until: float = inf, *, stop: Callable[[], bool] | None = None) -> bool:
         """Make steps until nothing is left, or one ends at or after ``until``. False if ``stop`` ended it before."""
@@ -230,8 +233,6 @@ class SimulatedEngine(TunableSimulation):
         """
         if shared is None:
             shared = shares_prefixes(arrivals) if isinstance(arrivals, Sequence) else True
-        if shared and self._prefix_cache:
-            self._name_blocks()
         clock = self.clock
         origin = clock.now() if start is None else start
         sent, going = 0, True
@@ -243,19 +244,37 @@ class SimulatedEngine(TunableSimulation):
                     sent -= 1
                     break
                 clock.advance_to(due)
-            self._offer(arrival, due, f"{label}-{sent - 1}", prompt_seed, shared)
+            self.offer(arrival, f"{label}-{sent - 1}", due=due, prompt_seed=prompt_seed, shared=shared)
         return ReplayReport(sent, origin, clock.now(), 0.0, 0.0, 0.0, 0.0, not going)
 
-    def _offer(self, arrival: Arrival, due: float, name: str, prompt_seed: int, shared: bool) -> None:
+    def offer(
+        self,
+        arrival: Arrival,
+        name: str,
+        *,
+        due: float,
+        prompt_seed: int = 0,
+        shared: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
+        expires: float | None = None,
+    ) -> RunningSequence | None:
+        """Queue what ``arrival`` asks for, as of ``due``; ``deadline`` and ``expires`` are times. None if it is rejected.
+
+        Listeners are told of a rejection. ``shared``: another prompt may begin like this one. Raises ``ValueError`` for a
+        request that cannot run.
+        """
         hashes: tuple[int, ...] = ()
-        if shared and self._named:
+        if shared and self._prefix_cache:
+            self._name_blocks()
             hashes = prompt_names(arrival.segments, self.block_size, prompt_seed)
         request = Request(
-            name, (), _PARAMS, arrival.output_tokens, due, 0, arrival.tenant, arrival.request_class, None, None, hashes,
-            arrival.prompt_tokens,
+            name, (), _PARAMS, arrival.output_tokens, due, priority, arrival.tenant, arrival.request_class, deadline,
+            expires, hashes, arrival.prompt_tokens,
         )  # fmt: skip
-        with contextlib.suppress(RejectedError):  # listeners have been told
-            self.add(request)
+        with contextlib.suppress(RejectedError):
+            return self.add(request)
+        return None
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,9 @@ class CostExecutor:
             tokens += count
             context += end
             pairs += count * chunk[1] + count * (count + 1) // 2
-        seconds = self.cost.predict(StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks)))
+        seconds = self.cost.predict(
+            StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
+        )
         return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
 
     def release(self, sequence: Sequence) -> None:

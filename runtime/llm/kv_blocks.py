@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 class KVBlocks:
     """``total`` blocks of ``block_size`` tokens each, numbered from 0."""
 
-    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "total")
+    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "published", "total")
 
     def __init__(self, total: int, block_size: int = 16) -> None:
         if total < 1:
@@ -28,6 +28,8 @@ class KVBlocks:
         self._table: dict[int, int] = {}  # prefix hash -> block
         self._hash_of: dict[int, int] = {}  # block -> prefix hash
         self._extra: dict[int, int] = {}  # block -> holders beyond the first
+        self.published = 0
+        """How often a block's content became known: until that grows, no longer prefix can be found."""
 
     @property
     def free(self) -> int:
@@ -105,6 +107,7 @@ class KVBlocks:
         if digest not in self._table and block not in self._hash_of:
             self._table[digest] = block
             self._hash_of[block] = digest
+            self.published += 1
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make sure nobody finds ``blocks`` again: their content may be wrong."""

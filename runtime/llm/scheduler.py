@@ -51,7 +51,7 @@ class Scheduler:
         self.fast_forward = fast_forward
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
-        self._did_not_fit: tuple[Sequence, int] | None = None  # and how many blocks there were for it
+        self._did_not_fit: tuple[Sequence, int, int] | None = None  # and the blocks and known content there were for it
 
     @property
     def running(self) -> int:
@@ -206,13 +206,13 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
-        spare = self.kv.free - len(self.decodes)
-        if self._did_not_fit is not None and self._did_not_fit[0] is sequence and spare <= self._did_not_fit[1]:
+        spare, before = self.kv.free - len(self.decodes), self._did_not_fit
+        if before is not None and before[0] is sequence and spare <= before[1] and self.kv.published == before[2]:
             return False
         found = self.kv.lookup(sequence.hashes, (sequence.target - 1) // self.kv.block_size)
         fresh = self.kv.blocks_for(sequence.target) - len(found)
         if fresh + self.kv.idle_among(found) > spare:
-            self._did_not_fit = (sequence, spare)
+            self._did_not_fit = (sequence, spare, self.kv.published)
             return False
         self._did_not_fit = None
         self.waiting.pop()

@@ -1,0 +1,299 @@
+"""A second simulator, written from the rules alone: naive loops over everything, every step, and nothing of runtime.llm.
+
+It is slow on purpose. Every sequence is looked at in every step, every token has a name of its own, and a block of the KV pool
+is an object that knows which tokens it holds. What the engine's scheduler does with counters, heaps and wheels must come out
+the same here to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from runtime.knobs import Knobs
+from runtime.step_model import StepFeatures
+
+Token = tuple[int, int]  # (what it is a piece of, where in that)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. ``segments``: (seed, length) pieces of its prompt."""
+
+    id: str
+    arrival: float
+    segments: tuple[tuple[int, int], ...]
+    output: int
+    priority: int = 0
+    deadline: float | None = None
+    expires: float | None = None
+    tenant: str = ""
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [(seed, at) for seed, length in self.segments for at in range(length)]
+
+
+@dataclass(eq=False)
+class Block:
+    """One block of the pool; ``content``: all tokens up to its end, once they are computed and nobody else said so first."""
+
+    content: tuple[Token, ...] | None = None
+    holders: int = 0
+
+
+@dataclass(eq=False)
+class Live:
+    asked: Asked
+    number: int
+    known: list[Token]  # prompt, then answer
+    computed: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    preemptions: int = 0
+    cached: int | None = None
+    scheduled: float | None = None
+    key: float = 0.0
+    queued: int = 0
+    pending: int = 0
+    end: tuple[str, float] | None = None
+
+
+@dataclass
+class Event:
+    """How a request ended."""
+
+    reason: str
+    finished: float
+    scheduled: float | None
+    times: list[float]
+    cached: int
+    preemptions: int
+
+
+class Reference:
+    """Serves requests one naive step at a time."""
+
+    def __init__(
+        self,
+        seconds: Callable[[StepFeatures], float],
+        knobs: Knobs,
+        *,
+        blocks: int,
+        block_size: int,
+        ordering: str,
+        prefix_cache: bool,
+        policy: Callable[[int], int] | None = None,
+    ) -> None:
+        self.seconds, self.knobs, self.size, self.ordering = seconds, knobs, block_size, ordering
+        self.prefix_cache, self.policy = prefix_cache, policy
+        self.now = 0.0
+        self.blank = [Block() for _ in range(blocks)]  # nobody holds them, and what they contain is unknown
+        self.idle: list[Block] = []  # nobody holds them, content known, least recently used first
+        self.decoding: list[Live] = []
+        self.prompting: list[Live] = []
+        self.waiting: list[Live] = []
+        self.ended: dict[str, Event] = {}
+        self.steps: list[tuple[float, float]] = []
+        self.virtual = 0.0
+        self.tenant_ends: dict[str, float] = {}
+        self.count = 0
+
+    # -- the pool
+
+    @property
+    def free(self) -> int:
+        return len(self.blank) + len(self.idle)
+
+    def take(self) -> Block:
+        block = self.blank.pop() if self.blank else self.idle.pop(0)
+        block.content, block.holders = None, 1
+        return block
+
+    def found(self, live: Live) -> list[Block]:
+        """The blocks that hold the beginning of what ``live`` must compute; its last token is always computed anew."""
+        blocks: list[Block] = []
+        if not self.prefix_cache:
+            return blocks
+        while (len(blocks) + 1) * self.size <= len(live.known) - 1:
+            content = tuple(live.known[: (len(blocks) + 1) * self.size])
+            same = [b for b in self.everything() if b.content == content]
+            if not same:
+                break
+            blocks.append(same[0])
+        return blocks
+
+    def everything(self) -> list[Block]:
+        held = [b for live in [*self.decoding, *self.prompting] for b in live.blocks]
+        return self.idle + held
+
+    def say(self, live: Live) -> None:
+        """Its full computed blocks are known by their content from now on."""
+        if not self.prefix_cache:
+            return
+        for index in range(min(live.computed, len(live.known)) // self.size):
+            content = tuple(live.known[: (index + 1) * self.size])
+            if live.blocks[index].content is None and all(b.content != content for b in self.everything()):
+                live.blocks[index].content = content
+
+    def give_back(self, live: Live) -> None:
+        self.say(live)
+        for block in reversed(live.blocks):
+            block.holders -= 1
+            if not block.holders:
+                (self.blank if block.content is None else self.idle).append(block)
+        live.blocks = []
+
+    # -- requests
+
+    def add(self, asked: Asked) -> None:
+        self.count += 1
+        live = Live(asked, self.count, asked.tokens)
+        prompt = len(live.known)
+        start = max(self.virtual, self.tenant_ends.get(asked.tenant, 0.0))
+        live.key = {
+            "fcfs": asked.arrival,
+            "priority": asked.arrival - 10.0 * asked.priority,
+            "shortest": asked.arrival + 0.01 * prompt,
+            "deadline": asked.arrival + 60.0 if asked.deadline is None else asked.deadline,
+            "fair": start,
+        }[self.ordering]
+        if self.ordering == "fair":
+            self.tenant_ends[asked.tenant] = start + prompt + asked.output
+        self.queue(live)
+
+    def queue(self, live: Live) -> None:
+        self.count += 1
+        live.queued = self.count
+        live.pending = len(live.known) - len(self.found(live)) * self.size
+        self.waiting.append(live)
+
+    def finish(self, live: Live, reason: str) -> None:
+        self.give_back(live)
+        for group in (self.decoding, self.prompting, self.waiting):
+            if live in group:
+                group.remove(live)
+        self.ended[live.asked.id] = Event(
+            reason, self.now, live.scheduled, live.times, live.cached or 0, live.preemptions
+        )
+
+    def preempt(self) -> None:
+        live = (self.prompting or self.decoding).pop()
+        self.give_back(live)
+        live.computed = 0
+        live.preemptions += 1
+        self.queue(live)
+
+    def next_waiting(self) -> Live:
+        return min(self.waiting, key=lambda w: (w.preemptions == 0, w.key, w.queued))
+
+    # -- a step
+
+    def held_back(self, left: int, slots: int) -> float:
+        """Until when new prompts are held back for company."""
+        new = [w for w in self.waiting if not w.preemptions]
+        if not self.knobs.max_wait_ms or not new or len(self.waiting) >= slots:
+            return -inf
+        if sum(w.pending for w in self.waiting) >= left:
+            return -inf
+        return min(w.asked.arrival for w in new) + self.knobs.max_wait_ms / 1e3
+
+    def plan(self, allowed: int) -> tuple[list[tuple[Live, int]], float]:
+        """(sequence, tokens) of the prompts in the coming step, and until when what is left out is held back."""
+        n = len(self.decoding)
+        most = min(allowed, self.knobs.token_budget)
+        left = max(most, 0 if n else 1) - n
+        chunks: list[tuple[Live, int]] = []
+        for live in self.prompting:
+            if left <= 0:
+                return chunks, inf
+            chunks.append((live, min(len(live.known) - live.computed, self.knobs.chunk_size, left)))
+            left -= chunks[-1][1]
+        slots = min(self.knobs.max_batch_size, self.knobs.token_budget) - n - len(self.prompting)
+        until = self.held_back(left, slots)
+        while self.waiting:
+            live = self.next_waiting()
+            if until > self.now and not live.preemptions:
+                return chunks, until
+            if slots <= 0 or left <= 0 or not self.admit(live):
+                break
+            slots -= 1
+            chunks.append((live, min(len(live.known) - live.computed, self.knobs.chunk_size, left)))
+            left -= chunks[-1][1]
+        return chunks, inf
+
+    def admit(self, live: Live) -> bool:
+        found = self.found(live)
+        fresh = -(-len(live.known) // self.size) - len(found)
+        if fresh + sum(not b.holders for b in found) > self.free - len(self.decoding):
+            return False
+        self.waiting.remove(live)
+        if self.ordering == "fair":
+            self.virtual = max(self.virtual, live.key)
+        for block in found:
+            if not block.holders:
+                self.idle.remove(block)
+            block.holders += 1
+        live.blocks = found + [self.take() for _ in range(fresh)]
+        live.computed = len(found) * self.size
+        if live.scheduled is None:
+            live.scheduled, live.cached = self.now, live.computed
+        self.prompting.append(live)
+        return True
+
+    def expire(self) -> None:
+        everyone = [*self.decoding, *self.prompting, *self.waiting]
+        late = [w for w in everyone if w.asked.expires is not None and w.asked.expires <= self.now]
+        for live in sorted(late, key=lambda w: (w.asked.expires, w.number)):
+            self.finish(live, "timeout")
+
+    def step(self, until: float) -> None:
+        """One step, or time passes up to ``until`` at most."""
+        self.expire()
+        allowed = self.knobs.token_budget  # the policy is asked before the step is planned
+        if self.policy is not None:
+            allowed = max(0, self.policy(len(self.decoding)))
+        while sum(live.computed % self.size == 0 for live in self.decoding) > self.free:
+            self.preempt()
+        for live in self.decoding:
+            if live.computed % self.size == 0:
+                live.blocks.append(self.take())
+        chunks, held_until = self.plan(allowed)
+        decoding = self.decoding[:]
+        if not decoding and not chunks:
+            expiries = [w.asked.expires for w in self.waiting if w.asked.expires is not None]
+            self.now = min([until, held_until, *expiries])
+            return
+        start = self.now
+        self.now += self.seconds(
+            StepFeatures(
+                len(decoding),
+                sum(live.computed + 1 for live in decoding),
+                sum(count for _, count in chunks),
+                sum(live.computed + count for live, count in chunks),
+                sum(count * live.computed + count * (count + 1) // 2 for live, count in chunks),
+                len(chunks),
+            )
+        )
+        self.steps.append((start, self.now))
+        for live, count in [*((live, 1) for live in decoding), *chunks]:
+            live.computed += count
+        for live, _ in chunks:
+            self.say(live)
+        for live in [*decoding, *(live for live, _ in chunks)]:
+            if live.computed == len(live.known):
+                live.known.append((-live.number, len(live.times)))
+                live.times.append(self.now)
+                if live in self.prompting:
+                    self.prompting.remove(live)
+                    self.decoding.append(live)
+        done = [live for live in self.decoding if len(live.times) == live.asked.output]
+        for live in done:
+            self.finish(live, "length")
+
+    def run(self, until: float = inf) -> None:
+        while self.now < until and (self.decoding or self.prompting or self.waiting):
+            self.step(until)
+        if until < inf:
+            self.now = max(self.now, until)
