@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,8 +27,10 @@ HEARTBEAT_S = 10
 _GRACE = 3  # heartbeats that may be missed: a machine under load is not dead
 _DIALECTS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}  # the driver we install
 _ALLOWED = ("postgresql+psycopg", "sqlite")
+_SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
 _WORKER = "worker"
 _TRIES = 6
+_CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class SharedStorage:
         """From ``--storage``. Raises :class:`InputError` for what is no address of a database that can be used."""
         import sqlalchemy
 
+        if url.partition("?")[0].count("@") > 1:
+            raise InputError(f"--storage: {hidden(url)}: write an @ within a password as %40")
         try:
             parsed = sqlalchemy.make_url(url)
         except sqlalchemy.exc.ArgumentError:
@@ -66,26 +71,28 @@ class SharedStorage:
 
 
 def hidden(url: str) -> str:
-    """The address without its password."""
-    import sqlalchemy
+    """The address without its password, also where it is written wrongly."""
+    for pattern, instead in _SECRETS:
+        url = pattern.sub(instead, url)
+    return url
 
-    with contextlib.suppress(sqlalchemy.exc.ArgumentError):
-        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    return "(an address that cannot be read)"
+
+def without_passwords(arguments: Iterable[str]) -> list[str]:
+    """A command line that may be shown and kept: the addresses in it lose their passwords."""
+    return [hidden(argument) for argument in arguments]
 
 
 def connect(shared: SharedStorage) -> RDBStorage:
     """Open the database, and make its tables if it has none. Raises :class:`InputError`."""
     import sqlalchemy
 
-    local = shared.url.startswith("sqlite")
     for attempt in range(_TRIES):
         try:
             with quiet():
                 return RDBStorage(
                     shared.url,
                     engine_kwargs={
-                        "connect_args": {"timeout": 30} if local else {"connect_timeout": 10},
+                        "connect_args": {"timeout": 30} if shared.url.startswith("sqlite") else {"connect_timeout": 10},
                         "pool_pre_ping": True,  # a database that was restarted meanwhile is connected to again
                     },
                     heartbeat_interval=shared.heartbeat_s,
@@ -97,10 +104,9 @@ def connect(shared: SharedStorage) -> RDBStorage:
                 f"--storage: {hidden(shared.url)} needs psycopg: pip install 'gpu-autotune[postgres]'"
             ) from None
         except (sqlalchemy.exc.SQLAlchemyError, OptunaError, RuntimeError) as error:
-            down = isinstance(error, sqlalchemy.exc.OperationalError) and not local
-            if down or attempt == _TRIES - 1:
+            if attempt == _TRIES - 1 or not any(word in str(error) for word in _CLASH):
                 raise broken(shared, error) from None
-            time.sleep(0.2 * (attempt + 1))  # two that make the tables at the same time: one of them fails, once
+            time.sleep(0.2 * (attempt + 1))
     raise AssertionError
 
 
@@ -163,7 +169,8 @@ class Heartbeats:
             if trial._trial_id not in self._mine and died_here(trial.user_attrs.get(_WORKER)):
                 fail_and_retry(study, trial)
                 buried += 1
-        fail_stale_trials(study)
+        with quiet():
+            fail_stale_trials(study)
         left = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         for trial in left:
             # One that never gave a sign is not looked at by Optuna. Its time runs from the first time somebody sees it.
