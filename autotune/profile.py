@@ -69,6 +69,7 @@ __all__ = [
     "Software",
     "Spread",
     "dump_profile",
+    "find_profile",
     "load_profile",
     "save_profile",
     "shipped_profiles",
@@ -159,6 +160,12 @@ def load_profile(path: str | Path) -> Profile:
         return Profile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise InputError(f"{path}: {' '.join(explain(error, data, profile_schema()).split())}") from None
+
+
+def find_profile(name: str | Path) -> Path:
+    """The file called ``name``, or else the profile of that name that comes with the package. It may not be there."""
+    path = Path(name)
+    return path if path.exists() else shipped_profiles().get(str(name), path)
 
 
 def shipped_profiles() -> dict[str, Path]:

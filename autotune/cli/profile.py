@@ -250,15 +250,15 @@ def _finish(
     return DONE if made.slo_met else FELL_SHORT
 
 
-def seconds(text: str) -> float:
-    """``90s``, ``2m``, ``1h30m`` in seconds. Raises :class:`InputError`."""
+def seconds(text: str, *, least: float = _SHORTEST_BUDGET_S) -> float:
+    """``90s``, ``2m``, ``1h30m`` in seconds, at least ``least``. Raises :class:`InputError`."""
     match = _BUDGET.match(text.strip())
     if match is None or not text.strip():
         hint = f"; write {text.strip()}s or {text.strip()}m" if text.strip().isdigit() else ", such as 90s, 2m or 1h30m"
         raise InputError(f'--budget: "{text}" is not a time{hint}')
     total = sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
-    if total < _SHORTEST_BUDGET_S:
-        raise InputError(f"--budget is {text}; it must be at least {_SHORTEST_BUDGET_S:g}s")
+    if total < least:
+        raise InputError(f"--budget is {text}; it must be at least {least:g}s")
     return total
 
 

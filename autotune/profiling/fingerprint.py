@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -103,6 +104,23 @@ def gpu_available() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
+    """How this machine, or its GPU, is not the one of a profile, in words; empty if it is. (Loads torch to look at a GPU.)
+
+    What differs in a fingerprint without changing how long steps take (memory, kernel) does not count.
+    """
+    here = machine(gpu=gpu)
+    if profiled.kind == here.kind and not profiled.differences(here):
+        return ""
+    if profiled.kind == here.kind == "cpu" and profiled.cpu == here.cpu:
+        return f"profile was measured on {profiled.cores} cores, this machine has {here.cores}"
+    if profiled.kind == "gpu" and not gpu:
+        return f"profile was measured on {profiled.processor}, here the CPU is used"
+    if gpu and profiled.kind == "cpu":
+        return f"profile was measured on the CPU of a machine, {profiled.processor}, here {here.processor} is used"
+    return f"profile was measured on {profiled.processor}, this machine has {here.processor}"
+
+
 def describe(machine: Machine) -> str:
     """One line for people: ``cpu: 2 cores, avx512_bf16, 23 GiB``."""
     if machine.gpu is not None:
@@ -123,3 +141,24 @@ def _cpuinfo_field(path: Path, field: str) -> str:
         if colon and name.strip() == field:
             return value.strip()
     return ""
+
+
+class OtherWork:
+    """How busy others keep the machine's processors, from here until :meth:`cores` is asked."""
+
+    def __init__(self) -> None:
+        self._begun = self._now()
+
+    def cores(self) -> float:
+        """Cores that other processes kept busy on average."""
+        (before, own_before, began), (after, own, now) = self._begun, self._now()
+        return max(0.0, (after - before) - (own - own_before)) / max(now - began, 1e-9)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: all processors busy, this process and its children, the clock."""
+        times = psutil.cpu_times()
+        mine = os.times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice too
+        return sum(times) - idle - guests, sum(mine[:4]), time.monotonic()
