@@ -77,13 +77,20 @@ class StepRecord(NamedTuple):
 
     def split(self, ends: Sequence[float]) -> list[StepRecord]:
         """The records of the single steps that ended at ``ends``; what is counted after a step is as of the last one."""
-        start, context = self.start, self.decode_context
-        first = self._replace(end=ends[0], steps=1)
-        single = [first]
-        for end in ends[1:]:
-            start, context = single[-1].end, context + self.decodes
-            single.append(first._replace(start=start, end=end, decode_context=context, preemptions=0))
+        values = list(self)
+        values[2] = 1
+        single = []
+        for end in ends:
+            values[1] = end
+            single.append(StepRecord._make(values))
+            values[0] = end
+            values[4] += self.decodes
+            values[_PREEMPTIONS] = 0
         return single
+
+
+_PREEMPTIONS = StepRecord._fields.index("preemptions")
+assert StepRecord._fields[:5] == ("start", "end", "steps", "decodes", "decode_context")
 
 
 class RequestRecord(NamedTuple):

@@ -130,7 +130,8 @@ class EngineCore:
         return view_of(self.scheduler, now, self.knobs, self.epoch, self.effective_limits)
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
-        """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick)."""
+        """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
+        timeout and the end of a wait window."""
         finished: list[Finished] = []
         while (expiry := self.next_expiry) <= now:
             sequence = heapq.heappop(self._expiries)[2]
@@ -142,7 +143,7 @@ class EngineCore:
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
-            result = self.executor.execute(plan, now, min(until, expiry))
+            result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
             log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
             result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])

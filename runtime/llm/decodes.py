@@ -77,21 +77,36 @@ class Decodes(DecodeSet):
         """Blocks that the coming step begins to fill."""
         return len(self._wheel[self.step % self._kv.block_size])
 
-    def grow(self, ahead: int = 0) -> None:
-        """Hand out the blocks that the step ``ahead`` of the coming one begins to fill."""
-        bucket = self._wheel[(self.step + ahead) % self._kv.block_size]
+    def grow(self) -> None:
+        """Hand out the blocks that the coming step begins to fill."""
+        bucket = self._wheel[self.step % self._kv.block_size]
         if bucket:
             for sequence, block in zip(bucket, self._kv.take(len(bucket)), strict=True):
                 sequence.blocks.append(block)
 
     def steps_alike(self) -> int:
-        """How many coming steps are certain to be alike: nobody ends, and the blocks suffice."""
-        return max(1, min(self._due[0][0] - self.step, self._kv.free // len(self.members) * self._kv.block_size))
+        """How many coming steps are certain to be alike: nobody ends before the last, and the blocks suffice.
+
+        :meth:`grow` has run for the first of them.
+        """
+        most = self._due[0][0] - self.step
+        free, size = self._kv.free, self._kv.block_size
+        if -(-most // size) * len(self.members) > free:  # perhaps not for all: count
+            for ahead in range(1, most):
+                free -= len(self._wheel[(self.step + ahead) % size])
+                if free < 0:
+                    return ahead
+        return most
 
     def advance(self, ends: Seq[float]) -> None:
         """``len(ends)`` steps are done. :meth:`grow` has run for the first of them."""
-        for ahead in range(1, len(ends)):
-            self.grow(ahead)
+        if len(ends) > 1:
+            wheel, size = self._wheel, self._kv.block_size
+            growing: list[Sequence] = []
+            for step in range(self.step + 1, self.step + len(ends)):
+                growing += wheel[step % size]
+            for sequence, block in zip(growing, self._kv.take(len(growing)), strict=True):
+                sequence.blocks.append(block)
         self.step += len(ends)
         self.context += len(self.members) * len(ends)
         self._ends += ends

@@ -131,10 +131,11 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         before, decodes = self.preemptions, self.decodes
-        while decodes.need() > self.kv.free:
-            self._preempt()
-        decodes.grow()
-        n = len(decodes)
+        if decodes.need():
+            while decodes.need() > self.kv.free:
+                self._preempt()
+            decodes.grow()
+        n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
         if n == 0:
             most = max(most, 1)  # whatever a policy says, a step with work does some
@@ -142,7 +143,7 @@ class Scheduler:
         limited, wake = LimitedBy.DEMAND, inf
         if self.prefills or len(self.waiting):
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
-        alike = self.fast_forward and n and not chunks and wake == inf
+        alike = self.fast_forward and n and not chunks
         return StepPlan(
             step=decodes.step,
             n_decode=n,
@@ -251,7 +252,7 @@ class Scheduler:
         """Take in what the step did; returns the requests that ended with it."""
         now = result.ends[-1]
         finished: list[Finished] = []
-        failed = {sequence for sequence, _ in result.failed}
+        failed = {sequence for sequence, _ in result.failed} if result.failed else ()
         if plan.n_decode:
             self.decodes.advance(result.ends)
         for sequence, error in result.failed:
