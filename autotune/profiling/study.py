@@ -202,8 +202,9 @@ class SweepStudy:
         """The next trial, its label and its setting. The sampler is seeded by the trial's slot: a resumed study goes on alike."""
         distributions = space.distributions()
         sampler = SlotSampler(distributions, seed, random_trials=_RANDOM_TRIALS, several=self.shared)
-        trial = self._trials.next(distributions, sampler)
-        assert trial is not None, "without a limit there is always a next one"
+        found = self._trials.next(distributions, sampler)
+        assert found is not None, "without a limit there is always a next one"
+        trial = found[0]
         override = trial.user_attrs.get(_KNOBS)
         knobs = Knobs.from_mapping(override) if override is not None else space.knobs(trial.params)
         return trial, str(trial.user_attrs.get(_LABEL, "search")), knobs

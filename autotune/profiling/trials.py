@@ -76,8 +76,8 @@ class Trials:
 
     def next(
         self, space: Mapping[str, BaseDistribution], sampler: BaseSampler, *, limit: int | None = None
-    ) -> Trial | None:
-        """The next trial, whatever is queued first. None: all of the first ``limit`` slots are settled or being run."""
+    ) -> tuple[Trial, int] | None:
+        """The next trial and its slot; what is queued comes first. None: the first ``limit`` slots are settled or being run."""
         self._study.sampler = sampler
         while True:
             with quiet():
@@ -87,7 +87,8 @@ class Trials:
                 trial = self._study.ask(dict(space))
             trials = self.all()
             frozen = trials[trial.number]
-            if limit is not None and slot_of(frozen, trials) >= limit:
+            slot = slot_of(frozen, trials)
+            if limit is not None and slot >= limit:
                 self._drop(trial)  # another process took the last slot at the same moment
                 return None
             if any(
@@ -102,7 +103,7 @@ class Trials:
                 self._study.tell(trial, frozen.user_attrs[VALUE])  # its process died between measuring and telling
                 continue
             self._watch.began(self._study, trial._trial_id)
-            return trial
+            return trial, slot
 
     def done(self, trial: Trial, value: float, result: Mapping[str, Any]) -> bool:
         """COMPLETE, with its result. False: it took so long to be heard of that others were given it."""

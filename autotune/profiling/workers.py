@@ -112,6 +112,7 @@ class _Run:
             several=several,
         )
         self._begun: dict[int, Trial] = {}
+        self._knobs: dict[int, Knobs] = {}
 
     def work(
         self,
@@ -133,7 +134,7 @@ class _Run:
                             self._inline(trial, objective, stop, progress)
                             break
                         pool = pool or stack.enter_context(Pool(objective, workers))
-                        pool.submit(trial.number, self._knobs(trial.number))
+                        pool.submit(trial.number, self._knobs[trial.number])
                     else:
                         if pool is not None and pool.busy:
                             for tried in pool.finished(_TICK_S):
@@ -158,14 +159,17 @@ class _Run:
         return made
 
     def _next(self) -> Trial | None:
-        trial = self._trials.next(self._distributions, self._sampler, limit=self._limit)
-        if trial is not None:
-            self._begun[trial.number] = trial
+        found = self._trials.next(self._distributions, self._sampler, limit=self._limit)
+        if found is None:
+            return None
+        trial, slot = found
+        self._begun[trial.number] = trial
+        self._knobs[trial.number] = self._setting(slot, trial.params)
         return trial
 
     def _inline(self, trial: Trial, objective: Objective, stop: Callable[[], bool], progress: Progress) -> None:
         try:
-            outcome: Outcome | None = objective(self._knobs(trial.number), stop)
+            outcome: Outcome | None = objective(self._knobs[trial.number], stop)
             cause = ""
         except Interrupted:
             raise
@@ -181,27 +185,23 @@ class _Run:
             self._trials.failed(trial, f"its value is {tried.outcome.value}")
         else:
             self._trials.done(trial, float(tried.outcome.value), tried.outcome.result)
-        del self._begun[tried.task]
+        del self._begun[tried.task], self._knobs[tried.task]
         trials = self._trials.all()
         frozen = trials[trial.number]
-        progress(self._settled(), self._shown(slot_of(frozen, trials), frozen))
+        progress(sum(map(settled, trials)), self._shown(slot_of(frozen, trials), frozen))
 
-    def _knobs(self, number: int) -> Knobs:
-        trials = self._trials.all()
-        return self._setting(slot_of(trials[number], trials), trials[number])
-
-    def _setting(self, slot: int, trial: FrozenTrial) -> Knobs:
-        return self._starting[slot][1] if slot < len(self._starting) else self._space.knobs(trial.params)
+    def _setting(self, slot: int, params: Mapping[str, Any]) -> Knobs:
+        return self._starting[slot][1] if slot < len(self._starting) else self._space.knobs(params)
 
     def _shown(self, slot: int, trial: FrozenTrial) -> SimulatedTrial:
         label = self._starting[slot][0] if slot < len(self._starting) else SEARCH_LABEL
-        knobs = self._setting(slot, trial)
+        knobs = self._setting(slot, trial.params)
         if trial.value is None:
             return SimulatedTrial(slot, label, knobs, None, None, str(trial.user_attrs.get(CAUSE, "")))
         return SimulatedTrial(slot, label, knobs, trial.value, trial.user_attrs[RESULT])
 
     def _settled(self) -> int:
-        return sum(1 for trial in self._trials.all() if settled(trial))
+        return sum(map(settled, self._trials.all()))
 
 
 def _never() -> bool:
