@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -77,7 +77,7 @@ class StepRecord(NamedTuple):
 
     def split(self, ends: Sequence[float]) -> list[StepRecord]:
         """The records of the single steps that ended at ``ends``; what is counted after a step is as of the last one."""
-        values = list(self)
+        values: list[Any] = list(self)
         values[2] = 1
         single = []
         for end in ends:

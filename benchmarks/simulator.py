@@ -1,0 +1,181 @@
+"""How fast the simulator is: requests and steps for each second of CPU time, alone and under the predictive controller.
+
+The load has the lengths and the arrivals of the Azure conversation trace (the preset fitted to it, or the trace itself with
+``--trace FILE``), at 90% of the peak goodput of an 8B model on an H200, whose step time is a roofline: what the weights and the
+KV read take at 3.84 TB/s or what the operations take at 643 TFLOP/s, the longer of the two, and 0.75 ms. What is timed is the
+whole simulation with every request judged against its SLO; making the arrivals is not. Times are CPU times (the best of
+``--rounds``), so that other work on the machine counts as little as it can.
+
+``--million`` serves a million requests and prints how much memory that takes on the way. Run ``python -m benchmarks.simulator``;
+the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import time
+import tracemalloc
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from autotune.attach import control
+from autotune.cost_model import CostModel
+from autotune.evaluate import evaluate
+from autotune.profile_parts import CostFacts
+from autotune.simulate import SimulatedEngine
+from autotune.workload import Arrival, Workload, parse_workload
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+
+PROMISE = SLO(ttft_ms=500, tpot_ms=30)
+RATE = 0.9 * 22.4  # of the peak goodput under that promise
+KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=2048, chunk_size=2048)
+KV_TOKENS = 760_000
+
+
+def h200() -> CostModel:
+    """Llama-8B in bfloat16: 15 GB of weights, 16 GFLOP and 128 KiB of KV a token, memory and compute overlapped."""
+    coefficients = {
+        "overhead_s": 0.75e-3, "decode_s": 0.0, "chunk_s": 0.0,
+        "weights_s": 15e9 / 3.84e12, "decode_kv_s": 131072 / 3.84e12, "prefill_kv_s": 131072 / 3.84e12,
+        "token_s@0": 16e9 / 643e12, "pair_s": 4 * 32 * 32 * 128 / 643e12,
+    }  # fmt: skip
+    zeros = ((0.0,) * len(coefficients),) * len(coefficients)
+    return CostModel(
+        CostFacts(
+            family="max", coefficients=coefficients, covariance=zeros, points=0, seconds=0.0, error=0.0, regions=(),
+            learner=None,
+        )  # fmt: skip
+    )
+
+
+class Tally:
+    """Counts, and judges every request; keeps none of them."""
+
+    def __init__(self, slo: SLO) -> None:
+        self.slo = slo
+        self.requests = self.met = self.steps = self.calls = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.calls += 1
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        self.steps += len(ends)
+        self.calls += 1
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests += 1
+        self.met += self.slo.met(record)
+
+
+class Timing(NamedTuple):
+    """One simulation: what it did, in how much CPU time, and how much time passed in it."""
+
+    tally: Tally
+    cpu_s: float
+    simulated_s: float
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.tally.requests / self.cpu_s
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.tally.steps / self.cpu_s
+
+
+def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forward: bool = True) -> Timing:
+    """Serve ``arrivals`` to the end."""
+    engine = SimulatedEngine(
+        h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, limits=KnobLimits(), slo=PROMISE, fast_forward=fast_forward
+    )
+    tally = Tally(PROMISE)
+    engine.subscribe(tally)
+    with control(engine, slo=PROMISE) if controlled else contextlib.nullcontext():
+        started = time.process_time()
+        engine.serve(arrivals, shared=False)
+        engine.run()
+        spent = time.process_time() - started
+    return Timing(tally, spent, engine.clock.now())
+
+
+def evaluated(load: Workload, requests: int) -> float:
+    """Requests for each second of CPU of one measurement as the sweep makes it: arrivals, simulation, score."""
+    window = requests / RATE
+    engine = SimulatedEngine(h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, slo=PROMISE)
+    started = time.process_time()
+    score = evaluate(engine, None, load, PROMISE, vocab_size=2, seed=0, duration=window)
+    return score.offered / (time.process_time() - started)
+
+
+def million(load: Workload, requests: int) -> None:
+    """Serve ``requests`` of them in ten parts; memory after each."""
+    engine = SimulatedEngine(h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, slo=PROMISE)
+    tally = Tally(PROMISE)
+    engine.subscribe(tally)
+    source = load.arrivals(0, limit=requests)
+    tracemalloc.start()
+    print(f"\n{'requests':>10} {'Python, KiB':>12} {'process, MiB':>13} {'CPU s':>8}")
+    begun = time.process_time()
+    for _ in range(10):
+        part = (arrival for arrival, _ in zip(source, range(requests // 10), strict=False))
+        engine.serve(part, start=0.0, shared=False)
+        held = tracemalloc.get_traced_memory()[0] / 1024
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"{tally.requests:>10} {held:>12.0f} {resident:>13.1f} {time.process_time() - begun:>8.1f}", flush=True)
+    tracemalloc.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulator", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", help="the Azure 2023 conversation trace, a CSV file")
+    parser.add_argument("--million", action="store_true", help="serve a million requests and watch the memory")
+    args = parser.parse_args()
+
+    load = parse_workload(f"azure-conv:{args.trace}" if args.trace else "azure-conv").at_rate(RATE)
+    arrivals = list(load.arrivals(args.seed, limit=args.requests))
+    kinds = {
+        "fast-forward": {"controlled": False},
+        "every step by itself": {"controlled": False, "fast_forward": False},
+        "controlled": {"controlled": True},
+    }
+    print(f"{len(arrivals)} requests at {RATE:.1f} requests/s, SLO {PROMISE}, {KNOBS}\n")
+    print(f"{'':<22}{'requests/CPU s':>15}{'steps/CPU s':>13}{'steps':>9}{'calls':>9}{'× real time':>13}{'in SLO':>9}")
+    found = {}
+    for name, options in kinds.items():
+        best = min((simulate(arrivals, **options) for _ in range(args.rounds)), key=lambda timing: timing.cpu_s)
+        tally = best.tally
+        found[name] = best
+        print(
+            f"{name:<22}{best.requests_per_s:>15,.0f}{best.steps_per_s:>13,.0f}{tally.steps:>9}{tally.calls:>9}"
+            f"{best.simulated_s / best.cpu_s:>13,.0f}{tally.met / tally.requests:>9.2%}"
+        )
+    whole = max(evaluated(load, args.requests) for _ in range(args.rounds))
+    print(f"evaluate(), with the arrivals made and the score computed: {whole:,.0f} requests/CPU s")
+    if args.million:
+        million(load, 1_000_000)
+    fast, controlled = found["fast-forward"], found["controlled"]
+    print(
+        json.dumps(
+            {
+                "requests_per_cpu_s": round(fast.requests_per_s),
+                "steps_per_cpu_s": round(fast.steps_per_s),
+                "requests_per_cpu_s_controlled": round(controlled.requests_per_s),
+                "requests_per_cpu_s_evaluated": round(whole),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
