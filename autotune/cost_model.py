@@ -164,6 +164,12 @@ def fit_cost_model(points: Sequence[StepPoint], *, seconds: float = 0.0) -> Cost
     )
 
 
+def with_predictions(points: Sequence[StepPoint]) -> list[StepPoint]:
+    """``points``, each with what a model fitted without it says of it. Raises as :func:`fit_cost_model`."""
+    told = fit(points).held_out.tolist()
+    return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, told, strict=True)]
+
+
 def errors(points: Sequence[StepPoint], fitted: Fitted) -> list[float]:
     """|predicted − measured| / measured of each point, predicted without it."""
     return [abs(told / p.seconds - 1) for p, told in zip(points, fitted.held_out.tolist(), strict=True)]

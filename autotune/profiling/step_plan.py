@@ -1,0 +1,188 @@
+"""Which steps a calibration wants to see: scripts that make them, sized for the machine and the time.
+
+Prefill tokens × decoding sequences × context × chunks behind computed tokens, as far as the engine's ceilings, KV pool and
+model allow. Four kinds of scripts (:mod:`autotune.profiling.step_driver`):
+
+- a *ladder* fills up with prompts, then decodes with all of them, half of them, a quarter, …;
+- *alone*: prompts of many sizes by themselves, whole and in chunks;
+- *mixed*: prompts of many sizes, whole and in chunks, beside sequences that decode;
+- *bursts*: many short prompts in one step.
+
+Sequences that decode together have prompts of unlike lengths, as they have when served.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from autotune.evaluate import Served
+from autotune.profiling.step_driver import Script, StepDriver
+from runtime.records import StepRecord
+
+RUNG = 5
+"""Decode steps on each rung of a ladder, the first of which does not count."""
+
+ANCHOR_STEPS = 16
+_ANCHOR = [64] * 8
+_BETWEEN, _BEHIND = 2, 4  # decode steps before and after each prompt
+_OUTPUT = 512  # tokens a request may put out before it is cancelled
+_LADDERS, _ALONE, _MIXED, _BURSTS = 0.4, 0.25, 0.25, 0.1  # shares of what a round computes
+_DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that computes prompts at least
+_PIECE = 0.04  # of a round: the longest step while a script fills up
+_CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
+_CHUNKS = (32, 128, 512, 2048)
+_BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
+_BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
+
+Filling = Generator[None, StepRecord, list[str]]
+Wave = tuple[Sequence[int], int]
+"""Prompts submitted together, and the chunk size they are computed with."""
+
+
+class Pilot(NamedTuple):
+    """The machine's speed, roughly: seconds of a prompt token, and of a decode step."""
+
+    token: float
+    step: float
+
+
+class StepPlan:
+    """Scripts for one round of about ``seconds``; the same in every round."""
+
+    def __init__(self, driver: StepDriver, engine: Served, seed: int) -> None:
+        limits = engine.effective_limits
+        self._driver, self._seed = driver, seed
+        self._slots, self._budget, self._chunk = limits.max_batch_size, limits.token_budget, limits.chunk_size
+        self._pool = int(engine.kv_tokens * 0.9)
+        self._output = max(1, min(_OUTPUT, driver.room // 4))
+        self._longest = max(1, driver.room - self._output)
+        self._piece = min(512, self._budget)
+        self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0)
+
+    def pilot(self) -> Script:
+        """A prompt, twice, and a few decodes: the speed of the machine."""
+        size = min(256, self._longest, self._budget, self._chunk)
+        return self._alone([(size, size)] * 2)
+
+    def anchor(self) -> Script:
+        """The same few decodes whenever it is run."""
+        yield from self._filled([min(n, self._longest) for n in _ANCHOR[: max(1, self._fit(len(_ANCHOR), _ANCHOR[0]))]])
+        for _ in range(ANCHOR_STEPS):
+            yield
+
+    def scripts(self, seconds: float, pilot: Pilot) -> list[Callable[[], Script]]:
+        """What fills a round of ``seconds`` on a machine as fast as ``pilot``. No script is left out but for its size."""
+        self._seconds, self._pilot = max(_LEAST * seconds, seconds - _DECODES * pilot.step), pilot
+        self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
+        return [*self._ladders(), *self._prompts(), *self._mixtures()]
+
+    def _ladders(self) -> list[Callable[[], Script]]:
+        contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]
+        tokens = self._tokens(_LADDERS / len(contexts))
+        made: list[Callable[[], Script]] = []
+        for context in contexts:
+            batch = self._fit(max(1, tokens // context), context)
+            if batch and context <= max(tokens, contexts[0]):
+                made.append(partial(self._ladder, self._spread(batch, context)))
+        return made
+
+    def _prompts(self) -> list[Callable[[], Script]]:
+        most = max(8, min(self._tokens(_ALONE / 4), self._longest))
+        top = min(most, self._budget, self._chunk)
+        chunked = [(min(most, 24 * c), c) for c in _CHUNKS if c <= min(top, most // 2)]
+        made = [partial(self._alone, [(size, size) for size in _powers(8, top)])]
+        return [*made, partial(self._alone, chunked)] if chunked else [*made]
+
+    def _mixtures(self) -> list[Callable[[], Script]]:
+        made: list[Callable[[], Script]] = []
+        tokens = self._tokens(_MIXED / len(_BESIDE))
+        for batch, context in _BESIDE:
+            context = min(context, max(1, self._longest * 2 // 3))
+            batch = self._fit(batch, context)
+            left = tokens - batch * context
+            if batch and left > 32:
+                top = max(16, min(left // 3, self._longest, self._chunk, self._budget - batch))
+                waves: list[Wave] = [([size], size) for size in _powers(16, top, 4)]
+                waves += [([min(6 * c, self._longest)], c) for c in _CHUNKS if 18 * c <= left]
+                made.append(partial(self._mixed, self._spread(batch, context), waves))
+        tokens = min(self._tokens(_BURSTS), self._budget - 1)
+        bursts: list[Wave] = [
+            ([size] * count, size)
+            for size, count in _BURST
+            if size <= min(self._longest, self._chunk) and size * count <= tokens and count < self._slots
+        ]
+        return [*made, partial(self._mixed, [min(32, self._longest)], bursts)] if bursts else made
+
+    def _tokens(self, share: float) -> int:
+        """Prompt tokens that so large a share of the round computes."""
+        return int(min(self._seconds * share / self._pilot.token, self._pool))
+
+    def _fit(self, batch: int, context: int) -> int:
+        """As many of ``batch`` sequences of about ``context`` as slots and KV pool hold beside a prompt."""
+        each = 1.5 * context + self._output
+        return max(0, min(batch, self._slots - 1, self._budget - 1, int((self._pool - self._longest) / each)))
+
+    def _spread(self, batch: int, context: int) -> list[int]:
+        """Lengths from half of ``context`` to half as much again."""
+        rng = random.Random(f"{self._seed} {batch} {context}")
+        return [max(1, min(self._longest, round(context * rng.uniform(0.5, 1.5)))) for _ in range(batch)]
+
+    # -- scripts ------------------------------------------------------------------------------------------------------
+
+    def _filled(self, lengths: Sequence[int]) -> Filling:
+        """Have sequences of ``lengths`` decode; returns their ids, with a step that held nothing but them."""
+        self._driver.bound(budget=self._piece + len(lengths), chunk=self._piece)
+        yield  # the starter's step
+        names = self._driver.submit(lengths, self._output)
+        record = yield
+        while record.prefill_tokens or record.waiting:
+            record = yield
+        return names
+
+    def _ladder(self, lengths: Sequence[int]) -> Script:
+        names = yield from self._filled(lengths)
+        while True:
+            for _ in range(RUNG):
+                yield
+            if len(names) == 1:
+                return
+            half = len(names) // 2
+            self._driver.cancel(names[half:])
+            del names[half:]
+
+    def _alone(self, prompts: Sequence[tuple[int, int]]) -> Script:
+        """Prompts of (length, chunk) one after the other."""
+        names: list[str] = []
+        yield
+        for length, chunk in prompts:
+            self._driver.cancel(names)
+            self._driver.bound(budget=chunk, chunk=chunk)
+            names = self._driver.submit([length], self._output)
+            yield from self._computed()
+
+    def _mixed(self, lengths: Sequence[int], waves: Sequence[Wave]) -> Script:
+        yield from self._filled(lengths)
+        for prompts, chunk in waves:
+            for _ in range(_BETWEEN):
+                yield
+            self._driver.bound(budget=len(lengths) + chunk * len(prompts), chunk=chunk)
+            names = self._driver.submit(prompts, self._output)
+            yield from self._computed()
+            self._driver.cancel(names)
+
+    def _computed(self) -> Script:
+        """Until the prompts are computed, and the steps behind them."""
+        record = yield
+        while record.prefill_tokens or record.waiting:
+            record = yield
+        for _ in range(_BEHIND - 1):
+            yield
+
+
+def _powers(low: int, high: int, ratio: int = 2) -> list[int]:
+    """``low`` times powers of ``ratio``, up to ``high``, and ``high``."""
+    found = [n for k in range(20) if (n := low * ratio**k) <= 0.75 * high]
+    return [*found, high]

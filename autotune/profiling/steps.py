@@ -1,0 +1,170 @@
+"""Measures the steps of a plan on a live engine, until a cost model fitted to them stands still or the time is over.
+
+Everything is done in rounds, each in an order of its own, so that no kind of step meets only one mood of the machine. A small
+anchor script runs in between, and times are divided by how the machine's pace then compares with its usual one. What is known
+of a kind of step is its median; a first time that took much longer than the others (compilation, allocation) is left out, as
+is all of the warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from autotune.cost_fit import FEWEST
+from autotune.cost_model import fit_cost_model, with_predictions
+from autotune.evaluate import EvaluationError, Served
+from autotune.profile_parts import ModelFacts, StepPoint
+from autotune.profiling.step_driver import Sample, StepDriver
+from autotune.profiling.step_plan import ANCHOR_STEPS, Pilot, StepPlan
+from runtime.clock import Clock
+from runtime.records import StepRecord
+from runtime.step_model import StepFeatures
+
+ROUNDS = 3
+"""A plan is sized so that this many rounds of it fit into the time. A settled fit ends sooner."""
+
+_MOST_ROUNDS = 16
+_FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
+_SETTLED = 0.01  # median relative change of the predictions by another round
+_ANCHOR_EVERY = 0.25  # of a round
+_FIRST = 1.5  # times the median of the others: a first time above that is left out
+_NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of step
+
+
+class _Stretch(NamedTuple):
+    """The steps of one script, and when it ran."""
+
+    begun: float
+    steps: list[Sample]
+
+
+class _Anchor(NamedTuple):
+    """Seconds of the anchor's step at a time."""
+
+    at: float
+    pace: float
+
+
+def measure_steps(
+    engine: Served,
+    model: ModelFacts,
+    *,
+    budget_s: float,
+    seed: int,
+    clock: Clock,
+    stop: Callable[[], bool] | None = None,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+) -> list[StepPoint]:
+    """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
+
+    ``budget_s``: seconds on ``clock``, the engine's, within which it ends, or soon after; a slow machine gets
+    more for a first round. ``advance``: told the share that is done, and how. The engine is left idle, its knobs changed. Raises
+    :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on ``stop``.
+    """
+    begun = clock.now()
+    room = min(model.max_model_len, engine.kv_tokens // 2)
+    driver = StepDriver(engine, model.vocab_size, room, seed=seed, clock=clock, stop=stop or (lambda: False))
+    plan = StepPlan(driver, engine, seed)
+    driver.run(plan.anchor())  # warm-up
+    driver.run(plan.pilot())
+    pilot = _speed(driver.run(plan.pilot()), driver.run(plan.anchor()))
+    left = budget_s - (clock.now() - begun)
+    seconds = max(left, 0.2 * budget_s) / ROUNDS
+    scripts = plan.scripts(seconds, pilot)
+    rng = random.Random(seed)
+    stretches: list[_Stretch] = []
+    anchors: list[_Anchor] = []
+    points: list[StepPoint] = []
+    probes: list[StepFeatures] = []
+    told: list[float] = []
+    for number in range(_MOST_ROUNDS):
+        for script in rng.sample(scripts, len(scripts)):
+            if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
+                anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
+            stretches.append(_Stretch(clock.now(), driver.run(script())))
+            spent = clock.now() - begun
+            advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
+            if spent > budget_s * (1 if number else _FIRST_ROUND):
+                break
+        anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
+        points = step_points(stretches, anchors)
+        if len(points) < FEWEST:
+            raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
+        fitted = fit_cost_model(points)
+        probes = probes or [features(record) for _, steps in stretches for record, _ in steps]
+        before, told = told, [fitted.predict(step) for step in probes]
+        moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
+        if clock.now() - begun > budget_s or moved < _SETTLED:
+            break
+    return with_predictions(points)
+
+
+def features(record: StepRecord) -> StepFeatures:
+    """What the step's time depends on."""
+    return StepFeatures(
+        record.decodes,
+        record.decode_context,
+        record.prefill_tokens,
+        record.prefill_context,
+        record.prefill_attention,
+        record.chunks,
+    )
+
+
+def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> list[StepPoint]:
+    """One point for each kind of step: medians, of times at the machine's usual pace."""
+    usual = statistics.median(anchor.pace for anchor in anchors)
+    kinds: dict[tuple[int, ...], list[Sample]] = {}
+    for begun, steps in stretches:
+        pace = _pace_at(begun, anchors) / usual
+        for record, seconds in steps:
+            near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
+            kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
+            kinds.setdefault(kind, []).append(Sample(record, seconds / pace))
+    return [_point(found) for found in kinds.values()]
+
+
+def _point(found: list[Sample]) -> StepPoint:
+    seconds = [s.seconds for s in found]
+    if len(seconds) > 1 and seconds[0] > _FIRST * statistics.median(seconds[1:]):
+        found, seconds = found[1:], seconds[1:]
+    middle = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 3 else (min(seconds), middle, max(seconds))
+    kinds = [features(s.record) for s in found]
+    means = {name: round(statistics.fmean(getattr(k, name) for k in kinds)) for name in StepFeatures._fields}
+    record = found[0].record
+    if not record.prefill_tokens:
+        region = "decode"
+    elif record.decodes:
+        region = "mixed"
+    else:
+        region = "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
+    return StepPoint(region=region, seconds=middle, spread=(high - low) / middle, repeats=len(seconds), **means)
+
+
+def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:
+    """The pilot's figures. Raises :class:`EvaluationError` when it holds no prompt or no decode."""
+    each = [s.seconds / s.record.prefill_tokens for s in prompts if s.record.prefill_tokens >= 8]
+    if not each:
+        raise EvaluationError("the engine computed no prompt in the calibration's pilot")
+    return Pilot(min(each), _pace(decodes))
+
+
+def _pace(anchor: Sequence[Sample]) -> float:
+    """Seconds of the anchor's step."""
+    seconds = [s.seconds for s in anchor[-ANCHOR_STEPS:] if not s.record.prefill_tokens]
+    if not seconds:
+        raise EvaluationError("the engine made no decode step in the calibration's anchor")
+    return statistics.median(seconds)
+
+
+def _pace_at(when: float, anchors: Sequence[_Anchor]) -> float:
+    """The machine's pace at a time, between the anchors around it."""
+    at = bisect([a.at for a in anchors], when)
+    around = anchors[max(0, at - 1) : at + 1]
+    return statistics.fmean(a.pace for a in around)

@@ -1,0 +1,232 @@
+"""The calibration's steps: planned ones come about on the real scheduler, and a cost model fitted to them is the hardware's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autotune.cost_model import fit_cost_model
+from autotune.evaluate import EvaluationError, Interrupted
+from autotune.profile_parts import ModelFacts, StepPoint
+from autotune.profiling.step_driver import StepDriver, samples
+from autotune.profiling.steps import measure_steps
+from autotune.simulate import SimulatedEngine
+from runtime.knobs import KnobLimits
+from runtime.records import LimitedBy, StepRecord
+from runtime.step_model import StepFeatures
+
+pytestmark = pytest.mark.unit
+
+
+class Formula:
+    """An 8B model on a GPU, memory and compute overlapped, each chunk with a cost of its own; perhaps noisy, perhaps drifting."""
+
+    def __init__(self, noise: float = 0.0, stalls: float = 0.0) -> None:
+        self.noise, self.stalls = noise, stalls
+        self.pace = 1.0
+        self._rng = random.Random(1)
+
+    def truth(self, step: StepFeatures) -> float:
+        tokens = step.decodes + step.prefill_tokens
+        memory = (15e9 + 131072 * (step.decode_context + step.prefill_context)) / 3.84e12
+        compute = (16e9 * tokens + 524288 * (step.decode_context + step.prefill_attention)) / 643e12
+        return 0.75e-3 + 4e-5 * step.chunks + max(memory, compute)
+
+    def predict(self, step: StepFeatures) -> float:
+        stalled = 6 if self._rng.random() < self.stalls else 1
+        return self.truth(step) * self._rng.gauss(1, self.noise) * stalled * self.pace
+
+
+def facts(max_model_len: int = 16384) -> ModelFacts:
+    return ModelFacts(
+        name="8b", architecture="llama", parameters=8_000_000_000, dtype="bfloat16", random_weights=True, seed=0,
+        max_model_len=max_model_len, vocab_size=1000, kv_bytes_per_token=131072,
+    )  # fmt: skip
+
+
+def machine(hardware: Formula, *, kv_tokens: int = 400_000, limits: KnobLimits | None = None) -> SimulatedEngine:
+    return SimulatedEngine(hardware, kv_tokens=kv_tokens, limits=limits)
+
+
+def measured(engine: SimulatedEngine, *, budget_s: float = 60.0, **more: object) -> list[StepPoint]:
+    max_model_len = more.pop("max_model_len", 16384)
+    return measure_steps(engine, facts(max_model_len), budget_s=budget_s, seed=3, clock=engine.clock, **more)  # type: ignore[arg-type]
+
+
+def worst(points: list[StepPoint], hardware: Formula) -> float:
+    """The 95th percentile of the fitted model's error on steps of serving that the plan does not hold."""
+    model, rng, errors = fit_cost_model(points), random.Random(5), []
+    for _ in range(400):
+        decodes, prefill, before = rng.randint(1, 200), rng.choice([0, rng.randint(1, 4000)]), rng.randint(0, 3000)
+        context = decodes * rng.randint(50, 1500)
+        pairs = prefill * before + prefill * (prefill + 1) // 2
+        step = StepFeatures(decodes, context, prefill, (before + prefill) * bool(prefill), pairs, int(prefill > 0))
+        errors.append(abs(model.predict(step) / hardware.truth(step) - 1))
+    return sorted(errors)[int(0.95 * len(errors))]
+
+
+def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
+    hardware, told = Formula(), []
+    engine = machine(hardware)
+    before = engine.clock.now()
+    points = measured(engine, budget_s=300.0, advance=lambda share, note: told.append((share, note)))
+    assert engine.clock.now() - before < 250  # the fit was settled: it does not use up the time
+    assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed"}
+    assert worst(points, hardware) < 0.02
+    model = fit_cost_model(points)
+    assert model.facts.family == "max"
+    assert model.facts.coefficients["token_s@0"] == pytest.approx(16e9 / 643e12, rel=0.03)
+    assert model.facts.coefficients["chunk_s"] == pytest.approx(4e-5, rel=0.2)
+    assert all(p.predicted is not None and p.predicted == pytest.approx(p.seconds, rel=0.2) for p in points)
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] <= 1
+    assert told[-1][1].startswith("round 2")
+    assert engine.view().running == engine.view().waiting == 0
+
+
+def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
+    hardware = Formula(noise=0.03, stalls=0.02)
+    engine = machine(hardware)
+    before = engine.clock.now()
+    points = measured(engine)
+    assert engine.clock.now() - before < 75
+    assert worst(points, hardware) < 0.05
+    assert 0.001 < fit_cost_model(points).facts.error < 0.05
+
+
+def test_the_plan_covers_what_serving_will_ask() -> None:
+    points = measured(machine(Formula()))
+    alone = [p for p in points if p.region == "decode"]
+    assert {1, 2, 8, 64} <= {1 << (p.decodes.bit_length() - 1) for p in alone}
+    assert max(p.decode_context / p.decodes for p in alone) > 4000
+    assert max(p.prefill_tokens for p in points) >= 4096
+    assert max(p.chunks for p in points) >= 32
+    behind = [p for p in points if p.region == "prefix"]
+    assert {p.prefill_tokens for p in behind} >= {32, 128, 512}
+
+
+def test_a_drift_of_the_machine_is_cancelled() -> None:
+    """At 1.5 times the pace from somewhere on, the fit is that of a steady machine, at one pace or another."""
+    hardware = Formula(noise=0.01)
+    engine = machine(hardware)
+
+    def slower(share: float, note: str) -> None:
+        hardware.pace = 1.5 if share > 0.6 else 1.0
+
+    model = fit_cost_model(measured(engine, advance=slower))
+    steady = fit_cost_model(measured(machine(Formula(noise=0.01))))
+    steps = [StepFeatures(d, 500 * d, p, p, p * (p + 1) // 2, int(p > 0)) for d in (1, 30, 100) for p in (0, 300, 3000)]
+    ratios = [model.predict(step) / steady.predict(step) for step in steps]
+    assert max(ratios) / min(ratios) < 1.1
+    assert 0.9 < min(ratios) < 1.6
+
+
+@pytest.mark.parametrize(
+    ("limits", "kv_tokens", "max_model_len"),
+    [
+        (KnobLimits(max_batch_size=4), 400_000, 16384),
+        (KnobLimits(token_budget=64, chunk_size=64), 400_000, 16384),
+        (KnobLimits(chunk_size=48), 400_000, 16384),
+        (None, 2048, 16384),
+        (None, 400_000, 128),
+        (KnobLimits(max_batch_size=2, token_budget=32, chunk_size=16), 512, 96),
+    ],
+)
+def test_the_engine_s_ceilings_its_pool_and_the_model_s_context_are_respected(
+    limits: KnobLimits | None, kv_tokens: int, max_model_len: int
+) -> None:
+    engine = machine(Formula(), kv_tokens=kv_tokens, limits=limits)
+    seen: list[StepRecord] = []
+
+    class Listener:
+        def on_step(self, record: StepRecord) -> None:
+            seen.append(record)
+
+        def on_request(self, record: object) -> None:
+            assert record.prompt_tokens + record.output_tokens <= max_model_len  # type: ignore[attr-defined]
+            assert record.reason in ("length", "cancelled")  # type: ignore[attr-defined]
+
+    engine.subscribe(Listener())
+    points = measured(engine, budget_s=20.0, max_model_len=max_model_len)
+    assert len(points) >= 8
+    fit_cost_model(points)
+    assert sum(r.preemptions for r in seen) == 0
+    most = limits or KnobLimits()
+    assert max(r.decodes + r.chunks for r in seen) <= most.max_batch_size
+    assert max(r.tokens for r in seen) <= most.token_budget
+
+
+def test_a_slow_machine_still_gets_a_whole_round() -> None:
+    class Slow(Formula):
+        def truth(self, step: StepFeatures) -> float:
+            return 40 * super().truth(step)
+
+    hardware = Slow()
+    engine = machine(hardware)
+    points = measured(engine, budget_s=30.0)
+    assert {p.region for p in points} >= {"decode", "prefill", "mixed"}
+    assert fit_cost_model(points).facts.error < 0.05
+
+
+def test_it_stops_when_asked_and_says_when_requests_fail() -> None:
+    engine = machine(Formula())
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 20
+
+    with pytest.raises(Interrupted):
+        measured(engine, stop=stop)
+    assert engine.view().running == engine.view().waiting == 0
+
+    class Broken(Formula):
+        def predict(self, step: StepFeatures) -> float:
+            if step.decodes > 20:
+                raise RuntimeError("no such kernel")
+            return super().predict(step)
+
+    with pytest.raises(EvaluationError, match=r"a step failed|no such kernel"):
+        measured(machine(Broken()))
+
+
+def record(start: float, end: float, *, decodes: int = 0, prefill: int = 0, sampled: int = 0) -> StepRecord:
+    return StepRecord(
+        start=start, end=end, steps=1, decodes=decodes, decode_context=decodes * 10, chunks=int(prefill > 0),
+        prefill_tokens=prefill, prefill_context=prefill, prefill_attention=prefill, sampled=sampled, running=1, waiting=0,
+        waiting_tokens=0, kv_free_blocks=1, preemptions=0, epoch=0, budget_used=1, limited_by=LimitedBy.DEMAND,
+    )  # fmt: skip
+
+
+def test_the_time_between_steps_counts_and_a_join_belongs_to_its_prompt() -> None:
+    records = [record(10.0, 10.5, prefill=8, sampled=1)]  # began idle
+    for duration in (1.4, 1.0, 1.0, 1.0):
+        start = records[-1].end + 0.1
+        records.append(record(start, start + duration, decodes=1, sampled=1))
+    found = samples(records, {0})
+    assert [round(s.seconds, 6) for s in found] == [1.0, 1.1, 1.1, 1.1]  # 0.5 + the usual gap + 0.4 of the first decode
+    assert found[0].record is records[0] and found[1].record is records[2]
+
+
+def test_a_step_behind_the_script_s_own_doing_does_not_count_its_gap() -> None:
+    records = [record(0.0, 1.0, decodes=2, sampled=2)]
+    for gap in (0.1, 5.0, 0.1):
+        start = records[-1].end + gap
+        records.append(record(start, start + 1.0, decodes=2, sampled=2))
+    assert [round(s.seconds, 6) for s in samples(records, {2})] == [1.1, 1.1, 1.1]  # the disturbed one is left out
+
+
+def test_a_silent_engine_is_not_waited_for_for_ever() -> None:
+    engine = machine(Formula())
+    driver = StepDriver(engine, 1000, 1000, seed=0, clock=engine.clock, stop=lambda: False)
+
+    def script():  # type: ignore[no-untyped-def]
+        yield
+        driver.bound(budget=1, chunk=1)
+        driver.submit([50], 4)
+        while True:
+            yield
+
+    assert 50 < len(driver.run(script())) < 60  # the request ends, and nothing will make another step
