@@ -1,7 +1,8 @@
 """The journal file behind a study on one machine: whole lines or none, whoever is killed and whatever the disk does.
 
-Optuna's file backend keeps it; this one adds what a file that is killed, filled up and edited needs. One process writes
-it (:func:`owned`; worker processes never touch it), so it needs no lock of Optuna's around every line.
+Optuna's file backend keeps it; this one adds what a file that is killed, filled up and damaged needs. One process writes
+it (:func:`owned`; worker processes never touch it), so it needs no lock of Optuna's around every line. Every line ends with
+a checksum over itself and all before it, in a field that Optuna does not look at.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +28,7 @@ _CREATE_STUDY, _DELETE_STUDY, _STUDY_ATTR, _TRIAL_STATE = (
     6,
 )  # Optuna's operation codes, part of its file format
 _FINISHED = (1, 2, 3)  # the states COMPLETE, PRUNED and FAIL there
+_SUM, _TOLD = b',"sum":', re.compile(rb',"sum":(\d+)}$')
 _WAYS_OUT = "--fresh starts a new one, another --out leaves it alone"
 
 
@@ -33,17 +37,25 @@ class Journal(JournalFileBackend):
 
     Every line is in the file before the call returns, so a killed process loses none. Only a line that finishes a trial
     or changes the study is forced to the disk (against a power cut), and with it all before it: a sync takes longer than
-    everything else in a trial.
+    everything else in a trial. ``checksum``: of what the file holds, from :func:`check_journal`.
     """
 
+    def __init__(self, path: Path, checksum: int) -> None:
+        super().__init__(str(path))
+        self._checksum = checksum
+
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        lines, checksum = [], self._checksum
+        for log in logs:
+            body = json.dumps(log, separators=(",", ":")).encode()
+            checksum = zlib.crc32(body, checksum)
+            lines.append(body[:-1] + _SUM + b"%d}\n" % checksum)
         try:
             file = os.open(self._file_path, os.O_WRONLY | os.O_APPEND)  # never made anew: whoever removed it meant it
             try:
                 size = os.fstat(file).st_size
                 try:
-                    _write(file, text.encode())
+                    _write(file, b"".join(lines))
                     if any(map(_lasting, logs)):
                         os.fsync(file)
                 except OSError:
@@ -53,6 +65,7 @@ class Journal(JournalFileBackend):
                 os.close(file)
         except OSError as error:
             raise unwritable(self._file_path, error) from None
+        self._checksum = checksum
 
 
 @contextmanager
@@ -80,8 +93,8 @@ def owned(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def check_journal(path: Path, ours: str) -> None:
-    """Raise :class:`InputError` unless ``path`` is empty or a sound journal that began with the study named ``ours``.
+def check_journal(path: Path, ours: str) -> int:
+    """The file's checksum. Raises :class:`InputError` unless it is empty or a sound journal that has the study ``ours``.
 
     A last line without its end was cut off by a death, and is removed: Optuna would choke on it once another follows.
     """
@@ -97,15 +110,20 @@ def check_journal(path: Path, ours: str) -> None:
     except OSError as error:
         raise unwritable(path, error) from None
     studies: set[str] = set()
+    checksum, summed = 0, False
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
         entry = _entry(line)
-        if entry is None:
+        told = _TOLD.search(line)
+        checksum = zlib.crc32(line[: told.start()] + b"}" if told else line, checksum)
+        summed = summed or told is not None  # the journal of an earlier version begins without checksums
+        if entry is None or (summed and (told is None or int(told[1]) != checksum)):
             what = "it is no journal at all" if number == 1 else f"line {number} is damaged"
             raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
         if entry["op_code"] == _CREATE_STUDY:
             studies.add(str(entry.get("study_name")))
     if studies and ours not in studies:
         raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(studies))}; {_WAYS_OUT}")
+    return checksum
 
 
 def unwritable(path: str | Path, error: OSError) -> InputError:

@@ -84,8 +84,7 @@ def _open_journal(path: Path, stack: ExitStack, fresh: bool) -> tuple[BaseStorag
     try:
         if fresh:
             os.truncate(path, 0)
-        check_journal(path, STUDY_NAME)
-        return JournalStorage(Journal(str(path))), SoleOwner()
+        return JournalStorage(Journal(path, check_journal(path, STUDY_NAME))), SoleOwner()
     except InputError:
         raise
     except OSError as error:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import optuna
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 from autotune.profiling.space import make_space
 from autotune.profiling.study import STALE, SweepStudy, differences, open_study
@@ -99,11 +105,130 @@ def test_only_one_process_has_it_open(journal: Path) -> None:
 
 
 def test_files_that_are_no_studies(journal: Path, tmp_path: Path) -> None:
-    journal.write_text("this is not a journal\nat all\n")
-    with pytest.raises(InputError, match="not a readable study"), open_study(journal, IDENTITY):
-        pass
+    for content in (
+        b"this is not a journal\nat all\n",
+        b"no line end",
+        b"\x00\xff\xfe" * 500,
+        b"[1, 2]\n",
+        b'{"a": 1}\n',
+    ):
+        journal.write_bytes(content)
+        with pytest.raises(InputError, match="it is no journal at all; --fresh"), open_study(journal, IDENTITY):
+            pass
+        assert journal.read_bytes() == content
     with pytest.raises(InputError, match="cannot be written"), open_study(tmp_path / "no" / "a.journal", IDENTITY):
         pass
+    with pytest.raises(InputError, match="cannot be written"), open_study(tmp_path, IDENTITY):
+        pass
+
+
+def test_another_programs_journal_is_left_alone(journal: Path) -> None:
+    storage = JournalStorage(JournalFileBackend(str(journal)))
+    optuna.create_study(storage=storage, study_name="someone else's")
+    before = journal.read_bytes()
+    with pytest.raises(InputError, match="another program's journal, of someone else's"), open_study(journal, IDENTITY):
+        pass
+    assert journal.read_bytes() == before
+    with open_study(journal, IDENTITY, fresh=True) as study:
+        assert study.completed() == []
+
+
+def test_a_journal_of_an_earlier_version_goes_on(journal: Path) -> None:
+    with open_study(journal, IDENTITY) as study:
+        study.put("setup", {"sum": 5})
+        trial(study, 1.0)
+    journal.write_bytes(re.sub(rb',"sum":\d+}\n', b"}\n", journal.read_bytes()))
+    for n in (1, 2):
+        with open_study(journal, IDENTITY) as study:
+            assert len(study.completed()) == n and study.get("setup") == {"sum": 5}
+            trial(study, 1.0)
+
+
+def test_an_empty_file_is_a_new_study(journal: Path) -> None:
+    journal.touch()
+    with open_study(journal, IDENTITY) as study:
+        trial(study, 1.0)
+    with open_study(journal, IDENTITY) as study:
+        assert len(study.completed()) == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["garbled", "zeros", "another line's middle", "a line twice", "lines missing", "halved", "a digit"]
+)
+def test_a_journal_damaged_in_the_middle_is_refused_and_left_as_it_is(journal: Path, damage: str) -> None:
+    with open_study(journal, IDENTITY) as study:
+        for _ in range(4):
+            trial(study, 1.0)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    finish = next(n for n, line in enumerate(lines) if b'"state":1' in line)
+    middle = lines[finish]
+    lines[finish : finish + 1] = {
+        "garbled": [middle[:10] + b"#" + middle[11:]],
+        "zeros": [b"\0" * len(middle)],
+        "another line's middle": [middle[:-1] + lines[2]],
+        "a line twice": [middle, middle],
+        "lines missing": [],
+        "a digit": [middle.replace(b"[1.0]", b"[7.0]")],
+        "halved": [middle[: len(middle) // 2] + b"\n"],
+    }[damage]
+    if damage == "lines missing":
+        del lines[1:3]
+    journal.write_bytes(b"".join(lines))
+    with pytest.raises(InputError, match="is not a readable study") as caught, open_study(journal, IDENTITY):
+        pass
+    assert "--fresh" in str(caught.value) and "\n" not in str(caught.value)
+    if damage in ("garbled", "zeros", "halved", "a digit"):
+        assert f"line {finish + 1} is damaged" in str(caught.value)
+    assert journal.read_bytes() == b"".join(lines)
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int | None], None]]:
+    """``small_files(n)``: no file of this process may grow past ``n`` bytes, as on a disk that is full (None: as before)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 2000, 2001, 2345])
+def test_a_full_disk_is_said_and_nothing_is_lost(
+    journal: Path, room: int, small_files: Callable[[int | None], None], tmp_path: Path
+) -> None:
+    with open_study(tmp_path / "whole.journal", IDENTITY) as study:
+        expected = [trial(study, float(i)) for i in range(6)]
+    if room >= 2000:
+        with open_study(journal, IDENTITY) as study:
+            trial(study, 0.0)
+        room += journal.stat().st_size - 2000
+    small_files(room)
+    with (
+        pytest.raises(InputError, match="cannot be written \\(File too large\\)"),
+        open_study(journal, IDENTITY) as study,
+    ):
+        for i in range(len(study.completed()), 6):
+            trial(study, float(i))
+    small_files(None)
+    assert not journal.exists() or journal.read_bytes().endswith(b"\n"), "whole lines, or nothing at all"
+    with open_study(journal, IDENTITY) as study:
+        done = len(study.completed())
+        for i in range(done, 6):
+            trial(study, float(i))
+        assert [t.value for t in study.completed()] == [0, 1, 2, 3, 4, 5]
+        assert [SPACE.knobs(t.params) for t in study.completed()] == expected
+
+
+def test_a_journal_removed_while_it_is_open(journal: Path) -> None:
+    with (
+        pytest.raises(InputError, match=r"a\.journal: cannot be written \(No such file"),
+        open_study(journal, IDENTITY) as study,
+    ):
+        journal.unlink()
+        study.put("a", 1)
+    assert not journal.exists()
 
 
 def test_a_failure_keeps_its_cause_and_is_no_score(journal: Path) -> None:
