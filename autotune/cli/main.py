@@ -9,7 +9,21 @@ from typing import Any
 
 import typer
 
-from autotune.cli import bench, explain, export, pause, profile, profiles, serve, set_knobs, show, watch
+from autotune.cli import (
+    bench,
+    capacity,
+    check,
+    explain,
+    export,
+    pause,
+    profile,
+    profiles,
+    serve,
+    set_knobs,
+    show,
+    simulate,
+    watch,
+)
 from autotune.cli.exits import BAD_INPUT, DONE, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError, ModelError
@@ -30,6 +44,9 @@ app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profi
 app.command("bench", help=bench.HELP, epilog=bench.EXAMPLES)(bench.bench)
 app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
 app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
+app.command("check", help=check.HELP, epilog=check.EXAMPLES)(check.check)
+app.command("simulate", help=simulate.HELP, epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command("capacity", help=capacity.HELP, epilog=capacity.EXAMPLES)(capacity.capacity)
 app.command("serve", help=serve.HELP, epilog=serve.EXAMPLES)(serve.serve)
 app.command("export", help=export.HELP, epilog=export.EXAMPLES)(export.export)
 app.command("watch", help=watch.HELP, epilog=watch.EXAMPLES)(watch.watch)

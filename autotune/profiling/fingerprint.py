@@ -149,6 +149,10 @@ class OtherWork:
     def __init__(self) -> None:
         self._begun = self._now()
 
+    def taken(self, threads: int) -> float:
+        """Cores that ``threads`` of this process lacked on average because others had them."""
+        return max(0.0, self.cores() - ((psutil.cpu_count() or 1) - threads))
+
     def cores(self) -> float:
         """Cores that other processes kept busy on average."""
         (before, own_before, began), (after, own, now) = self._begun, self._now()

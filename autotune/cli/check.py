@@ -1,0 +1,171 @@
+"""``autotune check``: is a profile still true on this machine? Wiring only; the work is in autotune/profiling/check.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.profile import ModelFacts, Profile
+    from autotune.profiling.check import Check
+
+HELP = (
+    "Measure a few steps again and say whether a profile is still true here. "
+    "Exit code 0: it fits; 1: it is stale, or the machine is too noisy to tell."
+)
+EXAMPLES = "Examples:  autotune check tiny-cpu.yaml  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
+
+
+def check(
+    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    budget: Annotated[str, Option(help="Time to measure for, loading the model left out.")] = "10s",
+    threshold: Annotated[
+        str, Option(help="How much slower or faster steps may be; less than the noise cannot be told.")
+    ] = "10%",
+    model: Annotated[
+        str | None,
+        Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
+    ] = None,
+    anyway: Annotated[bool, Option("--anyway", help="Check on another machine than the profile's, too.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="Print one JSON object only, what was found; progress goes to stderr.")
+    ] = False,
+) -> int:
+    """Compare this machine with the profile."""
+    from autotune.cli.display import make_console
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.profile import seconds
+    from autotune.evaluate import EvaluationError, Interrupted
+    from autotune.profile import find_profile, load_profile
+    from autotune.profiling.fingerprint import gpu_available, measured_elsewhere, software
+
+    path = find_profile(profile)
+    loaded = load_profile(path)
+    budget_s, most = seconds(budget, least=1.0), share(threshold)
+    if loaded.cost_model is None:
+        raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
+    gpu = loaded.machine.kind == "gpu" and gpu_available()
+    elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
+    if elsewhere and not anyway:
+        raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
+    console = make_console(stderr=as_json)
+    changed = loaded.software.differences(software())
+    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text]
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    try:
+        with stop_on_interrupt() as stop:
+            found = _measured(loaded, model, gpu, budget_s, most, console, stop.is_set)
+    except Interrupted:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    except EvaluationError as error:
+        print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+        return FELL_SHORT
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"{path}: {error}") from None
+    if as_json:
+        print(json.dumps({"file": str(path), **found.as_dict(), "elsewhere": elsewhere, "software": changed}))
+    else:
+        _show(found, console)
+    return DONE if found.verdict == "fits" else FELL_SHORT
+
+
+def _measured(
+    profile: Profile, model: str | None, gpu: bool, budget_s: float, threshold: float, console: Console, stop: Any
+) -> Check:
+    """Load the profile's model, start its engine, and compare."""
+    from autotune.cli.display import Display
+    from autotune.cli.target import model_facts
+    from autotune.profiling.check import check_steps
+    from autotune.profiling.fingerprint import OtherWork
+    from runtime.clock import MonotonicClock
+    from runtime.llm.engine import Engine
+    from runtime.torch_backend.loading import load_model
+
+    facts, then = profile.engine, profile.model
+    assert profile.cost_model is not None
+    loaded = load_model(
+        model or then.name,
+        dtype=then.dtype,
+        device="cuda" if gpu else "cpu",
+        seed=then.seed or 0,
+        max_model_len=then.max_model_len,
+    )
+    here = model_facts(loaded, then.seed or 0)
+    _same_model(then, here)
+    engine = Engine(
+        loaded,
+        limits=facts.limits,
+        kv_tokens=facts.kv_pool.tokens,
+        block_size=facts.kv_pool.block_size,
+        prefix_cache=facts.prefix_cache,
+        threads=profile.machine.threads,
+        seed=profile.seed,
+    )
+    display, work = Display(console, ""), OtherWork()
+    needs = 1 if gpu else profile.machine.threads or 1
+    with engine:
+        display.stage("checking")
+        try:
+            found = check_steps(
+                engine,
+                here,
+                profile.cost_model,
+                budget_s=budget_s,
+                threshold=threshold,
+                seed=profile.seed,
+                clock=MonotonicClock(),
+                stop=stop,
+                advance=lambda share, note: display.progress(share, note, "", None),
+                taken=lambda: work.taken(needs),
+            )
+            display.stage_done(f"{found.rounds} rounds", "")
+        finally:
+            display.close()
+    return found
+
+
+def _same_model(then: ModelFacts, now: ModelFacts) -> None:
+    """Raise :class:`InputError` if what was loaded is another model than the profile's."""
+    for name in ("architecture", "parameters", "dtype", "vocab_size", "kv_bytes_per_token"):
+        before, here = getattr(then, name), getattr(now, name)
+        if before != here:
+            raise InputError(
+                f"model {now.name}: {name} is {here}; the profile's model has {before}: it is another one (--model says where "
+                "the profile's is)"
+            )
+
+
+def _show(found: Check, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("steps", "measured", "profile says", "difference", "±", ""):
+        table.add_column(title, justify="left" if title in ("steps", "") else "right", no_wrap=True)
+    words = {"fits": "fits", "stale": "stale", "unclear": "cannot tell"}
+    for r in found.regions:
+        times = (f"{r.measured_ms:.3g} ms", f"{r.predicted_ms:.3g} ms")
+        table.add_row(r.region, *times, f"{r.difference:+.0%}", f"{r.doubt:.0%}", words[r.verdict])
+    console.print(table)
+    print(found.sentence)
+
+
+def share(text: str) -> float:
+    """``10%`` or ``0.1``. Raises :class:`InputError`."""
+    stripped = text.strip()
+    try:
+        value = float(stripped.removesuffix("%")) / (100 if stripped.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise InputError(f'--threshold: "{text}" is not a share; it must be above 0% and below 100%, like 10% or 0.1')
+    return value

@@ -1,0 +1,250 @@
+"""Whether a profile is still true: a few steps of its engine, measured again and held against its cost model.
+
+Small scripts of the calibration (:mod:`autotune.profiling.step_plan`) are run in rounds, each in an order of its own, so that
+no kind of step meets only one mood of the machine. In each round, the median of measured over predicted time is taken for every
+region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *doubt* goes:
+
+- the distribution-free 95% interval of a median over the rounds (order statistics; few rounds: all of them), and
+- the cost model's own cross-validated error in that region, smaller the more kinds of steps are averaged over,
+
+added as squares. With ``threshold`` as what matters:
+
+- *stale*: the difference is above the threshold, and above the doubt;
+- *fits*: neither the difference nor the doubt is above the threshold;
+- *cannot tell*: the doubt is above both; or steps are slower while other processes took processors from the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scipy.stats import binom
+
+from autotune.cost_model import CostModel
+from autotune.evaluate import EvaluationError, Served
+from autotune.profile_parts import CostFacts, ModelFacts
+from autotune.profiling.step_driver import Sample, StepDriver
+from autotune.profiling.step_plan import Pilot, StepPlan
+from autotune.profiling.steps import features
+from runtime.clock import Clock
+from runtime.records import StepRecord
+from runtime.step_model import StepFeatures
+
+Verdict = Literal["fits", "stale", "unclear"]
+
+THRESHOLD = 0.10
+"""A difference that matters, as a share: settings chosen for steps of one length hold for those a tenth longer."""
+
+_ROUNDS = 8  # of them, scripts are sized so that this many fit into the time
+_FEWEST = 4  # rounds that count, whatever the time
+_MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
+_LEVEL = 0.95
+_CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
+_ORDER = ("decode", "prefill", "prefix", "mixed")
+
+
+@dataclass(frozen=True)
+class RegionCheck:
+    """One region. ``difference``: 0.14 is 14% slower than the profile; ``noise``: of that, by the spread of the rounds;
+    ``model``: of that, by the cost model's own error. ``measured_ms``, ``predicted_ms``: of the median step."""
+
+    region: str
+    steps: int
+    kinds: int
+    measured_ms: float
+    predicted_ms: float
+    difference: float
+    noise: float
+    model: float
+    threshold: float
+    crowded: bool = False
+
+    @property
+    def doubt(self) -> float:
+        return math.hypot(self.noise, self.model)
+
+    @property
+    def verdict(self) -> Verdict:
+        size = abs(self.difference)
+        if size > self.threshold and size > self.doubt:
+            return "unclear" if self.crowded and self.difference > 0 else "stale"
+        return "fits" if max(size, self.doubt) <= self.threshold else "unclear"
+
+    def words(self, *, doubt: bool = False) -> str:
+        """``decode steps 14% slower``, with ± if ``doubt``."""
+        how = "slower" if self.difference >= 0 else "faster"
+        about = f" (±{self.doubt:.0%})" if doubt else ""
+        return f"{self.region} steps {abs(self.difference):.0%} {how}{about}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found. ``rounds`` and ``seconds``: how long it took to find it; ``taken``: cores that others took from it."""
+
+    regions: tuple[RegionCheck, ...]
+    rounds: int
+    seconds: float
+    threshold: float
+    taken: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """Stale if any region is; else unclear if any is."""
+        found = {region.verdict for region in self.regions}
+        return "stale" if "stale" in found else "unclear" if "unclear" in found else "fits"
+
+    @property
+    def sentence(self) -> str:
+        verdict = self.verdict
+        about = [region for region in self.regions if region.verdict == verdict]
+        if verdict == "stale":
+            return f"stale: {', '.join(r.words() for r in about)} than the profile"
+        if verdict == "fits":
+            worst = max(abs(r.difference) for r in about)
+            return f"fits: no kind of step differs from the profile by more than {worst:.0%}"
+        if any(r.crowded for r in about):
+            why = f"other processes took {self.taken:.1f} cores meanwhile"
+        elif any(r.noise >= r.model for r in about):
+            why = "machine too noisy"
+        else:
+            why = "the profile's cost model is too rough"
+        return f"cannot tell: {why} ({', '.join(r.words(doubt=True) for r in about)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "threshold": self.threshold,
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 2),
+            "cores_taken_by_others": round(self.taken, 2),
+            "regions": [
+                {
+                    "region": r.region,
+                    "verdict": r.verdict,
+                    "steps": r.steps,
+                    "kinds": r.kinds,
+                    "measured_ms": round(r.measured_ms, 4),
+                    "predicted_ms": round(r.predicted_ms, 4),
+                    "difference": round(r.difference, 4),
+                    "doubt": round(r.doubt, 4),
+                    "noise": round(r.noise, 4),
+                }
+                for r in self.regions
+            ],
+        }
+
+
+def check_steps(
+    engine: Served,
+    model: ModelFacts,
+    facts: CostFacts,
+    *,
+    budget_s: float,
+    threshold: float = THRESHOLD,
+    seed: int = 0,
+    clock: Clock,
+    stop: Callable[[], bool] | None = None,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+    taken: Callable[[], float] = lambda: 0.0,
+) -> Check:
+    """Measure steps of ``engine``, which must be idle, for ``budget_s`` seconds on its ``clock``, and compare with ``facts``.
+
+    ``taken``: asked at the end how many cores other processes took from the engine.
+
+    Raises ``ValueError`` for facts that are no cost model, :class:`EvaluationError` when a request fails,
+    :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
+    """
+    cost = CostModel.from_facts(facts)
+    begun = clock.now()
+    room = min(model.max_model_len, engine.kv_tokens // 2)
+    driver = StepDriver(engine, model.vocab_size, room, seed=seed, clock=clock, stop=stop or (lambda: False))
+    plan = StepPlan(driver, engine, seed)
+    expected = Pilot(
+        cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256, cost.predict(StepFeatures(8, 512, 0, 0, 0))
+    )
+    scripts = plan.scripts(budget_s / _ROUNDS, expected)
+    rng = random.Random(seed)
+    rounds: list[list[Sample]] = []
+    while True:
+        rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
+        counted, spent = len(rounds) - 1, clock.now() - begun  # the first warms up
+        advance(min(1.0, spent / budget_s), f"round {len(rounds)}")
+        if (spent >= budget_s and counted >= _FEWEST) or (spent >= _MOST_OVER * budget_s and counted):
+            break
+    return compare(rounds[1:], cost, threshold, clock.now() - begun, taken())
+
+
+def compare(
+    rounds: Sequence[Sequence[Sample]], cost: CostModel, threshold: float, seconds: float, taken: float = 0.0
+) -> Check:
+    """The rounds held against ``cost``. Raises :class:`EvaluationError` when they hold no step."""
+    regions: dict[str, list[list[tuple[float, float, Sample]]]] = {}
+    for number, samples in enumerate(rounds):
+        for sample in samples:
+            predicted = cost.predict(features(sample.record))
+            found = regions.setdefault(region_of(sample.record), [[] for _ in rounds])
+            found[number].append((sample.seconds / predicted, predicted, sample))
+    if not regions:
+        raise EvaluationError("no step came about that could be compared with the profile")
+    return Check(
+        tuple(
+            _region(name, regions[name], cost.facts, threshold, taken > _CROWDED) for name in _ORDER if name in regions
+        ),
+        len(rounds),
+        seconds,
+        threshold,
+        taken,
+    )
+
+
+def region_of(record: StepRecord) -> str:
+    """The region a step belongs to, by the names of :func:`autotune.profiling.steps.step_points`."""
+    if not record.prefill_tokens:
+        return "decode"
+    if record.decodes:
+        return "mixed"
+    return "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
+
+
+def _region(
+    name: str,
+    rounds: Sequence[Sequence[tuple[float, float, Sample]]],
+    facts: CostFacts,
+    threshold: float,
+    crowded: bool,
+) -> RegionCheck:
+    medians = [statistics.median(ratio for ratio, _, _ in one) for one in rounds if one]
+    everything = [entry for one in rounds for entry in one]
+    middle = statistics.median(medians)
+    low, high = median_interval(medians)
+    kinds = {(s.record.decodes, s.record.chunks, s.record.prefill_tokens) for _, _, s in everything}
+    typical = statistics.median(predicted for _, predicted, _ in everything)
+    return RegionCheck(
+        region=name,
+        steps=len(everything),
+        kinds=len(kinds),
+        measured_ms=typical * middle * 1000,
+        predicted_ms=typical * 1000,
+        difference=middle - 1,
+        noise=max(middle - low, high - middle),
+        model=facts.region_error(name) / math.sqrt(len(kinds)),
+        threshold=threshold,
+        crowded=crowded,
+    )
+
+
+def median_interval(values: Sequence[float], level: float = _LEVEL) -> tuple[float, float]:
+    """An interval that holds the median with probability ``level`` or more, whatever the distribution.
+
+    Between the k-th smallest and the k-th largest value, k the largest for which the sign test allows it (Thompson 1936).
+    Fewer than six values hold it with less, between the smallest and the largest.
+    """
+    ordered = sorted(values)
+    k = max(1, int(binom.ppf((1 - level) / 2, len(ordered), 0.5)))
+    return ordered[k - 1], ordered[-k]
