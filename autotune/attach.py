@@ -9,8 +9,18 @@ from autotune.attached import Control, Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
-from autotune.profile import load_profile
+from autotune.profile import Profile, load_profile
 from runtime.slo import SLO
+from runtime.step_model import Knowledge, StepLearner
+
+
+def warm_model(profile: Profile | None) -> StepLearner | None:
+    """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
+    facts = None if profile is None or profile.cost_model is None else profile.cost_model.learner
+    if facts is None:
+        return None
+    known = Knowledge(facts.unit_s, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
+    return StepLearner.warm_start(known)
 
 
 def control(
@@ -29,11 +39,12 @@ def control(
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
     ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
-    ``profile``: a profile YAML whose knobs to start from. ``observe_only`` recommends in the log and sets nothing. ``bounds``
-    and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``:
-    the name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a
-    private directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the
-    engine, ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
+    ``profile``: a profile YAML whose knobs to start from, and whose step times to begin with. ``observe_only`` recommends in
+    the log and sets nothing. ``bounds`` and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of
+    decisions, appended to. ``controller``: the name of one, or one of your own. ``steer``: open a local socket for
+    ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path given. Raises
+    :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
+    :class:`~runtime.errors.InputError` for input that cannot be used.
     """
     loaded = None if profile is None else load_profile(profile)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
@@ -48,7 +59,7 @@ def control(
             raise ValueError(
                 f"controller is {controller!r}; it must be one of {', '.join(CONTROLLERS)}, or a Controller"
             )
-        controller = CONTROLLERS[controller](target, start, engine.kv_tokens, engine.block_size)
+        controller = CONTROLLERS[controller](target, start, engine.kv_tokens, engine.block_size, warm_model(loaded))
     attached = Control(
         engine,
         controller,

@@ -8,6 +8,7 @@ its :class:`~autotune.profile_parts.LearnerFacts` give a warm start.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 
@@ -15,9 +16,10 @@ from autotune.cost_fit import Fitted, fit
 from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
 from autotune.profile_parts import CostFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepLearner
 
 _FIRST_TABLE = 1024
+_PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
 
 
 class CostModel:
@@ -185,5 +187,28 @@ def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, 
     )
 
 
-def _learner(points: Sequence[StepPoint]) -> LearnerFacts | None:
-    return None
+def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
+    """What the online learner knows once it has met every point, in an order of no meaning, and forgotten none."""
+    learner = StepLearner(forgetting=1.0, warm_up=0)
+    order = random.Random(0).sample(points, len(points))
+    for point in order * _PASSES:
+        learner.observe(features_of(point), point.seconds)
+    known = learner.knowledge
+    return LearnerFacts(
+        unit_s=known.unit_s,
+        decode=tuple(known.decode),
+        decode_covariance=_symmetric(known.decode_covariance),
+        mixed=tuple(known.mixed),
+        mixed_covariance=_symmetric(known.mixed_covariance),
+    )
+
+
+def features_of(point: StepPoint) -> StepFeatures:
+    """The features of a measured step."""
+    return StepFeatures(*(getattr(point, name) for name in StepFeatures._fields))
+
+
+def _symmetric(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Rid of what rounding has done to it."""
+    size = range(len(rows))
+    return tuple(tuple(max(0.0, rows[i][i]) if i == j else (rows[i][j] + rows[j][i]) / 2 for j in size) for i in size)

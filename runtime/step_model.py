@@ -18,6 +18,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+DOUBT = 0.3
+"""How far off a machine may be, relatively, from what a profile of it said."""
+
+_NOISE = 0.05  # deviation of a step from what can be predicted at all, relative: the unit of covariances
+
 
 class StepFeatures(NamedTuple):
     """What a step's time depends on; the same numbers as in :class:`runtime.records.StepRecord`."""
@@ -36,6 +41,16 @@ class StepModel(Protocol):
     def predict(self, step: StepFeatures) -> float:
         """Seconds."""
         ...
+
+
+class Knowledge(NamedTuple):
+    """What a learner has learned: unit-free coefficients of its two pieces, their covariances, and its unit of time, s."""
+
+    unit_s: float
+    decode: Sequence[float]
+    decode_covariance: Sequence[Sequence[float]]
+    mixed: Sequence[float]
+    mixed_covariance: Sequence[Sequence[float]]
 
 
 class RecursiveLeastSquares:
@@ -60,6 +75,22 @@ class RecursiveLeastSquares:
 
     def predict(self, x: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, x))
+
+    def believe(self, coefficients: Sequence[float], covariance: Sequence[Sequence[float]], doubt: float) -> None:
+        """Begin at ``coefficients``, which may be off by about ``doubt`` all together, and by a fifth of that each.
+
+        ``covariance`` is that of relative residuals of variance 1; what it says of how they go together is kept.
+        """
+        scale = (doubt / _NOISE) ** 2
+        own = [0.04 * scale * max(c * c, 1e-4) for c in coefficients]
+        self._cov = [
+            [covariance[i][j] + scale * a * b + (own[i] if i == j else 0.0) for j, b in enumerate(coefficients)]
+            for i, a in enumerate(coefficients)
+        ]
+        self._info = _inverse(self._cov)
+        self.coefficients, self._free = list(coefficients), list(coefficients)
+        self.samples = 4 * len(coefficients)
+        self.spread = doubt
 
     def covariance(self) -> list[list[float]]:
         return [row[:] for row in self._cov]
@@ -121,6 +152,18 @@ class RecursiveLeastSquares:
         return found
 
 
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of a symmetric positive definite matrix: Gauss–Jordan, which needs no pivoting there."""
+    n = len(matrix)
+    rows = [[*map(float, row), *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
+    for i, row in enumerate(rows):
+        rows[i] = row = [v / row[i] for v in row]
+        for j, other in enumerate(rows):
+            if j != i:
+                rows[j] = [v - other[i] * w for v, w in zip(other, row, strict=True)]
+    return [row[n:] for row in rows]
+
+
 class StepLearner:
     """Learns step times online. ``observe`` costs some 20 µs and neither grows nor slows with the number of steps.
 
@@ -141,6 +184,41 @@ class StepLearner:
         self._warm_up = warm_up
         self.error = 1.0
         """Running mean of the relative error of predictions made before each step was learned."""
+
+    @classmethod
+    def warm_start(cls, known: Knowledge, *, doubt: float = DOUBT, forgetting: float = 0.98) -> StepLearner:
+        """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
+
+        ``doubt``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
+        steps, and what each coefficient is by itself is learned as it shows. Raises ``ValueError`` for what is no knowledge.
+        """
+        learner = cls(forgetting=forgetting)
+        for piece, values, covariance in (
+            (learner._decode, known.decode, known.decode_covariance),
+            (learner._mixed, known.mixed, known.mixed_covariance),
+        ):
+            size = len(piece.coefficients)
+            if len(values) != size or [len(row) for row in covariance] != [size] * size:
+                raise ValueError(
+                    f"{len(values)} coefficients with {len(covariance)} rows of covariance; {size} are needed"
+                )
+            if not all(map(math.isfinite, [*values, *(v for row in covariance for v in row)])) or min(values) < 0:
+                raise ValueError(
+                    f"coefficients are {values}; they must be numbers of at least 0, as must be their variances"
+                )
+            if any(values):  # a piece that never saw a step has nothing to tell
+                piece.believe(values, covariance, doubt)
+        if not (math.isfinite(known.unit_s) and known.unit_s > 0):
+            raise ValueError(f"unit_s is {known.unit_s}; it must be above 0")
+        learner._unit = known.unit_s
+        learner.error = 0.1
+        return learner
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What :meth:`warm_start` begins with."""
+        decode, mixed = self._decode, self._mixed
+        return Knowledge(self._unit, decode.coefficients, decode.covariance(), mixed.coefficients, mixed.covariance())
 
     @property
     def ready(self) -> bool:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from autotune.controllers.predictive import PredictiveController
 from autotune.controllers.protocol import Controller
 from autotune.controllers.static import StaticController
 from runtime.knobs import Knobs
 from runtime.slo import SLO
+from runtime.step_model import StepLearner
 
 
-def _predictive(slo: SLO, start: Knobs, kv_tokens: int, block_size: int) -> Controller:
-    return PredictiveController(slo, start, kv_tokens=kv_tokens, block_size=block_size)
+class Make(Protocol):
+    """Makes a controller; ``model`` is one that knows the hardware already, if there is one."""
+
+    def __call__(
+        self, slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
+    ) -> Controller: ...
 
 
-def _static(slo: SLO, start: Knobs, kv_tokens: int, block_size: int) -> Controller:
-    del slo, kv_tokens, block_size
+def _predictive(
+    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
+) -> Controller:
+    return PredictiveController(slo, start, kv_tokens=kv_tokens, block_size=block_size, model=model)
+
+
+def _static(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
+    del slo, kv_tokens, block_size, model
     return StaticController(start)
 
 
-CONTROLLERS: Final[dict[str, Callable[[SLO, Knobs, int, int], Controller]]] = {
+CONTROLLERS: Final[dict[str, Make]] = {
     "predictive": _predictive,
     "static": _static,
 }
-"""Name → what makes one from (SLO, starting knobs, tokens of the KV pool, tokens of a KV block)."""
+"""Name → what makes one."""

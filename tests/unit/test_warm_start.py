@@ -1,0 +1,153 @@
+"""A learner that begins with what a profile knows: right at once on the same machine, and not for long wrong on another."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune import load_profile, save_profile
+from autotune.attach import control, warm_model
+from autotune.controllers.predictive import PredictiveController
+from autotune.cost_model import CostModel, fit_cost_model
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from runtime.step_model import Knowledge, StepFeatures, StepLearner
+from tests.sample_profile import sample_profile
+from tests.unit.control_world import SimulatedEngine, h200, poisson, slow_cpu
+from tests.unit.test_cost_model import measured
+from tests.unit.test_step_model import draw, errors
+
+pytestmark = pytest.mark.unit
+
+Hardware = Callable[[StepFeatures], float]
+
+
+def warm(hardware: Hardware) -> StepLearner:
+    facts = fit_cost_model(measured(hardware)).facts.learner
+    assert facts is not None
+    return StepLearner.warm_start(
+        Knowledge(facts.unit_s, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
+    )
+
+
+@pytest.mark.parametrize("hardware", [h200, slow_cpu])
+def test_it_knows_the_machine_before_the_first_step(hardware: Hardware) -> None:
+    learner = warm(hardware)
+    assert learner.ready
+    found = errors(learner, hardware, random.Random(1))
+    assert statistics.median(found) < 0.06 and found[int(0.9 * len(found))] < 0.25
+    dice = random.Random(2)
+    for _ in range(300):
+        step = draw(dice)
+        learner.observe(step, hardware(step) * dice.gauss(1, 0.02))
+    assert statistics.median(errors(learner, hardware, dice)) < 0.06  # and what it sees does not spoil it
+
+
+@pytest.mark.parametrize("factor", [1.8, 1 / 1.8])
+@pytest.mark.parametrize("hardware", [h200, slow_cpu])
+@pytest.mark.parametrize("mixed", [0.0, 0.4])
+def test_a_stale_one_is_outgrown_within_a_second(hardware: Hardware, factor: float, mixed: float) -> None:
+    learner, dice, now, steps = warm(hardware), random.Random(3), 0.0, 0
+    while now < 1.0 or steps < 16:
+        step = draw(dice, mixed)
+        step = step if step.decodes else step._replace(decodes=8, decode_context=2000)
+        seconds = factor * hardware(step) * dice.gauss(1, 0.02)
+        learner.observe(step, seconds)
+        now, steps = now + seconds, steps + 1
+    seen = []
+    for _ in range(200):
+        step = draw(dice, mixed)
+        if step.decodes and bool(step.prefill_tokens) <= bool(mixed):
+            seen.append(abs(learner.predict(step) / (factor * hardware(step)) - 1))
+    assert statistics.median(seen) < 0.12
+
+
+def test_one_stall_at_the_start_is_not_believed_for_long() -> None:
+    learner, dice = warm(h200), random.Random(4)
+    for number in range(40):
+        step = draw(dice)
+        learner.observe(step, h200(step) * (10 if number == 6 else 1))
+    assert statistics.median(errors(learner, h200, dice)) < 0.1
+
+
+def test_knowledge_goes_from_learner_to_learner() -> None:
+    dice, taught = random.Random(5), StepLearner()
+    for _ in range(300):
+        step = draw(dice)
+        taught.observe(step, slow_cpu(step))
+    learner = StepLearner.warm_start(taught.knowledge)
+    for _ in range(50):
+        step = draw(dice)
+        assert learner.predict(step) == pytest.approx(taught.predict(step))
+
+
+def test_what_was_never_seen_stays_unknown() -> None:
+    """A calibration without prompts: the mixed piece begins cold."""
+    taught = StepLearner(warm_up=0)
+    for n in range(1, 60):
+        taught.observe(StepFeatures(n, 100 * n, 0, 0, 0), 0.01 + 1e-4 * n)
+    learner = StepLearner.warm_start(taught.knowledge)
+    assert learner.predict(StepFeatures(30, 3000, 0, 0, 0)) == pytest.approx(0.013, rel=0.02)
+    dice = random.Random(6)
+    for _ in range(40):
+        step = draw(dice, 1.0)
+        learner.observe(step, slow_cpu(step))
+    assert statistics.median(errors(learner, slow_cpu, dice)) < 0.2
+
+
+def test_nonsense_is_refused() -> None:
+    known = Knowledge(0.01, [1.0] * 3, [[1.0] * 3] * 3, [1.0] * 5, [[1.0] * 5] * 5)
+    for bad, words in (
+        (known._replace(decode=[1.0]), "1 coefficients"),
+        (known._replace(mixed=[1.0, 1, 1, 1, math.nan]), "numbers of at least 0"),
+        (known._replace(decode=[-1.0, 1, 1]), "numbers of at least 0"),
+        (known._replace(unit_s=0.0), "unit_s is 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            StepLearner.warm_start(bad)
+
+
+def profile_of(hardware: Hardware, path: Path) -> Path:
+    facts = fit_cost_model(measured(hardware)).facts
+    save_profile(sample_profile({"balanced": Knobs(64, 0, 2048, 2048)}).model_copy(update={"cost_model": facts}), path)
+    return path
+
+
+def test_control_with_a_profile_begins_warm(tmp_path: Path) -> None:
+    path = profile_of(h200, tmp_path / "mine.yaml")
+    loaded = load_profile(path)
+    assert loaded.cost_model is not None
+    step = StepFeatures(32, 32 * 500, 512, 512, 512 * 513 // 2)
+    assert CostModel.from_facts(loaded.cost_model).predict(step) == pytest.approx(h200(step), rel=0.03)
+    engine = SimulatedEngine(h200)
+    with control(engine, slo="ttft=500ms,tpot=30ms", profile=path) as attached:
+        assert isinstance(attached.controller, PredictiveController)
+        assert attached.controller.model.ready
+        engine.run(poisson(15, 2, 1000, 200, seed=1))
+        assert attached.controller.model.error < 0.15
+    assert warm_model(None) is None
+    assert warm_model(loaded.model_copy(update={"cost_model": None})) is None
+
+
+def test_a_warm_start_spares_the_first_requests(tmp_path: Path) -> None:
+    """A slow machine, knobs wide open: without knowledge the first steps are as long as the knobs allow."""
+    path = profile_of(slow_cpu, tmp_path / "mine.yaml")
+    load = poisson(15, 4, 1000, 100, seed=2)
+    slo = SLO(ttft_ms=2000, tpot_ms=300)
+    wide = {"token_budget": 8192, "chunk_size": 8192, "max_batch_size": 64}
+
+    def served(profile: Path | None) -> tuple[int, float]:
+        """(requests that missed, longest gap between two tokens)."""
+        engine = SimulatedEngine(slow_cpu, knobs=Knobs(64, 0, 8192, 8192))
+        with control(engine, slo=slo, profile=profile, pinned=wide):
+            records = engine.run(load)
+        return sum(bool(slo.violated(r)) for r in records), max(max(r.itl) for r in records)
+
+    (missed, gap), (missed_cold, gap_cold) = served(path), served(None)
+    assert missed < missed_cold
+    assert gap < 0.5 < 2 < gap_cold
