@@ -59,8 +59,6 @@ def check(
     console = make_console(stderr=as_json)
     changed = loaded.software.differences(software())
     notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text]
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
     try:
         with stop_on_interrupt() as stop:
             found = _measured(loaded, model, gpu, budget_s, most, console, stop.is_set)
@@ -75,6 +73,8 @@ def check(
     if as_json:
         print(json.dumps({"file": str(path), **found.as_dict(), "elsewhere": elsewhere, "software": changed}))
     else:
+        for note in notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         _show(found, console)
     return DONE if found.verdict == "fits" else FELL_SHORT
 

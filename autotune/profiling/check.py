@@ -4,14 +4,14 @@ Small scripts of the calibration (:mod:`autotune.profiling.step_plan`) are run i
 no kind of step meets only one mood of the machine. In each round, the median of measured over predicted time is taken for every
 region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *doubt* goes:
 
-- the distribution-free 95% interval of a median over the rounds (order statistics; few rounds: all of them), and
+- the distribution-free 99% interval of a median over the rounds (order statistics; few rounds: all of them), and
 - the cost model's own cross-validated error in that region, smaller the more kinds of steps are averaged over,
 
 added as squares. With ``threshold`` as what matters:
 
-- *stale*: the difference is above the threshold, and above the doubt;
+- *stale*: the difference is above the threshold, and less its doubt still above half of it;
 - *fits*: neither the difference nor the doubt is above the threshold;
-- *cannot tell*: the doubt is above both; or steps are slower while other processes took processors from the engine.
+- *cannot tell*: anything else; and slower steps while other processes took processors from the engine.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ THRESHOLD = 0.10
 """A difference that matters, as a share: settings chosen for steps of one length hold for those a tenth longer."""
 
 _ROUNDS = 8  # of them, scripts are sized so that this many fit into the time
-_FEWEST = 4  # rounds that count, whatever the time
+_FEWEST = 6  # rounds that count, whatever the time
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
-_LEVEL = 0.95
+_LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
 _CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
 _ORDER = ("decode", "prefill", "prefix", "mixed")
 
@@ -71,7 +71,7 @@ class RegionCheck:
     @property
     def verdict(self) -> Verdict:
         size = abs(self.difference)
-        if size > self.threshold and size > self.doubt:
+        if size > self.threshold and size - self.doubt > self.threshold / 2:
             return "unclear" if self.crowded and self.difference > 0 else "stale"
         return "fits" if max(size, self.doubt) <= self.threshold else "unclear"
 

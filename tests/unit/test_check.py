@@ -1,0 +1,275 @@
+"""Is a profile still true: differences found, noise told apart from them, and what is not the profile's said at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli.check import share
+from autotune.cli.main import run
+from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import EvaluationError, Interrupted
+from autotune.profile import save_profile
+from autotune.profile_parts import CostFacts
+from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval, region_of
+from autotune.profiling.fingerprint import OtherWork, machine, measured_elsewhere
+from autotune.profiling.steps import measure_steps
+from autotune.simulate import SimulatedEngine
+from runtime.errors import InputError
+from runtime.step_model import StepFeatures
+from tests.sample_profile import full_profile, sample_model, sample_profile
+from tests.unit.control_world import slow_cpu
+
+MODEL = sample_model(name="tiny", max_model_len=8192, vocab_size=32000)
+
+
+class Formula:
+    """Hardware given by a formula: no family of ours."""
+
+    def __init__(self, hardware: Callable[[StepFeatures], float]) -> None:
+        self.predict = hardware
+
+
+def engine(hardware: Callable[[StepFeatures], float], noise: float = 0.03, seed: int = 1) -> SimulatedEngine:
+    return SimulatedEngine(Formula(hardware), kv_tokens=65536, noise=noise, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def facts() -> CostFacts:
+    """The cost model of the formula's hardware, as calibration fits it to 3% noise."""
+    measured = engine(slow_cpu, seed=7)
+    return fit_cost_model(measure_steps(measured, MODEL, budget_s=12, seed=0, clock=measured.clock)).facts
+
+
+def checked(facts: CostFacts, hardware: Callable[[StepFeatures], float], noise: float = 0.03, **options: Any) -> Check:
+    there = engine(hardware, noise)
+    return check_steps(there, MODEL, facts, clock=there.clock, **{"budget_s": 10, **options})
+
+
+def test_nothing_changed(facts: CostFacts) -> None:
+    found = checked(facts, slow_cpu)
+    assert found.verdict == "fits", found.sentence
+    assert [r.region for r in found.regions] == ["decode", "prefill", "prefix", "mixed"]
+    assert found.sentence.startswith("fits: no kind of step differs from the profile by more than ")
+    assert found.rounds >= 4 and 10 <= found.seconds < 15
+    assert all(r.steps >= 8 and r.measured_ms > 5 for r in found.regions)
+
+
+def test_decode_steps_14_percent_slower(facts: CostFacts) -> None:
+    found = checked(facts, lambda step: slow_cpu(step) * (1.0 if step.prefill_tokens else 1.14))
+    assert found.sentence == "stale: decode steps 14% slower than the profile"
+    assert {r.region: r.verdict for r in found.regions} == {
+        "decode": "stale", "prefill": "fits", "prefix": "fits", "mixed": "fits",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hardware", "regions", "how"),
+    [
+        (lambda s: 1.3 * slow_cpu(s), {"decode", "prefill", "prefix", "mixed"}, "slower"),
+        (lambda s: 0.7 * slow_cpu(s), {"decode", "prefill", "prefix", "mixed"}, "faster"),
+        (lambda s: slow_cpu(s) + 2.5e-4 * s.prefill_tokens, {"prefill", "prefix", "mixed"}, "slower"),
+    ],
+    ids=["slower clock", "faster machine", "prompts twice as dear"],
+)
+def test_what_changed_is_named(facts: CostFacts, hardware: Any, regions: set[str], how: str) -> None:
+    found = checked(facts, hardware)
+    assert found.verdict == "stale"
+    assert {r.region for r in found.regions if r.verdict == "stale"} == regions
+    assert found.sentence.count(how) == len(regions) and found.sentence.endswith("than the profile")
+
+
+def test_the_threshold_says_what_matters(facts: CostFacts) -> None:
+    def slower(step: StepFeatures) -> float:
+        return 1.07 * slow_cpu(step)
+
+    assert checked(facts, slower).verdict == "fits"
+    assert checked(facts, slower, threshold=0.04).verdict == "stale"
+    assert checked(facts, slow_cpu, threshold=0.001).verdict == "unclear"
+
+
+def test_noise_is_not_taken_for_a_change(facts: CostFacts) -> None:
+    """A machine that stalls for rounds on end: in some of them everything takes up to thrice as long."""
+    verdicts = []
+    for seed in range(12):
+        dice, mood = random.Random(seed), [1.0, 0.0]
+
+        def moody(step: StepFeatures, dice: random.Random = dice, mood: list[float] = mood) -> float:
+            mood[1] -= 1
+            if mood[1] < 0:
+                mood[:] = [dice.choice([1.0, 1.0, 1.0, 3.0]), dice.randint(20, 200)]
+            return slow_cpu(step) * mood[0]
+
+        found = checked(facts, moody, seed=seed)
+        verdicts.append(found.verdict)
+        if found.verdict == "unclear":
+            assert found.sentence.startswith("cannot tell: machine too noisy (")
+    assert "unclear" in verdicts and verdicts.count("stale") <= 1, verdicts
+
+
+def test_slower_while_others_work_is_no_verdict(facts: CostFacts) -> None:
+    found = checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.8)
+    assert found.verdict == "unclear"
+    assert found.sentence.startswith("cannot tell: other processes took 0.8 cores meanwhile (decode steps 30% slower")
+    assert checked(facts, lambda s: 0.7 * slow_cpu(s), taken=lambda: 0.8).verdict == "stale", "faster all the same"
+    assert checked(facts, slow_cpu, taken=lambda: 0.8).verdict == "fits"
+    assert checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.2).verdict == "stale"
+
+
+def test_a_cost_model_too_rough_to_compare_with(facts: CostFacts) -> None:
+    rough = facts.model_copy(
+        update={"error": 0.9, "regions": tuple(r.model_copy(update={"median": 0.9, "p90": 1.0}) for r in facts.regions)}
+    )
+    found = checked(rough, slow_cpu)
+    assert found.sentence.startswith("cannot tell: the profile's cost model is too rough (decode steps ")
+
+
+def test_a_machine_ten_times_slower_is_found_out_soon(facts: CostFacts) -> None:
+    found = checked(facts, lambda s: 10 * slow_cpu(s))
+    assert found.verdict == "stale" and found.seconds < 60
+
+
+def region(difference: float, noise: float, model: float = 0.0, **options: Any) -> RegionCheck:
+    return RegionCheck("decode", 9, 3, 1.0, 1.0, difference, noise, model, 0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "verdict"),
+    [
+        (0.0, 0.0, "fits"), (0.1, 0.1, "fits"), (-0.1, 0.1, "fits"), (0.101, 0.05, "stale"), (-0.101, 0.05, "stale"),
+        (0.101, 0.06, "unclear"), (0.2, 0.149, "stale"), (0.2, 0.151, "unclear"), (0.05, 0.11, "unclear"), (-0.2, 0.3, "unclear"),
+    ],
+)  # fmt: skip
+def test_the_three_verdicts(difference: float, noise: float, verdict: str) -> None:
+    assert region(difference, noise).verdict == verdict
+
+
+def test_doubts_add_as_squares() -> None:
+    assert region(0.0, 0.03, 0.04).doubt == pytest.approx(0.05)
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    """Skewed, with a tail: the case that normal intervals get wrong. Counted over 4,000 samples of known median."""
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert median_interval(list(range(1, 7))) == (1, 6)
+    assert median_interval(list(range(1, 21)), 0.95) == (6, 15)  # the sign test's 95.9%
+    dice = random.Random(3)
+    held = 0
+    for _ in range(4000):
+        low, high = median_interval([dice.lognormvariate(0, 1) for _ in range(11)], 0.95)
+        held += low <= 1 <= high
+    assert held / 4000 == pytest.approx(1 - 2 * 12 / 2**11, abs=0.006)  # fewer than two of eleven on one side
+
+
+def test_regions_are_called_as_the_calibration_calls_them(facts: CostFacts) -> None:
+    there = engine(slow_cpu, 0.0)
+    seen: dict[tuple[int, ...], str] = {}
+
+    class Listener:
+        def on_step(self, record: Any) -> None:
+            seen[record.decodes, record.prefill_tokens, record.prefill_context] = region_of(record)
+
+        def on_request(self, record: Any) -> None:
+            pass
+
+    there.subscribe(Listener())
+    points = measure_steps(there, MODEL, budget_s=6, seed=0, clock=there.clock)
+    assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed"}
+    for p in points:
+        if (kind := (p.decodes, p.prefill_tokens, p.prefill_context)) in seen:
+            assert seen[kind] == p.region
+
+
+def test_stopping_and_nothing_to_compare(facts: CostFacts) -> None:
+    with pytest.raises(Interrupted):
+        checked(facts, slow_cpu, stop=lambda: True)
+    with pytest.raises(EvaluationError, match="no step came about"):
+        compare([[], []], CostModel.from_facts(facts), 0.1, 1.0)
+
+
+def test_it_is_told_as_one_object(facts: CostFacts) -> None:
+    told = checked(facts, slow_cpu).as_dict()
+    assert json.loads(json.dumps(told)) == told
+    assert told["verdict"] == "fits" and len(told["regions"]) == 4
+    assert set(told["regions"][0]) >= {"region", "difference", "doubt", "measured_ms", "predicted_ms", "verdict"}
+
+
+# -- the command ------------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["check", *words]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1
+    return error.removeprefix("error: ").rstrip("\n")
+
+
+def test_a_profile_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h200.yaml"
+    save_profile(full_profile(), path)
+    said = refused(capsys, str(path))
+    assert said.startswith("profile was measured on NVIDIA H200, ") and said.endswith(
+        "pass --anyway to check it all the same"
+    )
+    here = machine()
+    save_profile(full_profile(machine=here.model_copy(update={"cores": here.cores + 1})), path)
+    assert refused(capsys, str(path)) == (
+        f"profile was measured on {here.cores + 1} cores, this machine has {here.cores}; pass --anyway to check it all the same"
+    )
+
+
+def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.yaml"
+    save_profile(sample_profile(machine=machine()), path)
+    assert refused(capsys, str(path)) == (
+        f"{path}: holds no cost model to compare with; profile again: autotune profile --gpu --model llama-3.1-8b"
+    )
+
+
+def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    save_profile(full_profile(machine=machine()), path)
+    assert refused(capsys, "nothing.yaml") == "nothing.yaml: cannot be read (No such file or directory)"
+    assert refused(capsys, str(path), "--budget", "0.5s") == "--budget is 0.5s; it must be at least 1s"
+    assert refused(capsys, str(path), "--threshold", "10").startswith('--threshold: "10" is not a share')
+    assert refused(capsys, str(path), "--model", "./nowhere").startswith("model ./nowhere: no such directory")
+    for text, value in (("10%", 0.1), ("0.05", 0.05), (" 7.5 % ", 0.075)):
+        assert share(text) == pytest.approx(value)
+    for text in ("0", "100%", "-5%", "nan", "inf", "", "%"):
+        with pytest.raises(InputError):
+            share(text)
+
+
+def test_how_a_machine_is_another() -> None:
+    here = machine()
+    assert measured_elsewhere(here, gpu=False) == ""
+    assert measured_elsewhere(here.model_copy(update={"memory_gib": 1.0, "os": "Linux 1"}), gpu=False) == ""
+    other = here.model_copy(update={"cpu": "Old CPU"})
+    assert measured_elsewhere(other, gpu=False) == f"profile was measured on Old CPU, this machine has {here.cpu}"
+    h200 = sample_profile().machine
+    assert measured_elsewhere(h200, gpu=False) == "profile was measured on NVIDIA H200, here the CPU is used"
+
+
+def test_work_of_others_is_seen_and_ones_own_is_not() -> None:
+    import subprocess
+    import sys
+    import time
+
+    work = OtherWork()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    mine = work.cores()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(0.1)  # the interpreter's start
+        with_other = OtherWork()
+        time.sleep(0.6)
+        theirs = with_other.cores()
+        busy.kill()
+    assert theirs > 0.3 and theirs > mine - 1.0
+    assert work.taken(10**6) > work.taken(1) >= 0
