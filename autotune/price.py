@@ -12,7 +12,7 @@ _HOURS = {"h": 1.0, "hour": 1.0, "day": 24.0, "month": 730.0}  # a month as clou
 
 
 def parse_price(text: str) -> float:
-    """``2.50/h``, ``40/day`` or ``900/month`` as money per hour. Raises :class:`InputError` that quotes what it could not read."""
+    """``2.50/h``, ``40/day`` or ``900/month`` as money per hour. Raises :class:`InputError` that quotes the text."""
     match = _PRICE.match(text)
     if match is None:
         hint = f"; write {text.strip()}/h" if _is_number(text) else ", such as 2.50/h, 40/day or 900/month"

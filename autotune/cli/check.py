@@ -40,9 +40,9 @@ def check(
     ] = False,
 ) -> int:
     """Compare this machine with the profile."""
+    from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.profile import seconds
     from autotune.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile, load_profile
     from autotune.profiling.fingerprint import gpu_available, measured_elsewhere, software

@@ -58,7 +58,7 @@ class Display:
         basis = (
             "as asked"
             if setup.rate_from == "user"
-            else "about what the machine can just serve, so that settings differ"
+            else "about what the best setting can just serve, so that settings differ"
         )
         scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
         self._console.print(

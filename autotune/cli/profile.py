@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Option
 
-from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.budget import seconds
+from autotune.cli.exits import FELL_SHORT, INTERRUPTED
 from autotune.version import __version__
 from runtime.errors import InputError
 
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune.cli.files import Files
-    from autotune.profile import Machine, ModelFacts
+    from autotune.cli.profiled import Subject
     from autotune.profiling.findings import Findings, Question
-    from runtime.llm.engine import Engine
 
 HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
 EXAMPLES = (
@@ -28,14 +28,7 @@ EXAMPLES = (
     "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
 )
 DEFAULT_BUDGET = "2m20s"
-NEXT = (
-    ("show", "{}", "this table again"),
-    ("export", "{} --to vllm", "take the settings along"),
-)
-"""What to do with a profile: verb, its arguments, what it does."""
-
-_BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
-_SHORTEST_BUDGET_S = 10.0
+_MOST_WORKERS = 256
 
 
 def profile(
@@ -51,8 +44,12 @@ def profile(
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can keep.")
     ] = None,
+    sim_trials: Annotated[
+        int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
+    ] = None,
     trials: Annotated[
-        int | None, Option(help="How many settings to try; without --budget there is then no time limit.")
+        int | None,
+        Option(help="How many settings to measure on the hardware; without --budget there is then no time limit."),
     ] = None,
     budget: Annotated[
         str | None, Option(help=f"Time for everything after loading, such as 90s or 10m.  (default: {DEFAULT_BUDGET})")
@@ -66,10 +63,23 @@ def profile(
     ] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
     rate: Annotated[
-        float | None, Option(help="Requests/s to compare settings at.  (default: a little above capacity)")
+        float | None,
+        Option(help="Requests/s to compare settings at.  (default: about what the best of them can serve)"),
+    ] = None,
+    price: Annotated[
+        str | None, Option(help="Of this machine, such as 2.50/h: tables then say money per million tokens.")
+    ] = None,
+    workers: Annotated[
+        int, Option(help="Processes that simulate; more than one make a study that is not repeatable.")
+    ] = 1,
+    storage: Annotated[
+        str | None,
+        Option(help="A database to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE."),
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    study: Annotated[Path | None, Option(help="The study's journal.  (default: beside --out)")] = None,
+    study: Annotated[
+        Path | None, Option(help="The study's journal, or its name in --storage.  (default: beside --out)")
+    ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Discard an earlier study instead of going on with it.")] = False,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object only, the profile; progress goes to stderr.")
@@ -79,9 +89,11 @@ def profile(
     from autotune.cli.display import make_console
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.profiled import Subject, finish
     from autotune.cli.target import device_kind, heading, model_facts, with_threads
     from autotune.evaluate import EvaluationError
-    from autotune.profiling.findings import Question
+    from autotune.price import parse_price
+    from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.fingerprint import machine
     from autotune.profiling.space import make_space
     from autotune.workload import parse_workload
@@ -92,6 +104,10 @@ def profile(
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
     if trials is not None and trials < 1:
         raise InputError(f"--trials is {trials}; it must be at least 1")
+    if sim_trials is not None and sim_trials < 1:
+        raise InputError(f"--sim-trials is {sim_trials}; it must be at least 1")
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     if rate is not None and not 0 < rate < 1e6:
         raise InputError(f"--rate is {rate:g}; it must be above 0 requests/s")
     limits = KnobLimits()
@@ -103,7 +119,10 @@ def profile(
         trials=trials,
         budget_s=seconds(budget or DEFAULT_BUDGET) if budget is not None or trials is None else None,
         space=make_space(limits, pin or (), ranges or ()),
+        sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
+        workers=workers,
     )
+    price_per_hour = None if price is None else parse_price(price)
     console = make_console(stderr=as_json)
     kind = device_kind(cpu, gpu)
     files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), study)
@@ -121,25 +140,24 @@ def profile(
         console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         facts = model_facts(loaded, seed)
         with Engine(loaded, limits=limits, seed=seed) as engine:
-            here = with_threads(found_machine)
+            subject = Subject(engine, facts, with_threads(found_machine), workload, price_per_hour)
             try:
-                found = _study(engine, facts, here, question, files, workload, console, fresh, stop)
+                found = _study(subject, question, files, storage, study, console, fresh, stop)
             except EvaluationError as error:  # it ran, and nothing could be measured
                 print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
                 return FELL_SHORT
             if found is None:
                 return INTERRUPTED
             command = shlex.join(["autotune", *context.obj])
-            return _finish(found, question, files, workload, here, facts, engine, console, command, as_json)
+            return finish(found, question, files, subject, console, command, as_json)
 
 
 def _study(
-    engine: Engine,
-    facts: ModelFacts,
-    machine: Machine,
+    subject: Subject,
     question: Question,
     files: Files,
-    spec: str,
+    storage: str | None,
+    name: Path | None,
     console: Console,
     fresh: bool,
     stop: Any,
@@ -147,33 +165,35 @@ def _study(
     """Work on the study until it is done or stopped; None when there is nothing to keep yet."""
     from autotune.cli.display import Display
     from autotune.profiling.session import Session
-    from autotune.profiling.study import open_study
+    from autotune.profiling.study import SharedStorage, open_study, study_name
 
+    facts = subject.model
     weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {spec}"
+    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {subject.spec}"
     display = Display(console, head)
     identity = {
         "model": facts.model_dump(mode="json"),
-        "machine": machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
-        "workload": spec,
+        "machine": subject.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
+        "workload": subject.spec,
         "rate": question.rate,
         "slo": None if question.slo is None else str(question.slo),
         "seed": question.seed,
         "space": question.space.as_dict(),
         "autotune": __version__,
     }
-    with open_study(files.journal, identity, fresh=fresh) as study:
+    place: Path | SharedStorage = files.journal
+    if storage is not None:
+        place = SharedStorage.of(storage, str(name) if name else study_name(files.profile.stem, identity))
+    with open_study(place, identity, fresh=fresh) as study:
         if study.exhausted(question.trials, question.budget_s):
-            display.note(
-                f"{files.journal} holds a finished study; measuring anew (a larger --budget or --trials extends it)"
-            )
+            display.note(f"{place} holds a finished study; measuring anew (a larger --budget or --trials extends it)")
             study = study.restarted(identity)
-        session = Session(engine, facts, question, study, display, stop=stop.is_set)
+        session = Session(subject.engine, facts, question, study, display, stop=stop.is_set)
         try:
             found = session.run()
         finally:
             display.close()
-        if not found.runs:
+        if not found.settings():
             console.print(
                 f"stopped before the first trial was done; nothing written to {files.profile}. Run the same command to go on."
             )
@@ -181,85 +201,6 @@ def _study(
         if not found.stopped:
             study.finish(question.trials, question.budget_s)
         return found
-
-
-def _finish(
-    found: Findings,
-    question: Question,
-    files: Files,
-    spec: str,
-    machine: Machine,
-    facts: ModelFacts,
-    engine: Engine,
-    console: Console,
-    command: str,
-    as_json: bool,
-) -> int:
-    """Write the profile and its sidecar, show the table, and say how it went."""
-    import json
-
-    from autotune.profile import EngineFacts, KvPool, save_profile, write_whole
-    from autotune.profiling.assemble import assemble, sidecar
-    from autotune.profiling.fingerprint import software
-    from autotune.profiling.space import VLLM_DEFAULTS
-    from autotune.profiling.table import show
-
-    made = assemble(
-        found,
-        question,
-        name=files.profile.stem,
-        command=command,
-        spec=spec,
-        machine=machine,
-        software=software(),
-        engine=EngineFacts(
-            name="autotune-runtime",
-            version=__version__,
-            kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
-            limits=engine.limits,
-            prefix_cache=True,
-        ),
-        model=facts,
-        baseline=engine.limits.clamp(VLLM_DEFAULTS),
-        points_file=files.points,
-    )
-    write_whole(files.points, sidecar(found))
-    save_profile(made, files.profile)
-    if as_json:
-        shape = {
-            "file": str(files.profile),
-            "status": made.status,
-            "slo_met": made.slo_met,
-            "profile": made.model_dump(mode="json"),
-        }
-        print(json.dumps(shape))
-    show(made, console)
-    if found.stopped:
-        done, planned = found.validated
-        count = f"{done} of {planned} validated" if planned else f"{len(found.runs)} trials, none validated"
-        console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
-        return INTERRUPTED
-    console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
-    for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
-        step = f"autotune {verb} {arguments.format(files.profile)}"
-        console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
-    longer = "the same command with --fresh --budget 10m"
-    console.print(
-        f"{'':<7}  {longer:<44} longer windows, narrower intervals", highlight=False, markup=False, soft_wrap=True
-    )
-    return DONE if made.slo_met else FELL_SHORT
-
-
-def seconds(text: str, *, least: float = _SHORTEST_BUDGET_S) -> float:
-    """``90s``, ``2m``, ``1h30m`` in seconds, at least ``least``. Raises :class:`InputError`."""
-    match = _BUDGET.match(text.strip())
-    if match is None or not text.strip():
-        hint = f"; write {text.strip()}s or {text.strip()}m" if text.strip().isdigit() else ", such as 90s, 2m or 1h30m"
-        raise InputError(f'--budget: "{text}" is not a time{hint}')
-    total = sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
-    if total < least:
-        raise InputError(f"--budget is {text}; it must be at least {least:g}s")
-    return total
 
 
 def _checked(option: str, parse: Any, text: str) -> Any:

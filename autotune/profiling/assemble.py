@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import statistics
 from pathlib import Path
 
-from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, Software
-from autotune.profiling.choice import choose, refuted
+from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, SimulationFacts, Software
+from autotune.profiling.choice import refuted
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.points import points
+from autotune.profiling.points import pareto, points
 from autotune.profiling.setup import Setup
 from runtime.knobs import Knobs
+
+_MOST_PARETO = 24
 
 
 def assemble(
@@ -27,13 +30,14 @@ def assemble(
     model: ModelFacts,
     baseline: Knobs,
     points_file: Path,
+    price_per_hour: float | None = None,
 ) -> Profile:
     """The profile. ``findings`` must hold at least one run."""
     setup = findings.setup
     comparable = findings.comparable()
-    if setup is None or not comparable:
+    settings = findings.settings()
+    if setup is None or not settings:
         raise ValueError("nothing was measured, so there is nothing to recommend")
-    settings = choose(comparable, setup.slo)
     met, verdict = judge(findings, settings["balanced"].point)
     validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
     return Profile(
@@ -74,7 +78,43 @@ def assemble(
         seed=question.seed,
         points=tuple(points(findings.runs)),
         points_file=points_file.name,
+        cost_model=None if findings.cost is None else findings.cost.facts,
+        simulation=simulation_facts(findings),
+        simulated=(*twin_points(findings), *pareto_points(findings)),
+        confidence=findings.confidence,
+        price_per_hour=price_per_hour,
     )
+
+
+def simulation_facts(findings: Findings) -> SimulationFacts | None:
+    if not findings.simulated:
+        return None
+    measured = {(p.knobs, p.rate): p.goodput.mean for p in points(findings.runs) if p.stage == "validation"}
+    errors = [
+        abs(p.goodput.mean - measured[p.knobs, p.rate]) / measured[p.knobs, p.rate]
+        for p in twin_points(findings)
+        if measured.get((p.knobs, p.rate))
+    ]
+    return SimulationFacts(
+        trials=len(findings.simulated) + len(findings.failures),
+        cpu_seconds=round(findings.cpu_s, 2),
+        pareto=len(pareto(points(findings.simulated))),
+        goodput_error=round(statistics.median(errors), 4) if errors else None,
+    )
+
+
+def twin_points(findings: Findings) -> list[Point]:
+    """The simulation of every validated setting, under the very requests it was measured with."""
+    twins = {(run.knobs, run.score.rate, run.score.seed): run for run in findings.twins}
+    validated = [run for run in findings.runs if run.stage == "validation"]
+    keys = dict.fromkeys((run.knobs, run.score.rate, run.score.seed) for run in validated)
+    return points(twins[key] for key in keys if key in twins)
+
+
+def pareto_points(findings: Findings) -> list[Point]:
+    """The best of the simulated trials that no other beats, by goodput; a front in four measures has too many for a file."""
+    front = sorted(pareto(points(findings.simulated)), key=lambda p: p.goodput.mean, reverse=True)
+    return front[:_MOST_PARETO]
 
 
 def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
@@ -110,9 +150,14 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
 
 
 def sidecar(findings: Findings) -> str:
-    """One JSON line a run, failed trials with their cause at the end."""
-    lines = [run.model_dump_json() for run in findings.runs]
-    lines += [json.dumps({"stage": "search", "trial": number, "failed": cause}) for number, cause in findings.failures]
+    """One JSON line for each kind of step, each simulated trial and each run; what failed, with its cause, at the end."""
+    lines = [json.dumps({"kind": "step", **step.model_dump(mode="json")}) for step in findings.steps]
+    lines += [run.model_dump_json() for run in (*findings.simulated, *findings.runs)]
+    lines += [json.dumps({"stage": "simulation", "trial": n, "failed": cause}) for n, cause in findings.failures]
+    lines += [
+        json.dumps({"stage": stage, "trial": -1, "setting": knobs.as_dict(), "failed": cause})
+        for stage, knobs, cause in findings.unmeasured
+    ]
     return "".join(line + "\n" for line in lines)
 
 

@@ -1,202 +1,170 @@
-"""The calibration: a few seconds that say how big the load must be for this machine, and what may be promised.
+"""From what a machine's steps cost to the load it is profiled under, and to what may be promised.
 
-1. *One request alone* gives the engine's best TTFT and TPOT.
-2. *A saturated engine* (a closed loop of the workload's own requests) gives its capacity in tokens/s, and by non-negative
-   least squares over its steps the time of a step: ``base + per_prompt_token · n + per_decode · b``.
-
-From those follow the length scale, the SLO when none was given, a first rate, and where the search begins. Serving that
-start at a few rates then finds the knee, where settings differ most (:func:`next_rate`). All of it is stored with the
-study, so a resumed run compares like with like.
+One request alone is measured; how the engine does when it is full is simulated, by the cost model fitted to its steps. From
+those follow the length scale, the SLO when none was given, a first rate, and where the search begins. All of it is stored
+with the study, so a resumed run compares like with like.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, settle, waiting
+from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, waiting
 from autotune.profile_parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
     Setup,
     comparison_rate,
     default_slo,
-    fit_steps,
     fitted_knobs,
     length_scale,
     most_rate,
     sample,
+    typical_step,
 )
+from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, prompt_ids
 from runtime.clock import Clock
-from runtime.knobs import Knobs
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
+from runtime.step_model import StepModel
 
-_SATURATING = Knobs(max_batch_size=32, max_wait_ms=0, token_budget=512, chunk_size=512)
-_FEWEST_STEPS, _SATURATE_AT_MOST_S = 12, 60.0
+_FULL = Knobs(max_batch_size=32, max_wait_ms=0, token_budget=512, chunk_size=512)
+_FILLING = 400  # requests of the simulated full engine
 _PROBE_PROMPT, _PROBE_OUTPUT, _PROBES = 128, 12, 3
+_PATIENCE_S, _POLL_S = 60.0, 0.005
 
 
-class Calibrator:
-    """Runs the two measurements on a live engine and draws the conclusions."""
+class Alone(NamedTuple):
+    """A request that has the engine to itself: TTFT and TPOT in seconds, and its prompt."""
 
-    def __init__(
-        self,
-        engine: Served,
-        model: ModelFacts,
-        workload: Workload,
-        *,
-        seed: int,
-        clock: Clock,
-        stop: Callable[[], bool] | None = None,
-        advance: Callable[[float, str], None] = lambda share, note: None,
-    ) -> None:
-        self._engine, self._model, self._workload = engine, model, workload
-        self._seed, self._clock = seed, clock
-        self._stop = stop or (lambda: False)
-        self._advance = advance
-        self._count = 0
-        self._small: list[StepRecord] = []  # steps of the requests alone, the warm-up's left out
+    ttft: float
+    tpot: float
+    prompt_tokens: int
 
-    def run(self, *, slo: SLO | None, rate: float | None, saturate_s: float, window_s: float, warmup_s: float) -> Setup:
-        alone_ttft, alone_tpot, prompt = self._alone()
-        self._advance(0.25, f"alone: {alone_tpot * 1000:.1f} ms a token")
-        scale = self._length_scale(alone_ttft / prompt, alone_tpot)
-        room = min(self._model.max_model_len, self._engine.kv_tokens)
-        cap_output = max(1, room // 4)
-        scaled = self._workload.scaled(
-            length=scale / self._workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output
-        )
-        lengths = sample(scaled, self._seed)
-        mean_prompt = statistics.fmean(a.prompt_tokens for a in lengths)
-        mean_output = statistics.fmean(a.output_tokens for a in lengths)
-        steps, seconds = self._saturate(lengths, saturate_s)
-        cost = fit_steps(self._small, steps)
-        tokens_per_s = sum(s.tokens for s in steps) / seconds
-        saturated = tokens_per_s / (mean_prompt + mean_output)
-        chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
-        asked = (
-            rate
-            if rate is not None
-            else comparison_rate(scaled, tokens_per_s * LOAD, saturated * LOAD, self._seed, warmup_s, window_s)
-        )
-        return Setup(
-            length_scale=scale,
-            cap_prompt=room - cap_output,
-            cap_output=cap_output,
-            mean_prompt=round(mean_prompt, 1),
-            mean_output=round(mean_output, 1),
-            rate=asked,
-            offered_rate=asked,
-            most_rate=most_rate(scaled, self._seed, warmup_s + window_s),
-            rate_from="calibration" if rate is None else "user",
-            slo=chosen,
-            slo_from=why,
-            fitted=self._engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output)),
-            window_s=window_s,
-            warmup_s=warmup_s,
-            calibration=Calibration(
-                alone_ttft_ms=round(alone_ttft * 1000, 2),
-                alone_tpot_ms=round(alone_tpot * 1000, 2),
-                saturated_rate=round(saturated, 3),
-                saturated_tokens_per_s=round(tokens_per_s, 1),
-                step_base_ms=round(cost.base * 1000, 3),
-                step_per_prompt_token_ms=round(cost.per_prompt_token * 1000, 4),
-                step_per_decode_ms=round(cost.per_decode * 1000, 4),
-            ),
-        )
 
-    def _alone(self) -> tuple[float, float, int]:
-        """(TTFT s, TPOT s, prompt tokens) of a request that has the engine to itself: medians after one warm-up."""
-        prompt = max(1, min(_PROBE_PROMPT, self._model.max_model_len - _PROBE_OUTPUT))
-        self._engine.set_knobs(self._engine.limits.clamp(_SATURATING))
-        found: list[RequestRecord] = []
-        for probe in range(_PROBES + 1):
-            recorder = Recorder()
-            unsubscribe = self._engine.subscribe(recorder)
-            try:
-                handle = self._send(Arrival(0.0, prompt, _PROBE_OUTPUT, ((self._count, prompt),)))
-                self._until(lambda r=recorder: bool(r.requests), 60.0, [handle])  # type: ignore[misc]  # a default binds it
-            finally:
-                unsubscribe()
-            found += recorder.requests.values()
-            self._small += recorder.steps if probe else []
-            check(recorder)
-        kept = found[1:]
-        ttft = statistics.median(r.ttft or 0.0 for r in kept)
-        return ttft, statistics.median(r.tpot or r.ttft or 0.0 for r in kept), prompt
+def request_alone(
+    engine: Served, model: ModelFacts, *, seed: int, clock: Clock, stop: Callable[[], bool] | None = None
+) -> Alone:
+    """Medians of a few requests, one after the other, behind a warm-up.
 
-    def _length_scale(self, per_prompt_token: float, per_output_token: float) -> float:
-        """The workload's own scale if it has one; else the power of two that brings about ``TARGET_RATE`` requests/s."""
-        if self._workload.length_scale != 1.0:
-            return self._workload.length_scale
-        natural = sample(self._workload, self._seed)
-        prompt = statistics.fmean(a.prompt_tokens for a in natural)
-        output = statistics.fmean(a.output_tokens for a in natural)
-        return length_scale(prompt, output, per_prompt_token, per_output_token)
-
-    def _saturate(self, lengths: Sequence[Arrival], seconds: float) -> tuple[list[StepRecord], float]:
-        """Steps of a closed loop that keeps the engine full, its first quarter left out, and the time they span."""
-        knobs = self._engine.limits.clamp(_SATURATING)
-        self._engine.set_knobs(knobs)
+    Raises :class:`EvaluationError` when one fails or is not answered, :class:`Interrupted` on ``stop``.
+    """
+    prompt = max(1, min(_PROBE_PROMPT, model.max_model_len - _PROBE_OUTPUT))
+    engine.set_knobs(engine.limits.clamp(_FULL))
+    found: list[RequestRecord] = []
+    for probe in range(_PROBES + 1):
         recorder = Recorder()
-        unsubscribe = self._engine.subscribe(recorder)
-        handles: list[Handle] = []
-        pause = waiting(self._engine)
-        begun = self._clock.now()
+        unsubscribe = engine.subscribe(recorder)
         try:
-            source = iter(lengths)
-            while self._wants_more(spent := self._clock.now() - begun, seconds, recorder):
-                while len(handles) - len(recorder.requests) < 2 * knobs.max_batch_size:
-                    arrival = next(source, None)
-                    if arrival is None:
-                        source = iter(lengths)
-                        continue
-                    handles.append(self._send(arrival))
-                self._advance(min(1.0, 0.25 + 0.75 * spent / seconds), "saturated")
-                pause(0.05)
+            ids = prompt_ids(Arrival(0.0, prompt, _PROBE_OUTPUT, ((probe, prompt),)), model.vocab_size, seed + 7919)
+            params = SamplingParams(max_tokens=_PROBE_OUTPUT, ignore_eos=True)
+            handle = engine.submit(ids, params, request_id=f"alone-{probe}")
+            _await(engine, recorder, handle, clock, stop or (lambda: False))
         finally:
             unsubscribe()
-            for handle in handles:
-                handle.cancel()
-        if self._stop():
-            raise Interrupted("interrupted")
-        settle(self._engine, self._clock)
-        check(recorder)
-        steps = [s for s in recorder.steps if s.start >= begun + seconds / 4]
-        steps = steps if len(steps) >= 4 else recorder.steps  # a machine so slow that a quarter holds hardly a step
-        if not steps:
-            raise EvaluationError("the engine made no step while it was saturated")
-        return steps, steps[-1].end - steps[0].start
-
-    def _wants_more(self, spent: float, seconds: float, recorder: Recorder) -> bool:
-        """Until the time is over, and for longer on a machine so slow or busy that it has hardly begun."""
-        few = len(recorder.steps) < _FEWEST_STEPS and spent < _SATURATE_AT_MOST_S
-        return (spent < seconds or few) and not self._stop()
-
-    def _send(self, arrival: Arrival) -> Handle:
-        self._count += 1
-        ids = prompt_ids(arrival, self._model.vocab_size, self._seed + self._count)
-        params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
-        return self._engine.submit(ids, params, request_id=f"calibrate-{self._count}")
-
-    def _until(self, done: Callable[[], bool], seconds: float, handles: Sequence[Handle]) -> None:
-        give_up = self._clock.now() + seconds
-        pause = waiting(self._engine)
-        while not done():
-            if self._stop() or self._clock.now() > give_up:
-                for handle in handles:
-                    handle.cancel()
-                if self._stop():
-                    raise Interrupted("interrupted")
-                raise EvaluationError(f"a request alone was not answered within {seconds:g} s")
-            pause(0.005)
+        found += recorder.requests.values()
+        for record in recorder.requests.values():
+            if record.reason is FinishReason.ERROR:
+                raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
+    kept = found[1:]
+    return Alone(
+        ttft=statistics.median(r.ttft or 0.0 for r in kept),
+        tpot=statistics.median(r.tpot or r.ttft or 0.0 for r in kept),
+        prompt_tokens=prompt,
+    )
 
 
-def check(recorder: Recorder) -> None:
-    """Raise :class:`EvaluationError` with the cause if a request failed: costs fitted to that would mean nothing."""
-    for record in recorder.requests.values():
-        if record.reason is FinishReason.ERROR:
-            raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
+def draw_setup(
+    engine: Served,
+    model: ModelFacts,
+    workload: Workload,
+    cost: StepModel,
+    alone: Alone,
+    *,
+    seed: int,
+    slo: SLO | None,
+    rate: float | None,
+    window_s: float,
+    warmup_s: float,
+) -> Setup:
+    """The load and the promise for this engine; ``rate`` and ``slo`` as they were given."""
+    scale = workload.length_scale
+    if scale == 1.0:  # no scale of its own
+        natural = sample(workload, seed)
+        prompt, output = _means(natural)
+        scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot)
+    room = min(model.max_model_len, engine.kv_tokens)
+    cap_output = max(1, room // 4)
+    scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output)
+    lengths = sample(scaled, seed)
+    mean_prompt, mean_output = _means(lengths)
+    context = mean_prompt + mean_output / 2
+    saturated = full_rate(cost, lengths, engine.limits, engine.kv_tokens)
+    tokens_per_s = saturated * (mean_prompt + mean_output)
+    chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
+    asked = rate
+    if asked is None:
+        asked = comparison_rate(scaled, tokens_per_s * LOAD, saturated * LOAD, seed, warmup_s, window_s)
+    return Setup(
+        length_scale=scale,
+        cap_prompt=room - cap_output,
+        cap_output=cap_output,
+        mean_prompt=round(mean_prompt, 1),
+        mean_output=round(mean_output, 1),
+        rate=asked,
+        offered_rate=asked,
+        most_rate=most_rate(scaled, seed, warmup_s + window_s),
+        rate_from="calibration" if rate is None else "user",
+        slo=chosen,
+        slo_from=why,
+        fitted=engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output, context)),
+        window_s=window_s,
+        warmup_s=warmup_s,
+        calibration=_calibration(cost, alone, saturated, tokens_per_s, context),
+    )
+
+
+def full_rate(cost: StepModel, lengths: Sequence[Arrival], limits: KnobLimits, kv_tokens: int) -> float:
+    """Requests/s of an engine that always has enough to do, simulated."""
+    some = [arrival._replace(time=0.0) for arrival in lengths[:_FILLING]]
+    full = SimulatedEngine(
+        cost, kv_tokens=kv_tokens, limits=limits, knobs=limits.clamp(_FULL), max_queue=len(some) + 1, prefix_cache=False
+    )
+    full.serve(some, shared=False)
+    full.run()
+    return len(some) / full.clock.now()
+
+
+def _calibration(cost: StepModel, alone: Alone, saturated: float, tokens_per_s: float, context: float) -> Calibration:
+    one, some, many = (cost.predict(typical_step(n, 0, context)) for n in (1, 8, 32))
+    beside = cost.predict(typical_step(8, 256, context))
+    return Calibration(
+        alone_ttft_ms=round(alone.ttft * 1000, 2),
+        alone_tpot_ms=round(alone.tpot * 1000, 2),
+        saturated_rate=round(saturated, 3),
+        saturated_tokens_per_s=round(tokens_per_s, 1),
+        step_base_ms=round(max(0.0, one - (many - one) / 31) * 1000, 3),
+        step_per_prompt_token_ms=round(max(0.0, beside - some) / 256 * 1000, 5),
+        step_per_decode_ms=round(max(0.0, many - one) / 31 * 1000, 5),
+    )
+
+
+def _means(lengths: Sequence[Arrival]) -> tuple[float, float]:
+    return statistics.fmean(a.prompt_tokens for a in lengths), statistics.fmean(a.output_tokens for a in lengths)
+
+
+def _await(engine: Served, recorder: Recorder, handle: Handle, clock: Clock, stop: Callable[[], bool]) -> None:
+    give_up = clock.now() + _PATIENCE_S
+    pause = waiting(engine)
+    while not recorder.requests:
+        if stop() or clock.now() > give_up:
+            handle.cancel()
+            if stop():
+                raise Interrupted("interrupted")
+            raise EvaluationError(f"a request alone was not answered within {_PATIENCE_S:g} s")
+        pause(_POLL_S)

@@ -1,8 +1,8 @@
-"""Which settings to measure again, and which to recommend. The rules, in full, are in docs/profiling.md."""
+"""Which settings to recommend, and whether a promise is kept. The rules, in full, are in docs/profiling.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from scipy.stats import binom
@@ -19,22 +19,6 @@ _SLOWER, _FASTER = 0.75, 1.15
 
 ALIKE = 1.2
 """Two settings whose logarithmic knobs all lie within this ratio are not worth two validations."""
-
-
-def candidates(search: Sequence[Point], baseline: Knobs, slo: SLO, count: int) -> list[tuple[str, Knobs]]:
-    """Up to ``count`` settings for validation: the best by goodput, throughput and headroom in turn, and the baseline."""
-    rankings = (
-        sorted(search, key=lambda p: p.goodput.mean, reverse=True),
-        sorted(search, key=lambda p: p.throughput.mean, reverse=True),
-        _by_headroom(search, slo),
-    )
-    chosen: list[Knobs] = []
-    for place in range(len(search)):
-        for ranking in rankings:
-            knobs = ranking[place].knobs if place < len(ranking) else None
-            if knobs is not None and knobs != baseline and not any(alike(knobs, known) for known in chosen):
-                chosen.append(knobs)
-    return [("candidate", knobs) for knobs in chosen[: max(0, count - 1)]] + [("baseline", baseline)]
 
 
 def alike(a: Knobs, b: Knobs) -> bool:
@@ -58,19 +42,25 @@ def latency(point: Point, slo: SLO) -> float:
     return max(ratios, default=float("inf"))
 
 
-def choose(found: Sequence[Point], slo: SLO) -> dict[Purpose, Setting]:
-    """Interactive, balanced and throughput from points at one and the same load. They may be one setting."""
-    balanced = max(found, key=lambda p: (p.goodput.mean, -latency(p, slo)))
-    enough = [p for p in found if p.goodput.mean >= (1 - GIVE_UP) * balanced.goodput.mean]
-    interactive = min(enough, key=lambda p: (latency(p, slo), -p.goodput.mean))
-    throughput = max(found, key=lambda p: (p.throughput.mean, p.goodput.mean))
+def choose(found: Sequence[Point], slo: SLO, expected: Mapping[Knobs, float] | None = None) -> dict[Purpose, Setting]:
+    """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
+
+    ``expected``: share of the offered rate that each is believed to serve in SLO; without it, what it measured.
+    """
+    known = expected or {}
+    worth = {p.knobs: known.get(p.knobs, p.attainment) for p in found}
+    balanced = max(found, key=lambda p: (worth[p.knobs], -latency(p, slo)))
+    enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs]]
+    interactive = min(enough, key=lambda p: (latency(p, slo), -worth[p.knobs]))
+    throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
+    together = ", measured and simulated taken together" if expected else ""
     return {
         "interactive": Setting(
             knobs=interactive.knobs,
             why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best goodput",
             point=interactive,
         ),
-        "balanced": Setting(knobs=balanced.knobs, why="highest goodput", point=balanced),
+        "balanced": Setting(knobs=balanced.knobs, why=f"highest goodput{together}", point=balanced),
         "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
     }
 
@@ -99,12 +89,3 @@ def highest_held(tried: Sequence[Point], slo: SLO) -> tuple[float | None, float]
         served = lowest.rate * lowest.attainment
         return None, max(lowest.rate / 3, min(_SLOWER * lowest.rate, 0.95 * served))
     return held, (held * min(missed)) ** 0.5 if missed else held * _FASTER
-
-
-def _by_headroom(search: Sequence[Point], slo: SLO) -> list[Point]:
-    best = max((p.goodput.mean for p in search), default=0.0)
-    return sorted(_within(search, (1 - GIVE_UP) * best), key=lambda p: latency(p, slo))
-
-
-def _within(search: Iterable[Point], least: float) -> list[Point]:
-    return [p for p in search if p.goodput.mean >= least]

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from autotune.profile_parts import Capacity, Point
-from autotune.profiling.points import Run, points
+from autotune.cost_model import CostModel
+from autotune.profile import Purpose
+from autotune.profile_parts import Capacity, Confidence, Point, Setting, StepPoint
+from autotune.profiling.choice import choose
+from autotune.profiling.points import Run, Stage, points
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import SearchSpace
 from autotune.workload import Workload
+from runtime.knobs import Knobs
 from runtime.slo import SLO
+
+SIM_TRIALS = 240
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. ``slo`` and ``rate`` None: settled by the calibration. ``trials``, ``budget_s`` None: no bound."""
+    """What is asked.
+
+    ``slo`` and ``rate`` None: settled by the calibration and the simulation. ``sim_trials``: settings to simulate,
+    by ``workers`` processes.
+    ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound.
+    """
 
     workload: Workload
     slo: SLO | None
@@ -23,24 +35,55 @@ class Question:
     trials: int | None
     budget_s: float | None
     space: SearchSpace
+    sim_trials: int = SIM_TRIALS
+    workers: int = 1
 
 
 @dataclass
 class Findings:
-    """What a session has found so far. ``capacity`` None: not looked for."""
+    """What a session has found so far.
 
-    setup: Setup | None
-    runs: list[Run]
-    failures: list[tuple[int, str]]
-    capacity: Capacity | None
-    stopped: bool
-    validated: tuple[int, int]  # runs done, runs planned
-    spent_s: float
+    ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``runs``: what was measured
+    on the hardware; ``twins``: the simulation of each of those; ``failures``: (number, cause) of simulated trials;
+    ``unmeasured``: what failed on the hardware, and why. ``expected``: share of the offered rate each validated setting is
+    believed to serve in SLO, measurement and simulation taken together. ``capacity`` None: not looked for.
+
+    ``hardware_s``: seconds the hardware was held, by its own clock, calibration included; ``simulating_s``, ``cpu_s``: of the
+    host while simulating, by the wall and of CPU.
+    """
+
+    space: SearchSpace
+    setup: Setup | None = None
+    steps: list[StepPoint] = field(default_factory=list)
+    cost: CostModel | None = None
+    simulated: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    twins: list[Run] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    unmeasured: list[tuple[Stage, Knobs, str]] = field(default_factory=list)
+    expected: Mapping[Knobs, float] = field(default_factory=dict)
+    confidence: Confidence | None = None
+    capacity: Capacity | None = None
+    stopped: bool = False
+    validated: tuple[int, int] = (0, 0)  # runs done, runs planned
+    hardware_s: float = 0.0
+    simulating_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def spent_s(self) -> float:
+        return self.hardware_s + self.simulating_s
 
     def comparable(self) -> list[Point]:
-        """The points settings are chosen from: validated ones if the baseline and another are among them, else the search's."""
-        validated = points(run for run in self.runs if run.stage == "validation")
-        if len(validated) > 1:
-            full = max(len(p.seeds) for p in validated)
-            return [p for p in validated if len(p.seeds) == full]  # the same seeds each, or the comparison is luck
-        return points(run for run in self.runs if run.stage == "search")
+        """The points settings are chosen from, all at the rate of the comparison: validated ones, else the simulated."""
+        rate = self.setup.rate if self.setup is not None else None
+        validated = points(run for run in self.runs if run.stage == "validation" and run.score.rate == rate)
+        return validated or points(self.simulated)
+
+    def settings(self) -> dict[Purpose, Setting]:
+        """What to recommend; empty while there is nothing to choose from."""
+        found = self.comparable()
+        if self.setup is None or not found:
+            return {}
+        allowed = [p for p in found if self.space.allows(p.knobs)]
+        return choose(allowed or found, self.setup.slo, self.expected)

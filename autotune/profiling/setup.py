@@ -8,54 +8,37 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-from scipy.optimize import nnls
-
 from autotune.profile_parts import Calibration, KnobsField, Part, SLOField
-from autotune.score import Score
 from autotune.workload import Arrival, Workload
 from runtime.errors import InputError
 from runtime.knobs import Knobs
-from runtime.records import StepRecord
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures, StepModel
 
 TARGET_RATE = 12.0  # requests/s: enough of them in a few seconds of window for a share to mean something
-LOAD = 1.15
-"""Offered load of the search, in units of the saturated engine's. Below 1 most settings keep every promise and look alike;
-far above it the queue decides and they look alike again."""
+LOAD = 0.9
+"""Where the search for the rate begins, in units of the full engine's."""
 
 MOST_RATE = 300.0
 """Requests/s one Python process sends on time beside an engine in the same process."""
 
 _FEWEST_REQUESTS = 20
-
-KNEE = (0.55, 0.93)
-"""Attainment of the calibration's own guess at the rate where settings are compared: there is room above and below."""
+_SEEDS_TRIED = 8  # for each that is taken
 
 DEFAULT_SLO = SLO(ttft_ms=500, tpot_ms=50)
 _SMALLEST_MEAN_PROMPT, _SMALLEST_MEAN_OUTPUT, _MOST_SHRUNK_OUTPUT = 16, 8, 8
 _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 
 
-class StepCost(Part):
-    """Seconds of a step: ``base + per_prompt_token · prompt tokens + per_decode · decodes``."""
-
-    base: float
-    per_prompt_token: float
-    per_decode: float
-
-    def step(self, prompt_tokens: float, decodes: float) -> float:
-        return self.base + self.per_prompt_token * prompt_tokens + self.per_decode * decodes
-
-
 class Setup(Part):
     """What the calibration decided.
 
-    ``rate``: mean requests/s offered in the search; ``offered_rate``: what comes in its window; ``fitted``: where it begins;
-    ``most_rate``: more cannot be offered, see :func:`most_rate`.
+    ``rate``: mean requests/s at which settings are compared; ``offered_rate``: what comes in a window; ``fitted``: where the
+    search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the hardware while it serves,
+    in units of what the cost model says. ``validation_seeds``: those the hardware meets, in order;
+    ``simulated_seeds``: those of the long simulated loads, the first that of the search.
     """
 
     length_scale: float
@@ -67,6 +50,9 @@ class Setup(Part):
     offered_rate: float
     most_rate: float
     rate_from: Literal["user", "calibration"]
+    speed: float = 1.0
+    validation_seeds: tuple[int, ...] = ()
+    simulated_seeds: tuple[int, ...] = ()
     slo: SLOField
     slo_from: str
     fitted: KnobsField
@@ -99,20 +85,6 @@ def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:
     return list(workload.arrivals(seed, limit=count))
 
 
-def fit_steps(*groups: Sequence[StepRecord]) -> StepCost:
-    """Non-negative least squares over all groups; in each, steps above three medians (a hiccup of the machine) are left out.
-
-    Small steps and full ones belong into it together: full ones alone look much the same, and their base is anyone's guess.
-    """
-    kept: list[StepRecord] = []
-    for steps in groups:
-        middle = statistics.median(s.duration for s in steps) if steps else 0.0
-        kept += [s for s in steps if s.duration <= 3 * middle]
-    inputs = np.array([[1.0, s.prefill_tokens, s.decodes] for s in kept])
-    solution, _ = nnls(inputs, np.array([s.duration for s in kept]))
-    return StepCost(base=float(solution[0]), per_prompt_token=float(solution[1]), per_decode=float(solution[2]))
-
-
 def length_scale(prompt: float, output: float, per_prompt_token: float, per_output_token: float) -> float:
     """The largest power of two, at most 1, at which about ``TARGET_RATE`` requests/s can be served.
 
@@ -128,12 +100,12 @@ def length_scale(prompt: float, output: float, per_prompt_token: float, per_outp
     return min(scale, 1.0)
 
 
-def default_slo(cost: StepCost, mean_prompt: float) -> tuple[SLO, str]:
+def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:
     """TTFT 500 ms and TPOT 50 ms if the machine can, else both times the smallest round factor at which it can, and why.
 
     "Can": a step of 8 decodes takes at most half the TPOT target, and an average prompt beside them a quarter of the TTFT.
     """
-    decode, prompt = 1000 * cost.step(0, 8), 1000 * cost.step(mean_prompt, 8)
+    decode, prompt = (1000 * cost.predict(typical_step(8, n, mean_prompt)) for n in (0, round(mean_prompt)))
     need = max(2 * decode / (DEFAULT_SLO.tpot_ms or 1), 4 * prompt / (DEFAULT_SLO.ttft_ms or 1))
     factor = next((f for f in _NICE if f >= need), _NICE[-1])
     if factor == 1:
@@ -145,17 +117,28 @@ def default_slo(cost: StepCost, mean_prompt: float) -> tuple[SLO, str]:
     )
 
 
-def fitted_knobs(cost: StepCost, slo: SLO, rate: float, mean_output: float) -> Knobs:
+def fitted_knobs(
+    cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0, most: int = 8192
+) -> Knobs:
     """The calibration's own guess: as many slots as Little's law asks for, and the largest budget that leaves TPOT in SLO.
 
     Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two.
     """
     tpot = min((t for t in (slo.tpot_ms, slo.itl_ms) if t is not None), default=50.0) / 1000
     slots = _power_of_two(rate * mean_output * tpot * 0.8 + 2)
-    spare = 0.9 * tpot - cost.step(0, slots)
-    prompt_tokens = spare / cost.per_prompt_token if cost.per_prompt_token > 0 else 8192.0
-    budget = _power_of_two(max(16.0, slots + 1.0, min(prompt_tokens + slots, 8192.0)))
+    low, high = 16, most
+    while low < high:  # the largest prompt whose step beside a full batch keeps the target
+        middle = (low + high + 1) // 2
+        fits = cost.predict(typical_step(slots, middle, mean_context)) <= 0.9 * tpot
+        low, high = (middle, high) if fits else (low, middle - 1)
+    budget = min(most, _power_of_two(slots + low))
     return Knobs(max_batch_size=slots, max_wait_ms=0, token_budget=budget, chunk_size=budget)
+
+
+def typical_step(decodes: int, prompt_tokens: int, context: float) -> StepFeatures:
+    """A step of ``decodes`` that read ``context`` tokens each, and one fresh prompt."""
+    pairs = prompt_tokens * (prompt_tokens + 1) // 2
+    return StepFeatures(decodes, round(decodes * context), prompt_tokens, prompt_tokens, pairs, int(prompt_tokens > 0))
 
 
 def most_rate(workload: Workload, seed: int, seconds: float) -> float:
@@ -192,31 +175,37 @@ def comparison_rate(
     return rounded(math.sqrt(low * high))
 
 
+def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, window_s: float) -> list[int]:
+    """``count`` seeds from ``first`` on whose window comes nearest to the workload's mean in requests and in tokens.
+
+    A window of a few seconds may by luck be a third heavier or lighter than average; settings measured under seeds that
+    are all average can be compared although they have not met the same ones (stratification). Equally good: the lower.
+    """
+    loads = {}
+    for seed in range(first, first + _SEEDS_TRIED * count):
+        inside = [a for a in workload.arrivals(seed, duration=warmup_s + window_s) if a.time >= warmup_s]
+        loads[seed] = (len(inside), sum(a.prompt_tokens + a.output_tokens for a in inside))
+    requests = max(1.0, workload.rate * window_s)
+    tokens = max(
+        1.0,
+        requests * statistics.fmean(n for _, n in loads.values()) / statistics.fmean(k for k, _ in loads.values())
+        if any(k for k, _ in loads.values())
+        else 1.0,
+    )
+
+    def off(seed: int) -> tuple[float, int]:
+        met, brought = loads[seed]
+        return round(abs(met / requests - 1) + abs(brought / tokens - 1), 3), seed
+
+    return sorted(loads, key=off)[:count]
+
+
 def rounded(rate: float) -> float:
     """Three digits, downwards: rates are printed and must not exceed a bound by rounding."""
     if rate <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(rate)) - 2)
     return float(f"{math.floor(rate / unit * (1 + 1e-9)) * unit:.6g}")
-
-
-def next_rate(rate: float, score: Score, mean_output: float, known: Sequence[tuple[float, float]]) -> float | None:
-    """Another rate to try when ``score`` lies off the knee (see ``KNEE``), None when it lies on it.
-
-    ``known``: (rate, attainment) measured so far. Between a rate too low and one too high lies their geometric mean; from
-    above, what the engine did serve is the better guide.
-    """
-    low, high = KNEE
-    if low <= score.attainment <= high:
-        return None
-    over = [r for r, share in known if share < low]
-    under = [r for r, share in known if share > high]
-    if over and under and max(under) < min(over):
-        return math.sqrt(max(under) * min(over))
-    if score.attainment > high:
-        return rate * 1.4
-    served = max(score.goodput, 0.85 * min(rate, score.throughput / mean_output))
-    return rate * min(0.85, max(0.3, served / rate))
 
 
 def _power_of_two(value: float) -> int:

@@ -28,6 +28,19 @@ VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chu
 
 VLLM_LABEL = "vLLM defaults"
 
+OTHER_DEFAULTS: Mapping[str, Knobs] = {
+    # The same function of vLLM (EngineArgs, default sizes by device memory) below 70 GiB and on an A100.
+    "vLLM defaults, small GPU": Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048),
+    # SGLang ServerArgs: chunked-prefill-size 8192 from 35 to 160 GB of device memory, 2048 below; max-running-requests comes
+    # from the size of its KV pool, 2048 to 4096 on such a device.
+    "SGLang defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192 + 2048, chunk_size=8192),
+    "SGLang defaults, small GPU": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=2048 + 2048, chunk_size=2048),
+    # TensorRT-LLM LlmArgs: max_batch_size 2048, max_num_tokens 8192, enable_chunked_prefill off: a prompt goes in whole.
+    "TensorRT-LLM defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192, chunk_size=8192),
+}
+"""Defaults of other engines, as near as our knobs come: SGLang's chunk holds prompts only, so its budget is that and a full
+batch of decodes. Clamped to an engine's limits several of them are one and the same setting."""
+
 _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
 
 
@@ -87,6 +100,13 @@ class SearchSpace:
             low <= values[name] <= high for name, (low, high) in self.ranges.items()
         )
 
+    def allows(self, knobs: Knobs) -> bool:
+        """Whether ``knobs`` keep to what was asked for: pins, and ranges that are not our own."""
+        values = knobs.as_dict()
+        return all(values[name] == value for name, value in self.pinned.items() if name not in self.ours) and all(
+            low <= values[name] <= high for name, (low, high) in self.ranges.items() if name not in self.ours
+        )
+
     def as_dict(self) -> dict[str, object]:
         """For the study's identity."""
         return {
@@ -136,12 +156,16 @@ def make_space(limits: KnobLimits, pins: Iterable[str] = (), ranges: Iterable[st
 
 
 def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]]:
-    """What to try before the sampler proposes anything: vLLM's defaults, then ``fitted`` (from the calibration), half and double.
+    """What to try before the sampler proposes anything: the defaults of other engines, then ``fitted``, half and double.
 
-    The baseline is clamped to the engine's limits and otherwise tried as it is, outside pins and ranges too: it is
-    the yardstick, not a candidate.
+    Defaults are clamped to the engine's limits and otherwise tried as they are, outside pins and ranges too: they are
+    yardsticks, not candidates (:func:`is_yardstick`).
     """
-    points = [(VLLM_LABEL, space.limits.clamp(VLLM_DEFAULTS))]
+    points: list[tuple[str, Knobs]] = []
+    for label, knobs in {VLLM_LABEL: VLLM_DEFAULTS, **OTHER_DEFAULTS}.items():
+        clamped = space.limits.clamp(knobs)
+        if all(clamped != known for _, known in points):
+            points.append((label, clamped))
     for label, factor in (("fitted", 1.0), ("fitted × 2", 2.0), ("fitted / 2", 0.5)):
         scaled = {
             spec.name: _as(spec.name, value * factor) if spec.log else value
@@ -152,6 +176,11 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
         if all(knobs != known for _, known in points):
             points.append((label, knobs))
     return points
+
+
+def is_yardstick(label: str) -> bool:
+    """Whether a starting point of this label is another engine's default."""
+    return label == VLLM_LABEL or label in OTHER_DEFAULTS
 
 
 def _spec(name: str, option: str) -> KnobSpec:

@@ -7,7 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile
+from autotune.profiling.choice import refuted
 from autotune.profiling.points import pareto
 from runtime.knobs import KNOBS
 
@@ -44,7 +46,9 @@ def table(profile: Profile, width: int = 120) -> Table:
     for spec in KNOBS:
         drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
     drawn.add_column("│")
-    for title in ("in SLO", "req/s", *(("tok/s",) if wide else ()), "TTFT p99", "TPOT p99"):
+    price = profile.price_per_hour
+    priced = () if price is None else ("per M tok",)
+    for title in ("in SLO", "req/s", *(("tok/s",) if wide else ()), *priced, "TTFT p99", "TPOT p99"):
         drawn.add_column(title, justify="right", no_wrap=True)
     drawn.add_column("", no_wrap=True)
     for label, point, mark in rows(profile):
@@ -55,6 +59,7 @@ def table(profile: Profile, width: int = 120) -> Table:
             f"{point.attainment * 100:.0f}%{interval}",
             f"{point.goodput.mean:.1f} ± {(point.goodput.high - point.goodput.low) / 2:.1f}",
             *((f"{point.throughput.mean:.0f}",) if wide else ()),
+            *(() if price is None else (_cost(price, point),)),
             _ms(point.ttft_p99_ms),
             _ms(point.tpot_p99_ms),
         ]
@@ -66,20 +71,22 @@ def table(profile: Profile, width: int = 120) -> Table:
 def show(profile: Profile, console: Console) -> None:
     """The table, how it was measured, and the verdict."""
     first = rows(profile)[0][1]
-    runs = len(first.seeds)
+    counts = sorted({len(point.seeds) for _, point, _ in rows(profile)})
+    fresh = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     how = {
-        "validation": f"{runs} fresh seed{'s' if runs != 1 else ''} a row"
+        "validation": f"{fresh} run{'s' if counts != [1] else ''} a row, under fresh seeds"
         + (
             " (a trace brings the same arrivals under every seed, only other tokens)"
             if ":" in profile.workload.spec
             else ""
         ),
         "search": "the search's own seed, not validated",
+        "simulation": "simulated, not measured",
     }
     console.print()
     console.print(table(profile, console.width))
     console.print(
-        f"req/s: those in SLO, of the {first.offered_rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those in SLO, of about {profile.workload.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
@@ -91,7 +98,32 @@ def show(profile: Profile, console: Console) -> None:
             f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
             style="yellow",
         )
+    if profile.confidence is not None:
+        console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
+    if (text := cheapest(profile)) is not None:
+        console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def _cost(price_per_hour: float, point: Point) -> str:
+    cost = per_million(price_per_hour, point.throughput.mean)
+    return "–" if cost is None else money(cost)
+
+
+def cheapest(profile: Profile) -> str | None:
+    """The cheapest setting that holds the SLO, in a sentence; None without a price or such a setting."""
+    if profile.price_per_hour is None:
+        return None
+    tried = profile.capacity.tried if profile.capacity is not None else ()
+    held = [p for p in (*(point for _, point, _ in rows(profile)), *tried) if not refuted(p, profile.slo)]
+    best = max(held, key=lambda p: p.throughput.mean, default=None)
+    cost = None if best is None else per_million(profile.price_per_hour, best.throughput.mean)
+    if best is None or cost is None:
+        return f"at {money(profile.price_per_hour)} per hour, no setting measured here holds the SLO"
+    return (
+        f"cheapest that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
+    )
 
 
 def _ms(value: float | None) -> str:

@@ -1,53 +1,96 @@
-"""How long things may take. A budget is time, not trials: a busy machine gets fewer trials and still ends on time."""
+"""How long things may take. A budget is time, not trials: a busy machine gets fewer measurements and still ends on time.
+
+Time of the hardware and time of simulating are kept apart. On a live engine both are seconds of the same clock, one after
+the other; on a simulated one the hardware's time is virtual, and what the host takes to simulate is none of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from runtime.clock import Clock
 
-CALIBRATION, SEARCH, VALIDATION = 0.2, 0.46, 0.22  # of the budget; the rest is for the capacity and for slack
-_RUNS = 23  # measurements the windows are sized for
+CALIBRATION, SIMULATION, VALIDATION, CAPACITY = 0.2, 0.2, 0.38, 0.14  # of the budget; the rest is slack
+_RUNS = 9  # validating measurements the windows are sized for
 _SHORTEST_RUN, _LONGEST_RUN = 2.0, 40.0
-_UNBOUNDED_RUN = 6.0  # s a measurement when trials are counted instead
-SATURATE_S = 4.0
+_UNBOUNDED_RUN = 6.0  # s a measurement when settings are counted instead
+_LONGEST_CALIBRATION = 90.0  # s; more rounds teach nothing new
+_LONGEST_SIMULATING = 240.0  # s; hundreds of trials are done by then on any machine
+CALIBRATE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of each part; ``search_end`` and the like are shares of what the whole study may spend (None: no bound)."""
+    """Seconds of each part. ``budget_s`` None: no bound on the hardware; ``simulate_s`` None: none on simulating."""
 
     budget_s: float | None
     window_s: float
     warmup_s: float
-    saturate_s: float
+    calibrate_s: float
+    simulate_s: float | None = None
 
     @classmethod
     def of(cls, budget_s: float | None) -> Schedule:
         """Windows from the budget: a measurement is warm-up, window and about as much drain as warm-up."""
-        run = _UNBOUNDED_RUN
+        run, calibrate, simulate = _UNBOUNDED_RUN, CALIBRATE_S, None
         if budget_s is not None:
-            run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * 0.95 / _RUNS))
-        saturate = SATURATE_S if budget_s is None else min(20.0, max(1.0, budget_s * CALIBRATION / 8))
-        return cls(budget_s, window_s=round(run * 0.7, 2), warmup_s=round(run * 0.15, 2), saturate_s=round(saturate, 2))
+            run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * VALIDATION / _RUNS))
+            calibrate = min(_LONGEST_CALIBRATION, budget_s * CALIBRATION * 0.8)  # a slow machine takes longer
+            simulate = min(_LONGEST_SIMULATING, budget_s * SIMULATION)
+        return cls(
+            budget_s,
+            window_s=round(run * 0.7, 2),
+            warmup_s=round(run * 0.15, 2),
+            calibrate_s=round(calibrate, 2),
+            simulate_s=simulate,
+        )
 
-    def until(self, share: float) -> float | None:
-        """Seconds after which a stage ending at ``share`` of the budget is over."""
-        return None if self.budget_s is None else self.budget_s * share
+    def until(self, *shares: float) -> float | None:
+        """Seconds of hardware after which stages of these ``shares`` of the budget are over."""
+        return None if self.budget_s is None else self.budget_s * sum(shares)
 
 
 class Meter:
-    """Time spent on a study, over all the sessions that worked on it, and how long a measurement takes."""
+    """Time spent on a study, over all the sessions that worked on it, and how long a measurement takes.
 
-    def __init__(self, clock: Clock, spent_before: float) -> None:
-        self._clock = clock
-        self._begun = clock.now()
-        self._before = spent_before
+    ``hardware_s``: seconds during which the hardware was held, by its own clock; ``simulating_s``: of the host's.
+    """
+
+    def __init__(self, clock: Clock, host: Clock, hardware_s: float = 0.0, simulating_s: float = 0.0) -> None:
+        self._clock, self._host = clock, host
+        self._hardware, self._simulating = hardware_s, simulating_s
+        self._since: float | None = None
         self._runs: list[float] = []
 
+    @contextmanager
+    def hardware(self) -> Iterator[None]:
+        """Count what passes inside as time of the hardware."""
+        self._since = self._clock.now()
+        try:
+            yield
+        finally:
+            self._hardware += self._clock.now() - self._since
+            self._since = None
+
+    @contextmanager
+    def simulating(self) -> Iterator[None]:
+        """Count what passes inside as time of simulating."""
+        begun = self._host.now()
+        try:
+            yield
+        finally:
+            self._simulating += self._host.now() - begun
+
     @property
-    def spent(self) -> float:
-        return self._before + self._clock.now() - self._begun
+    def hardware_s(self) -> float:
+        running = 0.0 if self._since is None else self._clock.now() - self._since
+        return self._hardware + running
+
+    @property
+    def simulating_s(self) -> float:
+        return self._simulating
 
     def took(self, seconds: float) -> None:
         self._runs.append(seconds)
@@ -59,4 +102,4 @@ class Meter:
 
     def fits(self, end: float | None, guess: float) -> bool:
         """Whether one more measurement ends before ``end`` (half of it may stick out)."""
-        return end is None or self.spent + self.typical(guess) / 2 < end
+        return end is None or self.hardware_s + self.typical(guess) / 2 < end

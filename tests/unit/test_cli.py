@@ -14,7 +14,9 @@ from rich.console import Console
 from autotune import __version__
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
-from autotune.cli.profile import NEXT, _stem, seconds
+from autotune.cli.budget import seconds
+from autotune.cli.profile import _stem
+from autotune.cli.profiled import NEXT
 from autotune.profile import save_profile
 from autotune.profiling.table import rows, show, table
 from runtime.errors import InputError

@@ -1,0 +1,92 @@
+"""The end of ``autotune profile``: the files, the table, and how it went."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.files import Files
+from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, save_profile, write_whole
+from autotune.profiling.assemble import assemble, sidecar
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.fingerprint import software
+from autotune.profiling.space import VLLM_DEFAULTS
+from autotune.profiling.table import show
+from autotune.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from runtime.llm.engine import Engine
+
+NEXT = (
+    ("report", "{}", "pictures, in your browser"),
+    ("export", "{} --to vllm", "take the settings along"),
+    ("check", "{}", "is it still true?"),
+)
+"""What to do with a profile: verb, its arguments, what it does."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled. ``spec``: the workload as it was written; ``price``: of the machine, per hour."""
+
+    engine: Engine
+    model: ModelFacts
+    machine: Machine
+    spec: str
+    price: float | None
+
+
+def finish(
+    found: Findings, question: Question, files: Files, subject: Subject, console: Console, command: str, as_json: bool
+) -> int:
+    """Write the profile and its sidecar, show the table, and say how it went."""
+    engine = subject.engine
+    made = assemble(
+        found,
+        question,
+        name=files.profile.stem,
+        command=command,
+        spec=subject.spec,
+        machine=subject.machine,
+        software=software(),
+        engine=EngineFacts(
+            name="autotune-runtime",
+            version=__version__,
+            kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
+            limits=engine.limits,
+            prefix_cache=True,
+        ),
+        model=subject.model,
+        baseline=engine.limits.clamp(VLLM_DEFAULTS),
+        points_file=files.points,
+        price_per_hour=subject.price,
+    )
+    write_whole(files.points, sidecar(found))
+    save_profile(made, files.profile)
+    if as_json:
+        shape = {
+            "file": str(files.profile),
+            "status": made.status,
+            "slo_met": made.slo_met,
+            "profile": made.model_dump(mode="json"),
+        }
+        print(json.dumps(shape))
+    show(made, console)
+    if found.stopped:
+        done, planned = found.validated
+        count = f"{done} of {planned} validated" if done else f"{len(found.simulated)} simulated, none validated"
+        console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
+        return INTERRUPTED
+    console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
+    for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
+        step = f"autotune {verb} {arguments.format(files.profile)}"
+        console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
+    longer = "the same command with --fresh --budget 10m"
+    console.print(
+        f"{'':<7}  {longer:<44} longer windows, narrower intervals", highlight=False, markup=False, soft_wrap=True
+    )
+    return DONE if made.slo_met else FELL_SHORT

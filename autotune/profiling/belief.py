@@ -1,0 +1,144 @@
+"""What is believed of every finalist once some of them were measured: the simulation, corrected by how far off it was.
+
+Each measurement has a *twin*, the simulation of the very same requests. Their difference d leaves out the luck of the
+arrivals, which is most of the noise of a short window. The truth about setting x is taken to be
+
+    goodput(x) = simulated(x) + μ + δ(x),     d = μ + δ(x) + ε,    ε ~ N(0, σ²),    δ ~ GP(0, τ² k),
+
+with one error μ common to all, and an error δ that settings share the more alike they behave in the simulation (the
+discrepancy of Kennedy and O'Hagan, J. R. Stat. Soc. B 63, 2001). σ comes from repeats, τ from the spread of d (its
+marginal likelihood). What to measure next is told by the knowledge gradient for correlated beliefs (Frazier, Powell and
+Dayanik, INFORMS J. Comput. 21, 2009): the goodput by which one more measurement is expected to improve the choice.
+
+Everything is in shares of the offered rate; the same inputs give the same numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.floating[Any]]
+
+_COMMON = 0.25  # sd of μ: the simulator may be off by a quarter, the same for all
+_SCALES = np.geomspace(0.003, 0.2, 18)  # candidates for τ
+_USUAL = 0.03  # τ and σ are around here unless the measurements say otherwise
+_LENGTH = 1.0  # octaves of simulated behaviour over which errors are shared
+_DRAWS = 4096
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
+
+
+class Observation(NamedTuple):
+    """A measurement of finalist number ``finalist``: measured − simulated goodput, as a share of the offered rate."""
+
+    finalist: int
+    difference: float
+
+
+class Sureness(NamedTuple):
+    """``best``: probability that the choice is the best of those measured; ``regret``: what it is expected to fall short."""
+
+    best: float
+    regret: float
+
+
+class Belief:
+    """Beliefs about finalists with simulated goodput ``simulated`` (shares) and simulated ``behaviour`` (rows, in octaves).
+
+    ``quantum``: the share one request makes, below which no noise is believed.
+    """
+
+    def __init__(self, simulated: Sequence[float], behaviour: Sequence[Sequence[float]], quantum: float) -> None:
+        self._prior = np.asarray(simulated, dtype=float)
+        rows = np.asarray(behaviour, dtype=float)
+        squares = ((rows[:, None, :] - rows[None, :, :]) ** 2).sum(axis=2)
+        self._alike: Vector = np.exp(-squares / (2 * _LENGTH**2))
+        self._quantum = quantum
+        self.observations: list[Observation] = []
+        self.mean: Vector = self._prior.copy()
+        self._cov: Vector = self._covariance(_USUAL)
+        self.noise = _USUAL
+        self.error = _USUAL
+
+    def observe(self, observation: Observation) -> None:
+        self.observations.append(observation)
+        self.noise = self._noise()
+        index = np.array([o.finalist for o in self.observations])
+        found = np.array([o.difference for o in self.observations])
+        self.error = self._scale(index, found)
+        prior = self._covariance(self.error)
+        seen = prior[np.ix_(index, index)] + self.noise**2 * np.eye(len(index))
+        gain = np.linalg.solve(seen, prior[index]).T
+        self.mean = self._prior + gain @ found
+        self._cov = prior - gain @ prior[index]
+
+    @property
+    def measured(self) -> list[int]:
+        return sorted({o.finalist for o in self.observations})
+
+    def choice(self) -> int:
+        """The best of those measured, by what is believed now."""
+        return max(self.measured, key=lambda i: self.mean[i])
+
+    def next(self, allowed: Sequence[int]) -> tuple[int, float]:
+        """Which of ``allowed`` to measure next, and the share by which that is expected to improve the choice."""
+        gains = {k: self._gain(k) for k in allowed}
+        best = max(gains, key=gains.__getitem__)
+        return best, gains[best]
+
+    def sureness(self, choice: int) -> Sureness:
+        """Of ``choice`` among those measured, by draws from the belief (the same draws each time)."""
+        kept = self.measured
+        cov = self._cov[np.ix_(kept, kept)] + 1e-12 * np.eye(len(kept))
+        draws = np.random.default_rng(0).multivariate_normal(self.mean[kept], cov, size=_DRAWS, method="eigh")
+        mine = draws[:, kept.index(choice)]
+        best = draws.max(axis=1)
+        return Sureness(float((mine >= best - self._quantum / 10).mean()), float((best - mine).mean()))
+
+    def _gain(self, k: int) -> float:
+        """The knowledge gradient of measuring ``k``: the expected rise of the best of what is measured then."""
+        among = sorted({*self.measured, k})
+        moved = self._cov[among, k] / np.sqrt(self._cov[k, k] + self.noise**2)
+        after = (self.mean[among][:, None] + moved[:, None] * _NODES[None, :]).max(axis=0)
+        now = max((self.mean[i] for i in self.measured), default=-np.inf)
+        return float(after @ _WEIGHTS / _WEIGHTS.sum() - now)
+
+    def _covariance(self, error: float) -> Vector:
+        return _COMMON**2 + error**2 * self._alike
+
+    def _noise(self) -> float:
+        """σ from repeats of one setting, with the weight of one repeat on what is usual."""
+        groups: Mapping[int, list[float]] = defaultdict(list)
+        for o in self.observations:
+            groups[o.finalist].append(o.difference)
+        squares = sum((d - statistics.fmean(g)) ** 2 for g in groups.values() for d in g)
+        freedom = sum(len(g) - 1 for g in groups.values())
+        return float(max(self._quantum / 2, ((_USUAL**2 + squares) / (1 + freedom)) ** 0.5))
+
+    def _scale(self, index: NDArray[np.intp], found: Vector) -> float:
+        """τ: mean under its posterior, a log-normal prior around the usual times the marginal likelihood of ``found``."""
+        logs = []
+        for error in _SCALES:
+            seen = self._covariance(error)[np.ix_(index, index)] + self.noise**2 * np.eye(len(index))
+            _, size = np.linalg.slogdet(seen)
+            logs.append(-0.5 * (size + found @ np.linalg.solve(seen, found)) - 0.5 * np.log(error / _USUAL) ** 2)
+        weights = np.exp(np.array(logs) - max(logs))
+        return float(weights @ _SCALES / weights.sum())
+
+
+def repeat_noise(runs: Sequence[tuple[object, float]]) -> float | None:
+    """Coefficient of variation between runs that were alike (equal keys), pooled; None where nothing was repeated."""
+    groups: dict[object, list[float]] = defaultdict(list)
+    for key, value in runs:
+        groups[key].append(value)
+    repeated = [g for g in groups.values() if len(g) > 1 and statistics.fmean(g) > 0]
+    freedom = sum(len(g) - 1 for g in repeated)
+    if not freedom:
+        return None
+    squares = sum((v / statistics.fmean(g) - 1) ** 2 for g in repeated for v in g)
+    return float((squares / freedom) ** 0.5)

@@ -1,0 +1,66 @@
+"""The capacity: the highest rate at which the recommended setting keeps the SLO's share, simulated first, then measured."""
+
+from __future__ import annotations
+
+from autotune.profile_parts import Capacity
+from autotune.profiling.choice import highest_held, refuted
+from autotune.profiling.points import point
+from autotune.profiling.setup import Setup, rounded
+from autotune.profiling.stages.context import Context
+from autotune.profiling.timing import CALIBRATION, CAPACITY, VALIDATION
+from runtime.knobs import Knobs
+
+_CHECKS = 3
+_PRECISION = 1.03
+_RANGE = 12.0  # the capacity is looked for down to that fraction of the comparison's rate
+
+
+def find_capacity(context: Context, setup: Setup) -> None:
+    """Into ``context.found.capacity``."""
+    found, question = context.found, context.question
+    choice = found.settings()["balanced"]
+    if question.rate is not None:
+        kept = None if refuted(choice.point, setup.slo) else choice.point.rate
+        found.capacity = Capacity(knobs=choice.knobs, rate=kept, tried=(choice.point,))
+        return
+    context.reporter.stage("capacity")
+    tried = [choice.point]
+    held, rate = highest_held(tried, setup.slo)
+    found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
+    with context.meter.simulating():
+        rate = simulated_capacity(context, setup, choice.knobs) or rate
+    end = context.schedule.until(CALIBRATION, VALIDATION, CAPACITY)
+    for number in range(_CHECKS):
+        if number and not context.meter.fits(end, context.run_guess):
+            break
+        rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
+        if any(p.rate == rate for p in tried):
+            break
+        run = context.measured("capacity", choice.point.label, choice.knobs, setup, rate, question.seed + 101 + number)
+        if run is None:
+            break
+        tried.append(point([run]))
+        held, rate = highest_held(tried, setup.slo)
+        found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
+        note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
+        context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
+    context.reporter.stage_done(f"{len(tried) - 1} rates", "" if held is None else f"about {held:.3g} req/s")
+
+
+def simulated_capacity(context: Context, setup: Setup, knobs: Knobs) -> float | None:
+    """The highest rate, to 3%, at which ``knobs`` keep the SLO's share in simulation; None if at none in reach."""
+    simulator, seed = context.simulator(setup), context.question.seed + 2001
+
+    def kept(rate: float) -> bool:
+        context.check()
+        return simulator.long(knobs, rate, seed).attainment >= setup.slo.attainment
+
+    low, high = setup.rate / _RANGE, min(setup.rate * 1.3, setup.most_rate)
+    if kept(high):
+        return high
+    if not kept(low):
+        return None
+    while high / low > _PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if kept(middle) else (low, middle)
+    return low

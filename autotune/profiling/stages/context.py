@@ -1,0 +1,110 @@
+"""What every stage works with, and the one way it measures: on the hardware, once, kept in the study at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.profile_parts import ModelFacts
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.points import Run, Stage
+from autotune.profiling.reporting import Reporter
+from autotune.profiling.setup import Setup
+from autotune.profiling.simulator import EngineShape, Simulator
+from autotune.profiling.study import SweepStudy
+from autotune.profiling.timing import Meter, Schedule
+from runtime.clock import Clock
+from runtime.knobs import Knobs
+
+
+@dataclass
+class Context:
+    """One session's engine, question, study and what it has found so far."""
+
+    engine: Served
+    model: ModelFacts
+    question: Question
+    study: SweepStudy
+    reporter: Reporter
+    schedule: Schedule
+    meter: Meter
+    clock: Clock  # the hardware's
+    host: Clock
+    found: Findings
+    stop: Callable[[], bool]
+
+    def check(self) -> None:
+        """Raise :class:`Interrupted` if somebody asked to stop."""
+        if self.stop():
+            raise Interrupted("interrupted")
+
+    def keep_time(self) -> None:
+        self.study.put("spent", {"hardware_s": self.meter.hardware_s, "simulating_s": self.meter.simulating_s})
+
+    def simulator(self, setup: Setup) -> Simulator:
+        """Of ``setup``'s load on this engine, by the cost model found."""
+        assert self.found.cost is not None
+        shape = EngineShape.of(self.engine)
+        return Simulator.of(self.found.cost, shape, self.question.workload, setup, self.model.vocab_size)
+
+    @property
+    def run_guess(self) -> float:
+        """Seconds a measurement takes, before one has been made."""
+        return self.schedule.window_s + 2 * self.schedule.warmup_s
+
+    def measured(
+        self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int, repeat: int = 0
+    ) -> Run | None:
+        """A measurement on the hardware: from the study if it is there, None if it failed.
+
+        ``repeat`` tells apart measurements of one setting under one rate and seed.
+        """
+        key = f"run/{stage}/{knobs}/{rate:g}/{seed}/{repeat}"
+        self.check()
+        try:
+            found = self.study.measured(
+                key,
+                lambda: self._measure(stage, label, knobs, setup, rate, seed).model_dump(mode="json"),
+                stop=self.stop,
+            )
+        except Interrupted:
+            raise
+        except EvaluationError as error:
+            self.found.unmeasured.append((stage, knobs, str(error)))
+            self.reporter.note(f"{stage} of {knobs} failed: {error}")
+            return None
+        self.keep_time()
+        run = Run.model_validate(found)
+        if run not in self.found.runs:  # asked for again
+            self.found.runs.append(run)
+        return run
+
+    def recall(self) -> None:
+        """Have in ``found`` what an earlier session measured and this one has not come to."""
+        for key, stored in self.study.measurements.results():
+            if key.startswith("run/") and (run := Run.model_validate(stored)) not in self.found.runs:
+                self.found.runs.append(run)
+
+    def _measure(self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int) -> Run:
+        begun = self.clock.now()
+        serial = self.study.count("measurements")
+        load = setup.model_copy(update={"rate": rate}).apply(self.question.workload)
+        with self.meter.hardware():
+            found = evaluate(
+                self.engine,
+                knobs,
+                load,
+                setup.slo,
+                vocab_size=self.model.vocab_size,
+                seed=seed,
+                duration=setup.window_s,
+                warmup=setup.warmup_s,
+                prompt_seed=(self.question.seed << 20) + serial,  # other tokens each time: no prefix of an earlier run
+                label=f"{stage}-{serial}",
+                stop=self.stop,
+                clock=self.clock,
+            )
+        self.meter.took(self.clock.now() - begun)
+        found = found.model_copy(update={"rate": rate})  # as asked, to the last digit: runs are compared by it
+        return Run(stage=stage, label=label, trial=-1, score=found)

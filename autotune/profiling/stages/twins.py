@@ -1,0 +1,21 @@
+"""The simulation of everything that was measured, by the cost model as it was fitted: how far to trust it, seen by anyone."""
+
+from __future__ import annotations
+
+import contextlib
+
+from autotune.evaluate import EvaluationError
+from autotune.profiling.stages.context import Context
+
+
+def simulate_twins(context: Context) -> None:
+    """Into ``context.found.twins``, one for each run on the hardware. Not corrected by what validation taught."""
+    found = context.found
+    if found.setup is None or found.cost is None:
+        return
+    simulator = context.simulator(found.setup.model_copy(update={"speed": 1.0}))
+    found.twins = []
+    with context.meter.simulating():
+        for run in found.runs:
+            with contextlib.suppress(EvaluationError):
+                found.twins.append(simulator.twin(run))

@@ -1,0 +1,226 @@
+"""The validating stage: measurements on the hardware, each where it is expected to improve the choice the most.
+
+The noise of the hardware is measured first, by repeating one setting. Then the settings people will look at, once each;
+then whatever the belief (:mod:`autotune.profiling.belief`) has most to gain from, until nothing is worth a measurement
+or the time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from autotune.evaluate import EvaluationError
+from autotune.profile_parts import Confidence
+from autotune.profiling.belief import Belief, Observation, repeat_noise
+from autotune.profiling.choice import GIVE_UP, alike, latency
+from autotune.profiling.points import Run
+from autotune.profiling.setup import Setup, rounded
+from autotune.profiling.stages.context import Context
+from autotune.profiling.stages.simulating import Finalist, baseline_of, finalists, moved
+from autotune.profiling.timing import CALIBRATION, VALIDATION
+from runtime.slo import SLO
+
+WORTH = 0.001
+"""Share of goodput a measurement must be expected to gain to be made."""
+
+OFF_BY = 0.12
+"""Share of promises by which hardware and simulation may differ before the rate is put right."""
+
+_MOST_RUNS, _MOVES = 24, 2
+_SPEEDS, _BISECTIONS = (0.3, 3.0), 7
+
+
+def validate(context: Context, setup: Setup) -> None:
+    """Measure; what is expected of each setting, the confidence and the rate, put right, go into ``context.found``."""
+    context.reporter.stage("validating")
+    finals = finalists(context, setup)
+    first: Run | None = None
+    for _ in range(_MOVES):
+        first = _measure(context, setup, best_of(finals, setup.slo), 0, noisy=True)
+        speed = None if first is None else _speed(context, setup, first)
+        if speed is None:
+            break
+        rate = rounded(min(setup.rate * speed / setup.speed, setup.most_rate))
+        context.reporter.note(
+            f"the hardware serves {speed / setup.speed - 1:+.0%} against the simulation: comparing at {rate:.3g} req/s"
+        )
+        setup = context.found.setup = moved(context, setup.model_copy(update={"rate": rate, "speed": speed}))
+        finals = finalists(context, setup)
+    _Race(context, setup, finals).run()
+
+
+class _Race:
+    """Measures finalists of one comparison and keeps what is believed of them."""
+
+    def __init__(self, context: Context, setup: Setup, finals: list[Finalist]) -> None:
+        self._context, self._setup, self._finals = context, setup, finals
+        self._simulator = context.simulator(setup)
+        self._belief = Belief(
+            [f.point.attainment for f in finals],
+            [_behaviour(f) for f in finals],
+            quantum=1 / max(1.0, setup.offered_rate * setup.window_s),
+        )
+        self._opening = self._first_looks()
+        self._noisy = self._opening[0]
+        self._counts: Counter[int] = Counter()
+        self._failed: dict[int, str] = {}
+
+    def run(self) -> None:
+        context = self._context
+        end = context.schedule.until(CALIBRATION, VALIDATION)
+        try:
+            while (index := self._next(end)) is not None:
+                self._observe(index)
+                self._show(end)
+        finally:
+            self._conclude()
+        if not self._belief.observations and self._failed:
+            raise EvaluationError(next(iter(self._failed.values())))
+        done, _ = context.found.validated
+        context.found.validated = (done, done)
+        context.reporter.stage_done(f"{done}/{done}", self._note())
+
+    def _first_looks(self) -> list[int]:
+        """The best twice; the yardstick; the most headroom and the most throughput, where they are others."""
+        finals, slo, trials = self._finals, self._setup.slo, self._context.question.trials
+        best = finals.index(best_of(finals, slo))
+        shares = [f.point.attainment for f in finals]
+        good = [i for i, share in enumerate(shares) if share >= (1 - GIVE_UP) * shares[best]]
+        quick = min(good, key=lambda i: (latency(finals[i].point, slo), -shares[i]))
+        full = max(range(len(finals)), key=lambda i: (finals[i].point.throughput.mean, shares[i]))
+        yardstick = baseline_of(finals)
+        order = [best] if yardstick is None else [best, finals.index(yardstick)]
+        for index in (quick, full):
+            if not any(alike(finals[index].knobs, finals[known].knobs) for known in order):
+                order.append(index)
+        order = list(dict.fromkeys(order))[:trials]
+        return [order[0], *order]
+
+    def _next(self, end: float | None) -> int | None:
+        context, done = self._context, self._counts.total()
+        if done >= _MOST_RUNS or (done >= 2 and not context.meter.fits(end, context.run_guess)):
+            return None
+        if self._opening:
+            return self._opening.pop(0)
+        trials = context.question.trials
+        full = trials is not None and len(self._counts) >= trials
+        allowed = [i for i in range(len(self._finals)) if i not in self._failed and (i in self._counts or not full)]
+        if not self._belief.observations or not allowed:
+            return None
+        index, gain = self._belief.next(allowed)
+        return index if gain >= WORTH else None
+
+    def _observe(self, index: int) -> None:
+        """One more measurement of a finalist, and its twin."""
+        if index in self._failed:
+            return
+        final, number = self._finals[index], self._counts[index]
+        run = _measure(self._context, self._setup, final, number, noisy=index == self._noisy)
+        self._counts[index] += 1
+        if run is None:
+            self._failed[index] = self._context.found.unmeasured[-1][2]
+            return
+        with self._context.meter.simulating():
+            twin = self._simulator.twin(run)
+        difference = run.score.attainment - twin.score.attainment
+        self._belief.observe(Observation(index, difference))
+
+    def _conclude(self) -> None:
+        """What is believed and how sure it is, as far as it has come."""
+        found, belief = self._context.found, self._belief
+        if not belief.observations:
+            return
+        found.expected = {self._finals[i].knobs: float(belief.mean[i]) for i in belief.measured}
+        allowed = [i for i in belief.measured if self._context.question.space.allows(self._finals[i].knobs)]
+        choice = max(allowed or belief.measured, key=lambda i: belief.mean[i])
+        sure = belief.sureness(choice)
+        measured = [
+            ((run.knobs, run.score.seed), run.score.goodput)
+            for run in found.runs
+            if run.stage == "validation" and run.score.rate == self._setup.rate
+        ]
+        noise = repeat_noise(measured)
+        found.confidence = confidence(sure.best, sure.regret, noise, belief.noise, len(belief.measured))
+
+    def _show(self, end: float | None) -> None:
+        context, done = self._context, self._counts.total()
+        planned = done + len(self._opening) + (0 if self._opening else 1)
+        left = len(self._opening) * context.meter.typical(context.run_guess)
+        share = done / max(1, planned)
+        if end is not None:
+            room = end - context.meter.hardware_s
+            planned = done + max(len(self._opening), int(room / context.meter.typical(context.run_guess)))
+            left = max(0.0, room)
+            share = done / max(1, planned)
+        planned = min(planned, _MOST_RUNS)
+        context.found.validated = (done, planned)
+        context.reporter.progress(min(1.0, share), f"{done}/{planned}", self._note(), left)
+
+    def _note(self) -> str:
+        """The best so far, as it measured."""
+        if not self._belief.observations:
+            return ""
+        knobs = self._finals[self._belief.choice()].knobs
+        mine = next(p for p in self._context.found.comparable() if p.knobs == knobs).goodput
+        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
+
+
+def confidence(best: float, regret: float, noise: float | None, believed_noise: float, measured: int) -> Confidence:
+    """The figures and the sentence. ``noise`` None: nothing was repeated."""
+    told = believed_noise if noise is None else noise
+    repeats = "nothing was measured twice" if noise is None else f"runs of one setting differ by {told:.1%}"
+    regret = max(0.0, regret)
+    if measured == 1:
+        sentence = f"{repeats}; the recommended setting is the only one measured"
+    else:
+        sentence = (
+            f"{repeats}; of {measured} settings measured the recommended one is the best with a probability of "
+            f"{best:.0%}, and is expected to serve {regret:.1%} less than the best of them"
+        )
+    return Confidence(noise=round(told, 5), best=round(best, 4), regret=round(regret, 5), sentence=sentence)
+
+
+def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
+    """By simulation: most in SLO, of equals the quicker."""
+    return max(finals, key=lambda f: (f.point.attainment, -latency(f.point, slo)))
+
+
+def _measure(context: Context, setup: Setup, final: Finalist, number: int, *, noisy: bool) -> Run | None:
+    """Measurement ``number`` of a setting: each under the next seed, but for the second of a ``noisy`` one, a repeat."""
+    seeds = setup.validation_seeds
+    again = noisy and number == 1
+    place = 0 if again else number - (noisy and number > 1)
+    repeat = 1 if again else place // len(seeds) * 2
+    return context.measured(
+        "validation", final.label, final.knobs, setup, setup.rate, seeds[place % len(seeds)], repeat
+    )
+
+
+def _speed(context: Context, setup: Setup, run: Run) -> float | None:
+    """How fast the hardware is, in units of the cost model's machine, if it is so far off that the rate is wrong; else None.
+
+    By bisection: the speed at which the simulation of the same requests keeps as many promises.
+    """
+    if context.question.rate is not None:
+        return None
+    with context.meter.simulating():
+        here = context.simulator(setup).twin(run).score.attainment
+        if abs(here - run.score.attainment) <= OFF_BY:
+            return None
+        low, high = _SPEEDS
+        for _ in range(_BISECTIONS):
+            context.check()
+            middle = math.sqrt(low * high)
+            moved_setup = setup.model_copy(update={"speed": middle})
+            share = context.simulator(moved_setup).twin(run).score.attainment
+            low, high = (middle, high) if share < run.score.attainment else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _behaviour(final: Finalist) -> list[float]:
+    """How a setting behaves in the simulation, in octaves: settings that behave alike are mispredicted alike."""
+    p = final.point
+    values = (p.ttft_p50_ms, p.ttft_p99_ms, p.tpot_p50_ms, p.tpot_p99_ms, final.tokens, final.running)
+    return [math.log2(max(v, 1e-3)) if v is not None else 20.0 for v in values]
