@@ -70,6 +70,8 @@ class StepDriver:
         self._engine.set_knobs(limits.clamp(Knobs(limits.max_batch_size, 0, budget, chunk)))
 
     def _send(self, length: int, output: int) -> str:
+        if self._script is None:
+            raise Interrupted("interrupted")  # while the script was at work
         self._disturbed.add(len(self._records))
         self._count += 1
         name = f"calibration-{self._count}"

@@ -59,7 +59,7 @@ class StepPlan:
         self._pool = int(engine.kv_tokens * 0.9)
         self._output = max(1, min(_OUTPUT, driver.room // 4))
         self._longest = max(1, driver.room - self._output)
-        self._piece = min(512, self._budget)
+        self._piece = 0
         self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0)
 
     def pilot(self) -> Script:
@@ -69,7 +69,8 @@ class StepPlan:
 
     def anchor(self) -> Script:
         """The same few decodes whenever it is run."""
-        yield from self._filled([min(n, self._longest) for n in _ANCHOR[: max(1, self._fit(len(_ANCHOR), _ANCHOR[0]))]])
+        batch = max(1, self._fit(len(_ANCHOR), _ANCHOR[0]))
+        yield from self._filled([min(n, self._longest) for n in _ANCHOR[:batch]], sum(_ANCHOR))
         for _ in range(ANCHOR_STEPS):
             yield
 
@@ -132,9 +133,9 @@ class StepPlan:
 
     # -- scripts ------------------------------------------------------------------------------------------------------
 
-    def _filled(self, lengths: Sequence[int]) -> Filling:
+    def _filled(self, lengths: Sequence[int], piece: int) -> Filling:
         """Have sequences of ``lengths`` decode; returns their ids, with a step that held nothing but them."""
-        self._driver.bound(budget=self._piece + len(lengths), chunk=self._piece)
+        self._driver.bound(budget=piece + len(lengths), chunk=piece)
         yield  # the starter's step
         names = self._driver.submit(lengths, self._output)
         record = yield
@@ -143,7 +144,7 @@ class StepPlan:
         return names
 
     def _ladder(self, lengths: Sequence[int]) -> Script:
-        names = yield from self._filled(lengths)
+        names = yield from self._filled(lengths, self._piece)
         while True:
             for _ in range(RUNG):
                 yield
@@ -164,7 +165,7 @@ class StepPlan:
             yield from self._computed()
 
     def _mixed(self, lengths: Sequence[int], waves: Sequence[Wave]) -> Script:
-        yield from self._filled(lengths)
+        yield from self._filled(lengths, self._piece)
         for prompts, chunk in waves:
             for _ in range(_BETWEEN):
                 yield

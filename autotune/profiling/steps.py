@@ -44,10 +44,22 @@ class _Stretch(NamedTuple):
 
 
 class _Anchor(NamedTuple):
-    """Seconds of the anchor's step at a time."""
+    """Seconds of the anchor's work at a time."""
 
     at: float
     pace: float
+
+
+class MeasuredSteps(NamedTuple):
+    """``points``: one for each kind of step, at the machine's usual pace. ``pace``: what an anchor took then, s.
+
+    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock.
+    """
+
+    points: list[StepPoint]
+    pace: float
+    drift: float
+    seconds: float
 
 
 def measure_steps(
@@ -60,6 +72,22 @@ def measure_steps(
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
 ) -> list[StepPoint]:
+    """The points of :func:`measure_steps_and_pace`."""
+    return measure_steps_and_pace(
+        engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance
+    ).points
+
+
+def measure_steps_and_pace(
+    engine: Served,
+    model: ModelFacts,
+    *,
+    budget_s: float,
+    seed: int,
+    clock: Clock,
+    stop: Callable[[], bool] | None = None,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+) -> MeasuredSteps:
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 
     ``budget_s``: seconds on ``clock``, the engine's, within which it ends, or soon after; a slow machine gets
@@ -67,8 +95,9 @@ def measure_steps(
     :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on ``stop``.
     """
     begun = clock.now()
-    room = min(model.max_model_len, engine.kv_tokens // 2)
-    driver = StepDriver(engine, model.vocab_size, room, seed=seed, clock=clock, stop=stop or (lambda: False))
+    driver = StepDriver(
+        engine, model.vocab_size, _room(engine, model), seed=seed, clock=clock, stop=stop or (lambda: False)
+    )
     plan = StepPlan(driver, engine, seed)
     driver.run(plan.anchor())  # warm-up
     driver.run(plan.pilot())
@@ -101,7 +130,21 @@ def measure_steps(
         moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
         if clock.now() - begun > budget_s or moved < _SETTLED:
             break
-    return with_predictions(points)
+    paces = [anchor.pace for anchor in anchors]
+    return MeasuredSteps(
+        with_predictions(points), statistics.median(paces), max(paces) / min(paces), clock.now() - begun
+    )
+
+
+def anchor_pace(engine: Served, model: ModelFacts, *, seed: int, clock: Clock, repeats: int = 2) -> float:
+    """What an anchor takes now, s, on the idle ``engine``: the median of ``repeats``."""
+    driver = StepDriver(engine, model.vocab_size, _room(engine, model), seed=seed, clock=clock, stop=lambda: False)
+    plan = StepPlan(driver, engine, 0)
+    return statistics.median(_pace(driver.run(plan.anchor())) for _ in range(repeats))
+
+
+def _room(engine: Served, model: ModelFacts) -> int:
+    return min(model.max_model_len, engine.kv_tokens // 2)
 
 
 def features(record: StepRecord) -> StepFeatures:
@@ -152,15 +195,20 @@ def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:
     each = [s.seconds / s.record.prefill_tokens for s in prompts if s.record.prefill_tokens >= 8]
     if not each:
         raise EvaluationError("the engine computed no prompt in the calibration's pilot")
-    return Pilot(min(each), _pace(decodes))
+    return Pilot(min(each), statistics.median(_decodes(decodes)))
 
 
 def _pace(anchor: Sequence[Sample]) -> float:
-    """Seconds of the anchor's step."""
-    seconds = [s.seconds for s in anchor[-ANCHOR_STEPS:] if not s.record.prefill_tokens]
+    """Seconds of an anchor: its prompts, and as many typical decode steps as there should be."""
+    prompts = sum(s.seconds for s in anchor[1:] if s.record.prefill_tokens)
+    return prompts + ANCHOR_STEPS * statistics.median(_decodes(anchor))
+
+
+def _decodes(anchor: Sequence[Sample]) -> list[float]:
+    seconds = [s.seconds for s in anchor if not s.record.prefill_tokens]
     if not seconds:
         raise EvaluationError("the engine made no decode step in the calibration's anchor")
-    return statistics.median(seconds)
+    return seconds
 
 
 def _pace_at(when: float, anchors: Sequence[_Anchor]) -> float:
