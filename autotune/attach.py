@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,12 +40,12 @@ def control(
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
     ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
-    ``profile``: a profile YAML whose knobs to start from, and whose step times to begin with. ``observe_only`` recommends in
-    the log and sets nothing. ``bounds`` and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of
-    decisions, appended to. ``controller``: the name of one, or one of your own. ``steer``: open a local socket for
-    ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path given. Raises
-    :class:`~runtime.errors.LeaseError` when another controller holds the engine, ``ValueError`` or
-    :class:`~runtime.errors.InputError` for input that cannot be used.
+    ``profile``: a profile YAML whose knobs to start from, and whose step times to begin with; one of another machine or
+    model is a start all the same, with a warning. ``observe_only`` recommends in the log and sets nothing. ``bounds`` and
+    ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``: the
+    name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a
+    private directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the
+    engine, ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
     loaded = None if profile is None else load_profile(profile)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
@@ -52,6 +53,8 @@ def control(
         target = loaded.slo
     if target is None:
         raise ValueError('slo is None, and the engine has none either; pass slo="ttft=500ms,tpot=50ms"')
+    if loaded is not None and (doubts := _doubts(engine, loaded)):
+        warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=2)
     guardrails = Guardrails(bounds or {}, pinned or {})
     start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
     if isinstance(controller, str):
@@ -77,6 +80,21 @@ def control(
             attached.close()
             raise
     return attached
+
+
+def _doubts(engine: Controllable, profile: Profile) -> str:
+    """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
+    model = getattr(engine, "model", None)
+    device = getattr(model, "device", None)
+    if model is None or device is None:
+        return ""
+    from autotune.profiling.fingerprint import measured_elsewhere
+
+    elsewhere = measured_elsewhere(profile.machine, gpu=device.type == "cuda")
+    other = (
+        "" if model.name == profile.model.name else f"profile was measured with {profile.model.name}, not {model.name}"
+    )
+    return "; ".join(text for text in (elsewhere, other) if text)
 
 
 __all__ = ["Control", "Controllable", "control"]

@@ -255,12 +255,9 @@ def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, s
 
 
 def _profile(name: str) -> Profile:
-    from autotune.profile import load_profile, shipped_profiles
+    from autotune.profile import find_profile, load_profile
 
-    path, shipped = Path(name), shipped_profiles()
-    if not path.exists() and name in shipped:
-        path = shipped[name]
-    return load_profile(path)
+    return load_profile(find_profile(name))
 
 
 def _seconds(text: str) -> float:

@@ -32,14 +32,12 @@ def export(
     """Write the file and say what was lost on the way; 2 when it cannot be exported."""
     from autotune.export import TARGETS
     from autotune.export import export as export_to
-    from autotune.profile import load_profile, shipped_profiles
+    from autotune.profile import find_profile, load_profile
 
     target = TARGETS.get(to)
     if target is None:
         raise InputError(f"--to is {to}; it must be one of {', '.join(TARGETS)}")
-    path, shipped = Path(profile), shipped_profiles()
-    if not path.exists() and profile in shipped:
-        path = shipped[profile]
+    path = find_profile(profile)
     made = export_to(
         load_profile(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
     )

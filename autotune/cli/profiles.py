@@ -1,4 +1,4 @@
-"""``autotune profiles``: what ships with the package."""
+"""``autotune profiles``: what ships with the package, and the schema of a profile."""
 
 from __future__ import annotations
 
@@ -7,19 +7,39 @@ import json
 import typer
 
 HELP = "List the profiles that come with this package: measured on real hardware, each with its provenance."
-EXAMPLES = "Examples:  autotune profiles  ·  autotune profiles --json"
+EXAMPLES = (
+    "Examples:  autotune profiles  ·  autotune profiles --json  ·  autotune profiles --schema > profile.schema.json"
+)
 
 
-def profiles(as_json: bool = typer.Option(False, "--json", help="Print one JSON object only.")) -> int:
+def profiles(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
+    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a profile instead, for editors."),
+) -> int:
     """List the shipped profiles; a broken one is an error."""
     from rich.table import Table
 
     from autotune.cli.display import make_console
     from autotune.profile import load_profile, shipped_profiles
 
+    if schema:
+        from autotune.profile_schema import schema_text
+
+        print(schema_text(), end="")
+        return 0
     found = {name: (path, load_profile(path)) for name, path in shipped_profiles().items()}
     if as_json:
-        print(json.dumps({name: {"path": str(path), "knobs": p.knobs.as_dict()} for name, (path, p) in found.items()}))
+        listed = {
+            name: {
+                "path": str(path),
+                "machine": p.machine.processor,
+                "model": p.model.name,
+                "slo": str(p.slo),
+                "knobs": p.knobs.as_dict(),
+            }
+            for name, (path, p) in found.items()
+        }
+        print(json.dumps(listed))
         return 0
     console = make_console()
     if not found:
@@ -27,7 +47,7 @@ def profiles(as_json: bool = typer.Option(False, "--json", help="Print one JSON 
         return 0
     table = Table(box=None, pad_edge=False)
     for title in ("profile", "machine", "model", "workload", "SLO", "balanced knobs"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for name, (_, p) in found.items():
         machine = p.machine.gpu.name if p.machine.gpu else f"{p.machine.cpu}, {p.machine.cores} cores"
         table.add_row(name, machine, f"{p.model.name} {p.model.dtype}", p.workload.spec, str(p.slo), str(p.knobs))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from autotune.profile import Profile
 
 HELP = "Check a profile and print its table. PROFILE is a YAML file, or the name of a shipped profile."
 EXAMPLES = "Examples:  autotune show tiny-cpu.yaml  ·  autotune show tiny-cpu.yaml --json | jq .knobs"
@@ -16,26 +19,38 @@ def show(
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
     from autotune.cli.display import make_console
-    from autotune.profile import load_profile, shipped_profiles
+    from autotune.profile import find_profile, load_profile
     from autotune.profiling import table
     from autotune.profiling.fingerprint import describe
 
-    path = Path(profile)
-    shipped = shipped_profiles()
-    if not path.exists() and profile in shipped:
-        path = shipped[profile]
-    loaded = load_profile(path)
+    loaded = load_profile(find_profile(profile))
     if as_json:
         print(loaded.model_dump_json())
         return 0
     console = make_console()
     model, load = loaded.model, loaded.workload
-    console.print(
-        f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}\n"
+    for line in (
+        f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}",
         f"model {model.name} ({model.parameters / 1e6:.0f}M, {model.dtype}) · "
         f"workload {load.spec}, lengths × {load.length_scale:g} · SLO {loaded.slo}",
-        highlight=False,
-        markup=False,
-    )
+        *model_lines(loaded),
+    ):
+        console.print(line, highlight=False, markup=False)
     table.show(loaded, console)
     return 0
+
+
+def model_lines(profile: Profile) -> list[str]:
+    """What the cost model is and how far off it is; then the simulation, held against what was measured."""
+    lines = []
+    if (cost := profile.cost_model) is not None:
+        regions = ", ".join(f"{r.region} {r.median:.1%}" for r in cost.regions)
+        lines.append(
+            f"step times known to {cost.error:.1%} (cross-validated; {regions}), from {cost.points} kinds of steps in "
+            f"{cost.seconds:.0f} s"
+        )
+    if (simulation := profile.simulation) is not None:
+        error = simulation.goodput_error
+        off = "" if error is None else f"; its goodput was off by {error:.1%} where both were measured"
+        lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU{off}")
+    return lines

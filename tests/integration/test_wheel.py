@@ -43,10 +43,16 @@ def test_what_is_inside(wheel: Path) -> None:
         entry = archive.read(meta.replace("METADATA", "entry_points.txt")).decode()
     files = [path for room in ("autotune", "runtime") for path in (ROOT / room).rglob("*") if path.is_file()]
     here = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
-    profiles = {f"autotune/_profiles/{path.name}" for path in (ROOT / "profiles").iterdir()}
+    shipped = ROOT / "profiles"
+    profiles = {f"autotune/_profiles/{path.relative_to(shipped)}" for path in shipped.rglob("*") if path.is_file()}
     dist_info = {name for name in names if ".dist-info/" in name}
     assert names - dist_info == here | profiles
-    assert {"autotune/py.typed", "runtime/py.typed", "autotune/_profiles/README.md"} <= names
+    assert {
+        "autotune/py.typed",
+        "runtime/py.typed",
+        "autotune/_profiles/README.md",
+        "autotune/_profiles/profile.schema.json",
+    } <= names
     assert any(name.endswith("licenses/LICENSE") for name in dist_info)
     assert "License-Expression: Apache-2.0" in metadata
     assert "autotune = autotune.cli.main:main" in entry
@@ -125,7 +131,8 @@ def test_it_finds_the_shipped_profiles(installed: Installed) -> None:
     code, output = installed.run("profiles", "--json")
     assert code == 0, output
     listed = json.loads(output)
-    assert set(listed) == {path.stem for path in (ROOT / "profiles").glob("*.yaml")} != set()
+    shipped = ROOT / "profiles"
+    assert set(listed) == {str(path.relative_to(shipped).with_suffix("")) for path in shipped.rglob("*.yaml")} != set()
     for entry in listed.values():
         assert Path(entry["path"]).is_relative_to(installed.python.parents[1]), "not those of the repository"
 
