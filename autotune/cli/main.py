@@ -18,6 +18,7 @@ from autotune.cli import (
     pause,
     profile,
     profiles,
+    report,
     serve,
     set_knobs,
     show,
@@ -44,6 +45,7 @@ app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profi
 app.command("bench", help=bench.HELP, epilog=bench.EXAMPLES)(bench.bench)
 app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
 app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
+app.command("report", help=report.HELP, epilog=report.EXAMPLES)(report.report)
 app.command("check", help=check.HELP, epilog=check.EXAMPLES)(check.check)
 app.command("simulate", help=simulate.HELP, epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command("capacity", help=capacity.HELP, epilog=capacity.EXAMPLES)(capacity.capacity)

@@ -1,0 +1,97 @@
+"""``autotune report``: a profile as a page for the browser, and its essentials on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from autotune.cli.exits import DONE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.report import Evidence, Report
+
+HELP = (
+    "Show what a profile found: one HTML file with every plot inside it, to open from disk or to send, and the essentials "
+    "here. PROFILE is a YAML file, or the name of a shipped profile; the raw runs beside it are used if they are there. "
+    "Exit codes: 0 written, 2 PROFILE cannot be read or --out cannot be written."
+)
+EXAMPLES = "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --out page.html --json"
+
+
+def report(
+    profile: Annotated[
+        str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, Option(help="The page to write.  (default: beside the profile, .html instead of .yaml)")
+    ] = None,
+    open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+) -> int:
+    """Write the page; 2 when the file is no valid profile."""
+    from autotune.cli.display import make_console
+    from autotune.profile import load_profile, write_whole
+    from autotune.report import gather, html
+    from autotune.report.files import check_profile, find, place
+    from autotune.report.terminal import show
+
+    path = find(profile)
+    check_profile(path)
+    page = place(path, out)
+    console = make_console(stderr=as_json)
+    made = _composed(gather(load_profile(path), path), console)
+    write_whole(page, html(made))
+    if as_json:
+        import json
+
+        print(json.dumps(_essentials(made, page), allow_nan=False))
+    else:
+        show(made, console)
+        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+    if open_:
+        _open(page, console)
+    return DONE
+
+
+def _composed(evidence: Evidence, console: Console) -> Report:
+    """The report, under a bar while its simulations run."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from autotune.report import compose
+
+    if not console.is_terminal:
+        return compose(evidence)
+    with Progress(TextColumn("simulating around the choice"), BarColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("", total=1.0)
+        return compose(evidence, advance=lambda share: bars.update(task, completed=share))
+
+
+def _essentials(made: Report, page: Path) -> dict[str, Any]:
+    evidence, head = made.evidence, made.headline
+    chosen, baseline = evidence.recommended, evidence.profile.baseline
+    return {
+        "file": str(page),
+        "profile": evidence.source,
+        "title": head.title,
+        "status": head.status,
+        "slo_met": evidence.profile.slo_met,
+        "knobs": chosen.knobs.as_dict(),
+        "goodput": chosen.point.goodput.mean,
+        "attainment": chosen.point.attainment,
+        "baseline_goodput": None if baseline is None else baseline.goodput.mean,
+        "sure": head.sure,
+        "sections": {section.key: {"found": section.title, "absent": section.absent} for section in made.sections},
+        "lacking": list(evidence.lacking),
+    }
+
+
+def _open(page: Path, console: Console) -> None:
+    import webbrowser
+
+    address = page.resolve().as_uri()
+    if not webbrowser.open(address):
+        console.print(f"no browser was found; open {address}", highlight=False, markup=False, soft_wrap=True)

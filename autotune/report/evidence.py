@@ -1,0 +1,209 @@
+"""What a report speaks from: the profile, the sidecar beside it, and what of either is not there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from autotune.profile import RECOMMENDED, Point, Profile, Setting
+from autotune.profile_parts import StepPoint
+from autotune.profiling.points import Run, Stage
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+
+class Failure(NamedTuple):
+    """A trial that could not be measured."""
+
+    stage: str
+    trial: int
+    cause: str
+
+
+class Trial(NamedTuple):
+    """One setting tried once at the rate settings are compared at; latencies in ms, None where nothing finished."""
+
+    stage: Stage
+    number: int
+    label: str
+    knobs: Knobs
+    offered_rate: float
+    attainment: float
+    goodput: float
+    throughput: float
+    ttft_p99_ms: float | None
+    tpot_p99_ms: float | None
+    e2e_p99_ms: float | None
+
+
+class Target(NamedTuple):
+    """A latency the SLO bounds: its name in the glossary, the field of a trial or point that holds its p99, the bound in ms."""
+
+    name: str
+    field: str
+    bound: float
+
+    def of(self, found: Trial | Point) -> float | None:
+        value: float | None = getattr(found, self.field)
+        return value
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A profile and the raw figures behind it. ``lacking``: in sentences, what was looked for and not found."""
+
+    profile: Profile
+    source: str
+    runs: tuple[Run, ...] = ()
+    steps: tuple[StepPoint, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+    @property
+    def recommended(self) -> Setting:
+        """The balanced setting, or the first there is."""
+        settings = self.profile.settings
+        return settings.get(RECOMMENDED) or next(iter(settings.values()))
+
+    @property
+    def compared(self) -> list[Point]:
+        """The points the choice was made from: one each of the same stage and rate as the recommended one."""
+        chosen = self.recommended.point
+        return [p for p in self.profile.points if p.stage == chosen.stage and math.isclose(p.rate, chosen.rate)]
+
+    def trials(self, stage: Stage) -> list[Trial]:
+        """Those of ``stage`` at the rate settings are compared at, in the order they were tried.
+
+        Without a sidecar: the profile's own points of that stage, which for simulated ones are the best few.
+        """
+        rate = self.recommended.point.rate
+        found = [_of_run(run) for run in self.runs if run.stage == stage and math.isclose(run.score.rate, rate)]
+        if found:
+            return sorted(found, key=lambda t: t.number) if all(t.number >= 0 for t in found) else found
+        points = self.profile.simulated if stage == "simulation" else self.profile.points
+        return [
+            _of_point(number, p)
+            for number, p in enumerate(p for p in points if p.stage == stage and math.isclose(p.rate, rate))
+        ]
+
+    def runs_of(self, point: Point) -> list[Run]:
+        """The runs ``point`` was made from; none without a sidecar."""
+        return [
+            r
+            for r in self.runs
+            if r.stage == point.stage and r.knobs == point.knobs and math.isclose(r.score.rate, point.rate)
+        ]
+
+    def twins(self) -> list[tuple[Point, Point]]:
+        """(measured, simulated) of every validated setting that was simulated at the same rate."""
+        return [
+            (p, twin)
+            for p in self.profile.points
+            if p.stage == "validation"
+            for twin in self.profile.simulated[:]
+            if twin.knobs == p.knobs and math.isclose(twin.rate, p.rate)
+        ]
+
+
+def targets(slo: SLO) -> list[Target]:
+    """What the SLO bounds, in the order of a request's life. A bound on gaps is held against TPOT, which profiles keep."""
+    found = [("TTFT", "ttft_p99_ms", slo.ttft_ms), ("TPOT", "tpot_p99_ms", slo.tpot_ms or slo.itl_ms)]
+    found.append(("E2E", "e2e_p99_ms", slo.e2e_ms))
+    return [Target(name, field, bound) for name, field, bound in found if bound is not None]
+
+
+def worst_ratio(found: Trial | Point, bounds: Sequence[Target]) -> float | None:
+    """The p99 that is worst against its target, in units of the target; None where nothing finished."""
+    values = [(value, target.bound) for target in bounds if (value := target.of(found)) is not None]
+    if not values or len(values) < len(bounds):
+        return None
+    return max(value / bound for value, bound in values)
+
+
+def gather(profile: Profile, path: Path) -> Evidence:
+    """``profile`` (read from ``path``) with what its sidecar holds; a sidecar that is not there or not its own is said so."""
+    names = dict.fromkeys((Path(profile.points_file).name, f"{path.stem}.points.jsonl"))
+    files = [path.parent / name for name in names if name]
+    there = next((file for file in files if file.is_file()), None)
+    if there is None:
+        return Evidence(
+            profile, path.name, lacking=(f"The file of raw runs, {files[0].name}, is not beside the profile.",)
+        )
+    try:
+        lines = there.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        return Evidence(profile, path.name, lacking=(f"The file of raw runs, {there.name}, cannot be read: {why}.",))
+    runs, steps, failures, unread = _read(lines)
+    mine = {(p.stage, p.knobs, round(p.rate, 6)) for p in profile.points}
+    measured = {(r.stage, r.knobs, round(r.score.rate, 6)) for r in runs if r.stage != "simulation"}
+    if measured and mine and not measured & mine:
+        return Evidence(
+            profile, path.name, lacking=(f"{there.name} holds the runs of another profile and was left alone.",)
+        )
+    lacking = []
+    if unread:
+        lines_ = "1 line" if unread == 1 else f"{unread} lines"
+        lacking.append(f"{lines_} of {there.name} could not be read and were left out.")
+    return Evidence(profile, path.name, tuple(runs), tuple(steps), tuple(failures), tuple(lacking))
+
+
+def _read(lines: Iterable[str]) -> tuple[list[Run], list[StepPoint], list[Failure], int]:
+    """Runs, steps, failures, and how many lines are none of these."""
+    runs: list[Run] = []
+    steps: list[StepPoint] = []
+    failures: list[Failure] = []
+    unread = 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            data: Any = json.loads(line)
+            if data.get("kind") == "step":
+                steps.append(StepPoint.model_validate({k: v for k, v in data.items() if k != "kind"}))
+            elif "failed" in data:
+                failures.append(Failure(str(data["stage"]), int(data["trial"]), str(data["failed"])))
+            else:
+                runs.append(Run.model_validate(data))
+        except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
+            unread += 1
+    return runs, steps, failures, unread
+
+
+def _of_run(run: Run) -> Trial:
+    s = run.score
+    return Trial(
+        stage=run.stage,
+        number=run.trial,
+        label=run.label,
+        knobs=run.knobs,
+        offered_rate=s.offered_rate,
+        attainment=s.attainment,
+        goodput=s.goodput,
+        throughput=s.throughput,
+        ttft_p99_ms=s.ttft_ms.p99,
+        tpot_p99_ms=s.tpot_ms.p99,
+        e2e_p99_ms=s.e2e_ms.p99,
+    )
+
+
+def _of_point(number: int, p: Point) -> Trial:
+    return Trial(
+        stage=p.stage,
+        number=number,
+        label=p.label,
+        knobs=p.knobs,
+        offered_rate=p.offered_rate,
+        attainment=p.attainment,
+        goodput=p.goodput.mean,
+        throughput=p.throughput.mean,
+        ttft_p99_ms=p.ttft_p99_ms,
+        tpot_p99_ms=p.tpot_p99_ms,
+        e2e_p99_ms=p.e2e_p99_ms,
+    )

@@ -1,0 +1,72 @@
+"""What kind of file a report was asked of, by its content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from autotune.profile import shipped_profiles
+from runtime.errors import InputError
+
+_SNIFFED = 65536
+
+
+def find(name: str) -> Path:
+    """The file ``name``, or the shipped profile of that name. Raises :class:`InputError`."""
+    path, shipped = Path(name), shipped_profiles()
+    if not path.exists() and name in shipped:
+        return shipped[name]
+    if path.is_dir():
+        raise InputError(f"{name}: is a directory; name a profile, such as {name.rstrip('/')}/tiny-cpu.yaml")
+    return path
+
+
+def check_profile(path: Path) -> None:
+    """Raises :class:`InputError` for a file that is plainly something else, saying what it is and what reads it.
+
+    Whatever might be a profile passes; reading it says what is wrong with it.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_SNIFFED)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    line = begin.lstrip().partition(b"\n")[0]
+    if line.lower().startswith((b"<!doctype html", b"<html")):
+        raise InputError(f"{path}: is a page, perhaps a report already; name the profile it was made from")
+    first = _object(line)
+    if first is None:
+        return
+    if "action" in first and "cause" in first:
+        raise InputError(
+            f"{path}: is a decision log; reports are made of profiles, and `autotune explain {path}` tells a log"
+        )
+    if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
+        profile = path.name.removesuffix(".points.jsonl") + ".yaml"
+        raise InputError(f"{path}: holds the raw runs of a profile; name the profile itself, {path.with_name(profile)}")
+    if "schema_version" not in first:
+        raise InputError(f"{path}: is not a profile; `autotune profile` makes one")
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object a line of a log is; None where it is none (a profile is YAML of many lines)."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def place(profile: Path, out: Path | None) -> Path:
+    """Where the page goes: ``out``, else beside the profile, or here for one that is shipped. Raises :class:`InputError`."""
+    if out is None:
+        here = Path() if profile in shipped_profiles().values() else profile.parent
+        out = here / f"{profile.stem}.html"
+    elif out.suffix not in (".html", ".htm"):
+        raise InputError(f"--out: {out} must end in .html, or no browser shows it")
+    if out.is_dir():
+        raise InputError(f"--out: {out} is a directory; name a file")
+    if not out.parent.is_dir():
+        raise InputError(f"--out: {out} cannot be written: there is no directory {out.parent}")
+    return out

@@ -1,0 +1,198 @@
+"""The top of the page: what to set, how sure it is, and what it means in two sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.price import money, per_million
+from autotune.profile import PURPOSES, RECOMMENDED, Point
+from autotune.profiling.fingerprint import describe
+from autotune.report.evidence import Evidence, Target, targets
+from autotune.report.section import Table
+from autotune.report.standing import standing
+from autotune.report.wording import asked, ms, number, percent, plus_minus, ratio
+from runtime.knobs import KNOBS
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that counts: ``value`` with ``unit``, what it is, and a word on how it stands (``tone``: good, bad or empty)."""
+
+    name: str
+    value: str
+    unit: str
+    beside: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is."""
+
+    title: str
+    status: str
+    tone: str
+    meaning: tuple[str, ...]
+    sure: str
+    knobs: tuple[Figure, ...]
+    figures: tuple[Figure, ...]
+    facts: tuple[tuple[str, str], ...]
+    purposes: Table
+    notes: tuple[str, ...]
+
+
+def headline(evidence: Evidence) -> Headline:
+    profile, chosen = evidence.profile, evidence.recommended
+    point, stands = chosen.point, standing(evidence)
+    status, tone = _status(evidence)
+    purpose = "recommended" if RECOMMENDED in profile.settings else next(iter(profile.settings))
+    meaning = (
+        f"With the {purpose} setting, {profile.model.name} on {_machine(evidence)} answers {plus_minus(point)} requests a second "
+        f"within the SLO, of {number(point.offered_rate)} offered: {stands.sentence}.",
+        _sentence(profile.verdict),
+    )
+    return Headline(
+        title=stands.short,
+        status=status,
+        tone=tone,
+        meaning=meaning,
+        sure=_sure(evidence),
+        knobs=tuple(Figure(s.name, f"{getattr(chosen.knobs, s.name):,g}", s.unit, s.doc) for s in KNOBS),
+        figures=_figures(evidence),
+        facts=_facts(evidence),
+        purposes=_purposes(evidence),
+        notes=evidence.lacking,
+    )
+
+
+def _machine(evidence: Evidence) -> str:
+    machine = evidence.profile.machine
+    return machine.gpu.name if machine.gpu else f"{machine.cores} cores of {machine.cpu}"
+
+
+def _status(evidence: Evidence) -> tuple[str, str]:
+    profile = evidence.profile
+    stopped = " (run stopped early)" if profile.status == "stopped" else ""
+    if not profile.slo_met:
+        return f"SLO not met{stopped}", "bad"
+    if profile.capacity is None or profile.status == "stopped":
+        return f"SLO not missed so far{stopped}", "unsure"
+    held = next((p.offered_rate for p in profile.capacity.tried if p.rate == profile.capacity.rate), None)
+    return ("SLO kept" if held is None else f"SLO kept up to {number(held)} req/s"), "good"
+
+
+def _sure(evidence: Evidence) -> str:
+    found = evidence.profile.confidence
+    if found is not None:
+        return _sentence(found.sentence)
+    stage = evidence.recommended.point.stage
+    if stage == "search":
+        return "Not validated: the choice rests on one short measurement of each setting."
+    return "How sure the choice is was not worked out for this profile."
+
+
+def _sentence(text: str) -> str:
+    """A capital first and a full stop last."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def _figures(evidence: Evidence) -> tuple[Figure, ...]:
+    profile, point, stands = evidence.profile, evidence.recommended.point, standing(evidence)
+    goodput = Figure(
+        "goodput",
+        number(point.goodput.mean),
+        "req/s in SLO",
+        f"{number(stands.ratio, 2)}× the vLLM defaults"
+        if stands.ratio is not None and stands.clear
+        else "no clear difference to the vLLM defaults"
+        if stands.ratio is not None
+        else f"{number(point.goodput.low)} to {number(point.goodput.high)}",
+        "good" if stands.clear else "",
+    )
+    share = Figure(
+        "attainment",
+        percent(point.attainment),
+        "in SLO",
+        f"at {number(point.offered_rate)} req/s offered; asked {asked(profile.slo.attainment)}",
+        "good" if point.attainment >= profile.slo.attainment else "",
+    )
+    found = [goodput, share]
+    for target in targets(profile.slo):
+        value = target.of(point)
+        words, tone = _against(evidence, target)
+        found.append(
+            Figure(
+                f"{target.name} p99",
+                "–" if value is None else number(value),
+                "ms",
+                f"target {target.bound:,g} ms, {words}",
+                tone,
+            )
+        )
+    found.append(Figure("throughput", number(point.throughput.mean, 4), "tokens/s out", *_price_words(evidence, point)))
+    return tuple(found)
+
+
+def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
+    """Whether the p99 keeps its target, and how many of the runs say otherwise than their median."""
+    point = evidence.recommended.point
+    value = target.of(point)
+    if value is None:
+        return "nothing finished", "bad"
+    trials = [t for t in evidence.trials(point.stage) if t.knobs == point.knobs]
+    missed = sum((v := target.of(t)) is None or v > target.bound for t in trials)
+    if missed and missed < len(trials):
+        return f"missed in {missed} of {len(trials)} runs", "unsure"
+    return ("kept", "good") if value <= target.bound else ("missed", "bad")
+
+
+def _price_words(evidence: Evidence, point: Point) -> tuple[str, ...]:
+    price = evidence.profile.price_per_hour
+    cost = per_million(price, point.throughput.mean) if price is not None else None
+    return () if cost is None else (f"{money(cost)} per million, at {money(price or 0)} an hour",)
+
+
+def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
+    profile = evidence.profile
+    model, load = profile.model, profile.workload
+    size = f"{model.parameters / 1e9:.1f}B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.0f}M"
+    scale = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}"
+    bounds = ", ".join(
+        f"{name.upper()} {value:,g} ms" for name, value in profile.slo.targets_ms.items() if value is not None
+    )
+    return (
+        ("Machine", describe(profile.machine)),
+        ("Model", f"{model.name}, {size}, {model.dtype}{', random weights' if model.random_weights else ''}"),
+        ("Workload", f"{load.spec}{scale}: {load.description}"),
+        ("SLO", f"{bounds} for {asked(profile.slo.attainment)} of requests"),
+    )
+
+
+def _purposes(evidence: Evidence) -> Table:
+    """The settings for each purpose beside the baseline, at the same load."""
+    profile = evidence.profile
+    priced = profile.price_per_hour is not None
+    columns = ["for", *(s.name for s in KNOBS), "in SLO", "req/s in SLO", "tokens/s", "TTFT p99", "TPOT p99"]
+    columns += ["price/M tokens"] if priced else []
+    listed = [(p, profile.settings[p].point) for p in PURPOSES if p in profile.settings]
+    rows = [(str(purpose), point) for purpose, point in listed]
+    if profile.baseline is not None:
+        rows.append(("vLLM defaults", profile.baseline))
+    cells = []
+    for name, p in rows:
+        cost = per_million(profile.price_per_hour or 0.0, p.throughput.mean) if priced else None
+        cells.append(
+            (
+                name,
+                *(f"{getattr(p.knobs, s.name):,g}" for s in KNOBS),
+                percent(p.attainment),
+                plus_minus(p),
+                number(p.throughput.mean, 4),
+                ms(p.ttft_p99_ms),
+                ms(p.tpot_p99_ms),
+                *([("–" if cost is None else money(cost))] if priced else []),
+            )
+        )
+    marked = frozenset(n for n, (name, _) in enumerate(rows) if name == RECOMMENDED)
+    return Table(columns, cells, frozenset(range(1, len(columns))), marked)

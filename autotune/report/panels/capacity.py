@@ -1,0 +1,47 @@
+"""How much the recommended setting carries: attainment over the offered rate."""
+
+from __future__ import annotations
+
+from autotune.report.evidence import Evidence
+from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
+from autotune.report.section import Section, absent
+from autotune.report.wording import asked as promise
+from autotune.report.wording import ms, number, percent
+
+KEY, TOPIC = "capacity", "How much it carries"
+
+
+def section(evidence: Evidence) -> Section:
+    found, asked = evidence.profile.capacity, evidence.profile.slo.attainment
+    if found is None:
+        return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that keeps the SLO.")
+    if len(found.tried) < 2:
+        return absent(KEY, TOPIC, "Only one rate was tried, as asked, so there is no curve to show.")
+    tried = sorted(found.tried, key=lambda p: p.offered_rate)
+    xs, ys = [p.offered_rate for p in tried], [100 * p.attainment for p in tried]
+    hover = [
+        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests in SLO"
+        f"<br>95% interval {percent(p.attainment_low, 0)} to {percent(p.attainment_high, 0)}"
+        f"<br>p99: TTFT {ms(p.ttft_p99_ms)}, TPOT {ms(p.tpot_p99_ms)}"
+        for p in tried
+    ]
+    points = dots(xs, ys, hover, colour="@accent", size=10)
+    points["error_y"] = error_bars(
+        ys, [100 * p.attainment_low for p in tried], [100 * p.attainment_high for p in tried], "@accent"
+    )
+    low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
+    x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
+    y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
+    label = Label(0.93 * min(xs), 100 * asked, f"asked: {promise(asked)}", "@target")
+    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
+    kept = next((p for p in tried if p.rate == found.rate), None)
+    title = (
+        f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
+        if kept is not None
+        else "The SLO was not kept at any rate tried"
+    )
+    lead = (
+        "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the promise may be bad "
+        "luck, and one above it good luck."
+    )
+    return Section(KEY, TOPIC, title, lead, (Plot("capacity", "", f"{TOPIC}. {title}.", [view], 300),))

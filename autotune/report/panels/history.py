@@ -1,0 +1,114 @@
+"""How the search went: the best so far over the trials, and what failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from autotune.profiling.points import Stage
+from autotune.report.evidence import Evidence, Trial
+from autotune.report.figure import Label, Plot, Trace, View, axis, dots, layout, line, plain
+from autotune.report.section import Section, Table, absent
+from autotune.report.wording import STAGES, defaults, listed, number, percent, short_setting
+
+KEY, TOPIC = "history", "The search"
+_NEAR = 0.99
+
+
+def section(evidence: Evidence) -> Section:
+    stages: tuple[Stage, ...] = ("simulation", "search")
+    found = [(stage, trials) for stage in stages if len(trials := _tried(evidence, stage)) > 1]
+    if not found:
+        return absent(
+            KEY, TOPIC, "The trials are not in this profile: they are in the file of raw runs, which is not here."
+        )
+    plots = tuple(_plot(evidence, stage, trials, len(found) > 1) for stage, trials in found)
+    trials = found[0][1]
+    best = max(t.goodput for t in trials)
+    first = next(n for n, t in enumerate(trials) if t.goodput >= _NEAR * best)
+    title = (
+        f"Within 1% of its best after {first + 1} of {len(trials)} trials"
+        if best > 0
+        else f"None of {len(trials)} trials had a request in SLO"
+    )
+    counts = listed(f"{len(t)} {'trials simulated' if s == 'simulation' else 'settings measured'}" for s, t in found)
+    lead = f"{counts}. The line is the best goodput found so far; crosses at the bottom are trials that failed."
+    causes = _causes(evidence)
+    tables = (causes,) if causes is not None else ()
+    notes = () if evidence.failures or evidence.lacking else ("No trial failed.",)
+    return Section(KEY, TOPIC, title, lead, plots, tables, notes)
+
+
+def _tried(evidence: Evidence, stage: Stage) -> list[Trial]:
+    """In the order they were tried; without a sidecar, simulated ones are only the best few, which is no history."""
+    if stage == "simulation" and not any(r.stage == stage for r in evidence.runs):
+        return []
+    return evidence.trials(stage)
+
+
+def _plot(evidence: Evidence, stage: Stage, trials: list[Trial], titled: bool) -> Plot:
+    owners = defaults(evidence)
+    count = [t.number if t.number >= 0 else n for n, t in enumerate(trials)]
+    ys = [t.goodput for t in trials]
+    best = [max(ys[: n + 1]) for n in range(len(ys))]
+    marks = [n for n, t in enumerate(trials) if t.knobs in owners]
+    plain_ = [n for n in range(len(trials)) if n not in set(marks)]
+    hover = [_hover(t, n, owners.get(t.knobs, "")) for t, n in zip(trials, count, strict=True)]
+    data = [
+        line(count, best, colour="@accent", line={"shape": "hv"}),
+        _dots(plain_, count, ys, hover, colour="@faint", size=6, opacity=0.6),
+        _dots(marks, count, ys, hover, colour="@baseline", symbol="square", size=8),
+    ]
+    failed = [f for f in evidence.failures if f.stage == stage]
+    if failed:
+        why = [f"trial {f.trial} failed<br>{plain(_cut(f.cause))}" for f in failed]
+        data.append(dots([f.trial for f in failed], [0.0] * len(failed), why, colour="@bad", symbol="x", size=9))
+    top = max(best) or 1.0
+    right = max([*count, *(f.trial for f in failed)])
+    how = "simulated" if stage == "simulation" else "measured"
+    labels = [Label(count[-1], best[-1], f"best {number(best[-1])} req/s", "@accent", True)]
+    labels += [
+        Label(count[n], ys[n], owner, "@baseline")
+        for owner, n in {owners[trials[n].knobs]: n for n in reversed(marks)}.items()
+    ]
+    x = axis(f"trial ({how})", range=[-0.03 * right - 0.5, 1.03 * right + 0.5], nticks=8)
+    y = axis("req/s in SLO", range=[-0.06 * top, 1.15 * top], nticks=6)
+    summary = f"Best goodput over {len(trials)} trials, {STAGES[stage]}: {number(best[-1])} requests a second in SLO."
+    return Plot(
+        f"history-{stage}",
+        f"{len(trials)} {how}" if titled else "",
+        summary,
+        [View("", data, layout(x, y), labels)],
+        300,
+    )
+
+
+def _dots(which: list[int], xs: list[int], ys: list[float], hover: list[str], **marker: Any) -> Trace:
+    return dots([xs[n] for n in which], [ys[n] for n in which], [hover[n] for n in which], **marker)
+
+
+def _hover(trial: Trial, number_: int, owner: str) -> str:
+    head = f"<b>trial {number_}</b>" + (f", {plain(owner)}" if owner else "")
+    return "<br>".join(
+        (
+            head,
+            short_setting(trial.knobs),
+            f"{number(trial.goodput)} req/s in SLO, {percent(trial.attainment)} of requests",
+        )
+    )
+
+
+def _causes(evidence: Evidence) -> Table | None:
+    if not evidence.failures:
+        return None
+    causes = Counter(f.cause for f in evidence.failures)
+    trials = {cause: [str(f.trial) for f in evidence.failures if f.cause == cause] for cause in causes}
+    rows = [
+        (str(count), cause, ", ".join(trials[cause][:8]) + (" …" if count > 8 else ""))
+        for cause, count in causes.most_common()
+    ]
+    return Table(("failed", "cause", "trials"), rows, frozenset({0}), title="Failed trials")
+
+
+def _cut(text: str, most: int = 90) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,226 @@
+"""Goodput against latency: every setting that was tried, the front, and the region the SLO asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from autotune.profile import Point
+from autotune.report.evidence import Evidence, Target, Trial, targets, worst_ratio
+from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
+from autotune.report.section import Section, absent
+from autotune.report.standing import standing
+from autotune.report.wording import STAGES, defaults, ms, names, number, percent, plus_minus, short_setting
+from runtime.knobs import Knobs
+
+KEY, TOPIC = "pareto", "Goodput against latency"
+_FEWEST = 2
+_LEAST = 0.1  # share of the best goodput below which a slow setting is left out
+_MOST_DRAWN = 3000  # faint points; beyond that a page turns slow and nothing more is seen
+
+
+class _Scale(NamedTuple):
+    """A latency to draw against: its button, axis title, where its target is, and its value for a trial or point."""
+
+    name: str
+    title: str
+    bound: float
+    of: Callable[[Trial | Point], float | None]
+
+
+def section(evidence: Evidence) -> Section:
+    compared, bounds = evidence.compared, targets(evidence.profile.slo)
+    simulated = evidence.trials("simulation")
+    searched = [] if evidence.recommended.point.stage == "search" else evidence.trials("search")
+    if len(compared) + len(simulated) + len(searched) < _FEWEST:
+        return absent(KEY, TOPIC, "Only one setting was measured, so there is no front to draw.")
+    scales = _scales(bounds)
+    notes = _cautions(compared, searched)
+    kept = _drawn([*simulated, *searched], compared, scales)
+    if len(kept) < len(simulated) + len(searched):
+        gone = max(t.goodput for t in (*simulated, *searched) if t not in kept)
+        count = len(simulated) + len(searched) - len(kept)
+        notes.append(f"{count} slow settings with at most {number(gone)} req/s in SLO lie outside the picture.")
+    views = [
+        _view(evidence, scale, compared, [t for t in simulated if t in kept], [t for t in searched if t in kept])
+        for scale in scales
+    ]
+    grey = (
+        " Grey dots were simulated, under the search's own seed; the dotted line is the best of them at each latency."
+        if simulated
+        else ""
+    )
+    title = f"Best: {standing(evidence).short}"
+    tried = len({t.knobs for t in (*simulated, *searched)} | {p.knobs for p in compared})
+    lead = (
+        f"Each point is one of {tried} settings under the same load. Higher is more requests a second within the SLO, further "
+        "left is faster; in the shaded region the 99th percentile keeps its target. The star is the recommended setting, with "
+        f"the 95% interval of its goodput and the range of its runs.{grey}"
+    )
+    return Section(KEY, TOPIC, title, lead, (Plot("pareto", "", f"{TOPIC}. {title}.", views, 460),), notes=tuple(notes))
+
+
+def _drawn(trials: list[Trial], compared: list[Point], scales: Sequence[_Scale]) -> set[Trial]:
+    """Without the slow ones that serve next to nothing in time: they would squeeze all others into a corner."""
+    best = max([t.goodput for t in trials] + [p.goodput.mean for p in compared])
+    values = {t: [scale.of(t) for scale in scales] for t in trials}
+    shown = [values[t] for t in trials if t.goodput >= _LEAST * best] + [[s.of(p) for s in scales] for p in compared]
+    edges = [
+        max([scale.bound, *(v for row in shown if (v := row[place]) is not None)]) for place, scale in enumerate(scales)
+    ]
+    return {
+        t for t, row in values.items() if all(v is not None and v <= edge for v, edge in zip(row, edges, strict=True))
+    }
+
+
+def _scales(bounds: Sequence[Target]) -> list[_Scale]:
+    single = [_Scale(b.name, f"{b.name} p99 (ms)", b.bound, b.of) for b in bounds]
+    if len(single) < 2:
+        return single
+    worst = _Scale(
+        "Worst of all", "worst p99, as a multiple of its target", 1.0, lambda found: worst_ratio(found, bounds)
+    )
+    return [worst, *single]
+
+
+def _view(
+    evidence: Evidence, scale: _Scale, compared: list[Point], simulated: list[Trial], searched: list[Trial]
+) -> View:
+    called, owners = names(evidence), defaults(evidence)
+    data: list[Trace] = []
+    values = [scale.bound]
+    for trials, colour, symbol, opacity in (
+        (simulated, "@faint", "circle", 0.45),
+        (searched, "@measured", "circle-open", 0.6),
+    ):
+        known = [(t, x) for t in trials[-_MOST_DRAWN:] if (x := scale.of(t)) is not None]
+        if known:
+            xs = [x for _, x in known]
+            ys = [t.goodput for t, _ in known]
+            hover = [_hover(t) for t, _ in known]
+            data.append(dots(xs, ys, hover, colour=colour, symbol=symbol, size=6, opacity=opacity))
+            values += xs
+            if len(known) > 2 and trials is simulated:
+                data.append(line(*_front(xs, ys), colour="@faint", width=1.5, line={"shape": "hv", "dash": "dot"}))
+    labels: list[Label] = []
+    shown = [(p, x) for p in compared if (x := scale.of(p)) is not None]
+    values += [x for _, x in shown]
+    if shown:
+        data.append(_validated(evidence, scale, shown, owners))
+    labels += [
+        Label(x, p.goodput.mean, called[p.knobs], _colour(evidence, p.knobs, owners), p.knobs == _chosen(evidence))
+        for p, x in shown
+        if p.knobs in owners or p.knobs in _settings(evidence)
+    ]
+    measured = {p.knobs for p, _ in shown}
+    marked = [t for t in (*simulated, *searched) if t.knobs in owners and t.knobs not in measured]
+    others = [(t, x) for t in marked if (x := scale.of(t)) is not None]
+    if others:
+        data.append(
+            dots([x for _, x in others], [t.goodput for t, _ in others], [_hover(t) for t, _ in others],
+                 colour="@baseline", symbol="square-open", size=9)
+        )  # fmt: skip
+        labels += [Label(x, t.goodput, f"{owners[t.knobs]}, simulated", "@baseline") for t, x in others]
+    across = log_axis(scale.title, values, pad=1.3)
+    if scale.bound == 1.0:
+        across["ticktext"] = [f"{text}×" for text in across["ticktext"]]
+    y = axis("requests/s in SLO", rangemode="tozero")
+    top = max([t.goodput for t in (*simulated, *searched)] + [p.goodput.high for p in compared])
+    y["range"] = [-0.03 * top, 1.1 * top]
+    region = {
+        "type": "rect", "xref": "x", "yref": "paper", "x0": 10 ** across["range"][0], "x1": scale.bound, "y0": 0, "y1": 1,
+        "fillcolor": "@region", "line": {"width": 0}, "layer": "below",
+    }  # fmt: skip
+    inside = note(
+        "within target",
+        x=across["range"][0],
+        y=0.0,
+        xanchor="left",
+        yanchor="bottom",
+        font={"color": "@good", "size": 12},
+    )
+    return View(scale.name, data, layout(across, y, shapes=[region], annotations=[inside]), labels)
+
+
+def _validated(evidence: Evidence, scale: _Scale, shown: list[tuple[Point, float]], owners: dict[Knobs, str]) -> Trace:
+    chosen = _chosen(evidence)
+    called = names(evidence)
+    xs, ys = [x for _, x in shown], [p.goodput.mean for p, _ in shown]
+    trace = dots(
+        xs,
+        ys,
+        [_hover(p, called[p.knobs]) for p, _ in shown],
+        colour=[_colour(evidence, p.knobs, owners) for p, _ in shown],
+        size=[16 if p.knobs == chosen else 11 for p, _ in shown],
+        symbol=["star" if p.knobs == chosen else "square" if p.knobs in owners else "circle" for p, _ in shown],
+        line={"color": "@card", "width": 1},
+    )
+    trace["error_y"] = error_bars(ys, [p.goodput.low for p, _ in shown], [p.goodput.high for p, _ in shown], "@faint")
+    ranges = [_range(evidence, scale, p, x) for p, x in shown]
+    if any(low < high for low, high in ranges):
+        trace["error_x"] = error_bars(xs, [low for low, _ in ranges], [high for _, high in ranges], "@faint")
+    return trace
+
+
+def _range(evidence: Evidence, scale: _Scale, point: Point, value: float) -> tuple[float, float]:
+    """What single runs gave, where the sidecar has them."""
+    trials = [t for t in evidence.trials(point.stage) if t.knobs == point.knobs]
+    found = [x for t in trials if (x := scale.of(t)) is not None]
+    return min([value, *found]), max([value, *found])
+
+
+def _front(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The best goodput at or below each latency."""
+    front_x: list[float] = []
+    front_y: list[float] = []
+    for x, y in sorted(zip(xs, ys, strict=True), key=lambda pair: (pair[0], -pair[1])):
+        if not front_y or y > front_y[-1]:
+            front_x.append(x)
+            front_y.append(y)
+    return front_x, front_y
+
+
+def _hover(found: Trial | Point, called: str = "") -> str:
+    if isinstance(found, Point):
+        head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"
+        goodput = f"{plus_minus(found)} req/s in SLO (95% interval)"
+    else:
+        head = f"trial {found.number}, {STAGES[found.stage]}" if found.number >= 0 else STAGES[found.stage]
+        goodput = f"{number(found.goodput)} req/s in SLO"
+    return "<br>".join(
+        (
+            head,
+            short_setting(found.knobs),
+            goodput,
+            f"{percent(found.attainment)} of requests in SLO",
+            f"p99: TTFT {ms(found.ttft_p99_ms)}, TPOT {ms(found.tpot_p99_ms)}",
+        )
+    )
+
+
+def _cautions(compared: list[Point], searched: list[Trial]) -> list[str]:
+    offered = [p.offered_rate for p in compared]
+    others = [t.offered_rate for t in searched]
+    if not offered or not others:
+        return []
+    validated, search = sum(offered) / len(offered), sum(others) / len(others)
+    if abs(search - validated) <= 0.15 * max(search, validated):
+        return []
+    return [
+        f"The windows of the search brought {number(search)} req/s, those of the validation {number(validated)}: compare "
+        "open circles only with each other."
+    ]
+
+
+def _chosen(evidence: Evidence) -> Knobs:
+    return evidence.recommended.knobs
+
+
+def _settings(evidence: Evidence) -> set[Knobs]:
+    return {s.knobs for s in evidence.profile.settings.values()}
+
+
+def _colour(evidence: Evidence, knobs: Knobs, owners: dict[Knobs, str]) -> str:
+    if knobs == _chosen(evidence):
+        return "@accent"
+    return "@baseline" if knobs in owners else "@measured"

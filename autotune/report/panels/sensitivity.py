@@ -1,0 +1,207 @@
+"""What each knob does around the recommended setting: turned by itself in the simulator, or as the trials happen to show it."""
+
+from __future__ import annotations
+
+import math
+
+from autotune.profile import Profile
+from autotune.report.evidence import Evidence, Trial
+from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
+from autotune.report.section import Section, absent
+from autotune.report.sweep import Sweep
+from autotune.report.wording import ms, number, percent, short_setting
+from autotune.score import Score
+from runtime.knobs import KNOBS, Knobs, KnobSpec
+
+KEY, TOPIC = "sensitivity", "Each knob around the choice"
+_FEWEST = 8  # trials that say something
+_NOTHING = 0.01  # changes of goodput below it are no change
+_BINS = 9
+_ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
+
+
+def section(evidence: Evidence, swept: Sweep | None) -> Section:
+    if swept is not None:
+        return _from_sweep(evidence, swept)
+    trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
+    if len(trials) < _FEWEST:
+        return absent(KEY, TOPIC, _why(evidence.profile, len(trials)))
+    return _from_trials(evidence, trials)
+
+
+def _why(profile: Profile, trials: int) -> str:
+    lacking = (
+        "This profile holds no cost model to simulate with" if profile.cost_model is None else "Nothing was simulated"
+    )
+    return f"{lacking}, and {trials or 'no'} trials are too few to show what a knob does by itself."
+
+
+def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
+    here = evidence.recommended.knobs
+    losses = {s.name: _losses(s, here, swept.by_knob[s.name]) for s in KNOBS if s.name in swept.by_knob}
+    top = max(score.goodput for values in swept.by_knob.values() for _, score in values)
+    plots = [
+        _panel(spec, swept.by_knob[spec.name], here, top, losses[spec.name])
+        for spec in KNOBS
+        if spec.name in swept.by_knob
+    ]
+    most = max(losses, key=lambda name: max(losses[name].values(), default=0.0))
+    worst = max(losses[most].values(), default=0.0)
+    title = (
+        f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
+        if worst >= _NOTHING
+        else "No knob changes goodput by 1% when it is halved or doubled"
+    )
+    lead = (
+        "One knob turned at a time, the others held at the recommended setting; simulated with this profile's cost model, "
+        f"{swept.requests} requests a point, the same arrivals for all. Hover for latencies."
+    )
+    notes = [] if swept.complete else ["Cut short to keep this page quick; not every value was simulated."]
+    better = _better(evidence, swept)
+    if better:
+        notes.append(better)
+    return Section(KEY, TOPIC, title, lead, tuple(plots), notes=tuple(notes))
+
+
+def _panel(
+    spec: KnobSpec, values: list[tuple[float, Score]], here: Knobs, top: float, losses: dict[str, float]
+) -> Plot:
+    xs, ys = [value for value, _ in values], [score.goodput for _, score in values]
+    hover = [_hover(spec, value, score) for value, score in values]
+    chosen = float(getattr(here, spec.name))
+    data = [
+        line(xs, ys, colour="@measured"),
+        dots(xs, ys, hover, colour=["@accent" if x == chosen else "@measured" for x in xs],
+             size=[13 if x == chosen else 8 for x in xs], symbol=["star" if x == chosen else "circle" for x in xs]),
+    ]  # fmt: skip
+    found = _costs(losses)
+    return Plot(
+        f"knob-{spec.name}",
+        f"{spec.name}: {found}" if found else spec.name,
+        f"Goodput against {spec.name} around {chosen:g} {spec.unit}. {found}.",
+        [View("", data, _layout(spec, xs, chosen, top))],
+        height=230,
+    )
+
+
+def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[str, object]:
+    title = f"{spec.name} ({spec.unit})"
+    x = log_axis(title, xs) if spec.log else axis(title, rangemode="tozero", nticks=6)
+    y = axis("req/s in SLO", range=[-0.04 * top, 1.12 * top], nticks=5)
+    at = math.log10(chosen) if spec.log else chosen
+    low, high = (math.log10(min(xs)), math.log10(max(xs))) if spec.log else (min(xs), max(xs))
+    share = (at - low) / ((high - low) or 1.0)
+    side = "left" if share < 0.2 else "right" if share > 0.8 else "center"
+    mark = note(f"chosen: {chosen:,g}", x=at, y=0.02, yanchor="bottom", xanchor=side, bgcolor="@card",
+                font={"color": "@accent", "size": 12})  # fmt: skip
+    return layout(x, y, shapes=[rule(x=chosen, colour="@accent")], annotations=[mark])
+
+
+def _losses(spec: KnobSpec, here: Knobs, values: list[tuple[float, Score]]) -> dict[str, float]:
+    """Share of goodput lost by half and by double; of a knob at 0, by its next value."""
+    known = {value: score.goodput for value, score in values}
+    chosen = float(getattr(here, spec.name))
+    base = known.get(chosen, 0.0)
+    if base <= 0:
+        return {}
+    if not spec.log:
+        others = [v for v in known if v != chosen]
+        near = min(others, key=lambda v: abs(v - (10 if chosen != 10 else 0)), default=chosen)
+        return {f"{near:g} {spec.unit}": 1 - known[near] / base} if others else {}
+    wanted = {"half": chosen / 2, "double": chosen * 2}
+    return {
+        what: 1 - known[near] / base
+        for what, value in wanted.items()
+        if (near := min(known, key=lambda v: abs(v - value))) != chosen and 0.9 < near / value < 1.1
+    }
+
+
+def _step(losses: dict[str, float]) -> str:
+    what = max(losses, key=lambda name: losses[name])
+    return {"half": "halving it", "double": "doubling it"}.get(what, what)
+
+
+def _costs(losses: dict[str, float]) -> str:
+    if len(losses) > 1 and all(abs(loss) < _NOTHING for loss in losses.values()):
+        return f"{' or '.join(losses)} changes nothing"
+    return ", ".join(_cost(what, loss) for what, loss in losses.items())
+
+
+def _cost(what: str, loss: float) -> str:
+    if abs(loss) < _NOTHING:
+        return f"{what} changes nothing"
+    return f"{what} costs {percent(loss, 0)}" if loss > 0 else f"{what} gains {percent(-loss, 0)}"
+
+
+def _better(evidence: Evidence, swept: Sweep) -> str:
+    """Said when the simulator thinks that one knob alone could do better: the choice was made by measuring."""
+    here = evidence.recommended.knobs
+    base = [s.goodput for values in swept.by_knob.values() for _, s in values if s.setting == here.as_dict()]
+    found = [(s.goodput, name, value) for name, values in swept.by_knob.items() for value, s in values]
+    if not base or not found or max(found)[0] <= 1.02 * base[0]:
+        return ""
+    gain, name, value = max(found)
+    return (
+        f"The simulator puts {name} {value:,g} {percent(gain / base[0] - 1, 0)} above the choice, which was made by measuring: "
+        "the difference is within what it gets wrong, or worth trying."
+    )
+
+
+def _hover(spec: KnobSpec, value: float, score: Score) -> str:
+    return "<br>".join(
+        (
+            f"<b>{spec.name} {value:,g} {spec.unit}</b>, simulated",
+            f"{number(score.goodput)} req/s in SLO, {percent(score.attainment)} of requests",
+            f"p99: TTFT {ms(score.ttft_ms.p99)}, TPOT {ms(score.tpot_ms.p99)}",
+        )
+    )
+
+
+def _from_trials(evidence: Evidence, trials: list[Trial]) -> Section:
+    here = evidence.recommended.knobs
+    top = max(t.goodput for t in trials) or 1.0
+    enough = len(trials) >= _ENVELOPE
+    plots = []
+    for spec in KNOBS:
+        if len({getattr(t.knobs, spec.name) for t in trials}) < 3:
+            continue
+        xs, ys = [float(getattr(t.knobs, spec.name)) for t in trials], [t.goodput for t in trials]
+        hover = [f"{short_setting(t.knobs)}<br>{number(t.goodput)} req/s in SLO" for t in trials]
+        data = [dots(xs, ys, hover, colour="@faint" if enough else "@measured", size=7, opacity=0.6)]
+        if enough:
+            data.append(line(*_envelope(spec, xs, ys), colour="@measured"))
+        chosen = float(getattr(here, spec.name))
+        low, high = _good(xs, ys, top)
+        title = f"{spec.name}: within 5% of the best from {low:,g} to {high:,g} {spec.unit}"
+        plots.append(
+            Plot(f"knob-{spec.name}", title, title, [View("", data, _layout(spec, [*xs, chosen], chosen, top))], 230)
+        )
+    how = "simulated" if trials[0].stage == "simulation" else "measured"
+    lead = (
+        f"Every dot is one of {len(trials)} {how} settings; the other knobs differ from dot to dot, so only the upper edge"
+        f"{' (the line)' if enough else ''} speaks of the knob itself. "
+    )
+    lead += (
+        "This profile holds no cost model to turn one knob at a time with."
+        if evidence.profile.cost_model is None
+        else "The load is not to be had here, so one knob at a time could not be simulated."
+    )
+    title = "Where good settings lie" if plots else TOPIC
+    return Section(KEY, TOPIC, title, lead, tuple(plots))
+
+
+def _good(xs: list[float], ys: list[float], top: float) -> tuple[float, float]:
+    near = [x for x, y in zip(xs, ys, strict=True) if y >= 0.95 * top]
+    return min(near), max(near)
+
+
+def _envelope(spec: KnobSpec, xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
+    """The best goodput within each of a few equal parts of the range."""
+    scale = math.log if spec.log else float
+    low, high = min(map(scale, xs)), max(map(scale, xs))
+    best: dict[int, tuple[float, float]] = {}
+    for x, y in zip(xs, ys, strict=True):
+        part = min(_BINS - 1, int(_BINS * (scale(x) - low) / ((high - low) or 1.0)))
+        best[part] = max(best.get(part, (-1.0, 0.0)), (y, x))
+    ordered = [best[part] for part in sorted(best)]
+    return [x for _, x in ordered], [y for y, _ in ordered]

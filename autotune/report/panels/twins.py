@@ -1,0 +1,121 @@
+"""Simulated against measured, for every setting where both are known."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+from autotune.profile import Point
+from autotune.report.evidence import Evidence
+from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, line, log_axis, plain
+from autotune.report.section import Section, absent
+from autotune.report.wording import error, names, number, short_setting
+
+KEY, TOPIC = "twins", "Simulated against measured"
+_ROW, _FRAME = 26, 90  # pixels
+
+
+class _Metric(NamedTuple):
+    key: str
+    name: str
+    unit: str
+    log: bool
+    of: Callable[[Point], float | None]
+
+
+_METRICS = (
+    _Metric("goodput", "Goodput", "req/s in SLO", False, lambda p: p.goodput.mean),
+    _Metric("throughput", "Throughput", "output tokens/s", False, lambda p: p.throughput.mean),
+    _Metric("ttft", "TTFT p99", "ms", True, lambda p: p.ttft_p99_ms),
+    _Metric("tpot", "TPOT p99", "ms", True, lambda p: p.tpot_p99_ms),
+)
+
+
+def section(evidence: Evidence) -> Section:
+    twins = evidence.twins()
+    if not twins:
+        return absent(KEY, TOPIC, _why(evidence))
+    called = names(evidence)
+    twins = sorted(twins, key=lambda pair: pair[0].goodput.mean)
+    plots = tuple(
+        made for metric in _METRICS if (made := _plot(metric, [(called[a.knobs], a, b) for a, b in twins])) is not None
+    )
+    offs = [abs(b.goodput.mean / a.goodput.mean - 1) for a, b in twins if a.goodput.mean > 0]
+    title = (
+        f"Simulated goodput within {error(statistics.median(offs))} of measured"
+        if offs
+        else "Nothing was in SLO either way"
+    )
+    alike = " and with the same arrivals" if all(a.seeds == b.seeds for a, b in twins) else ", but with other arrivals"
+    lead = (
+        f"Median over the {len(twins)} setting{'s' if len(twins) != 1 else ''} that were both simulated and measured, at the "
+        f"same rate{alike}. Bars are the 95% interval of goodput, and the range of the runs elsewhere."
+    )
+    return Section(KEY, TOPIC, title, lead, plots)
+
+
+def _why(evidence: Evidence) -> str:
+    if not evidence.profile.simulated:
+        return "Nothing was simulated for this profile, so there is nothing to hold against what was measured."
+    if not any(p.stage == "validation" for p in evidence.profile.points):
+        return "The run was stopped before any setting was validated, so simulated figures have nothing measured beside them."
+    return "None of the validated settings was simulated at the rate it was measured at."
+
+
+def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None:
+    known = [
+        (name, p, a, b) for name, p, q in twins if (a := metric.of(p)) is not None and (b := metric.of(q)) is not None
+    ]
+    if not known:
+        return None
+    rows = list(range(len(known)))
+    measured, simulated = [m for _, _, m, _ in known], [s for _, _, _, s in known]
+    links_x: list[float | None] = []
+    links_y: list[float | None] = []
+    for row, (_, _, a, b) in enumerate(known):
+        links_x += [a, b, None]
+        links_y += [row, row, None]
+    hover = [_hover(metric, *each) for each in known]
+    solid = dots(measured, [float(r) for r in rows], hover, colour="@measured", size=10)
+    spread = {"goodput": lambda p: p.goodput, "throughput": lambda p: p.throughput}.get(metric.key)
+    if spread is not None:
+        spreads = [spread(p) for _, p, _, _ in known]
+        solid["error_x"] = error_bars(measured, [s.low for s in spreads], [s.high for s in spreads], "@measured")
+    data = [
+        line(links_x, links_y, colour="@faint", width=2, showlegend=False),
+        {**solid, "name": "measured", "showlegend": True},
+        {
+            **dots(simulated, [float(r) for r in rows], hover, colour="@simulated", symbol="diamond-open", size=10),
+            "name": "simulated",
+            "showlegend": True,
+        },
+    ]
+    data[2]["marker"]["line"] = {"width": 2}
+    values = [*measured, *simulated]
+    title = f"{metric.name} ({metric.unit})"
+    x = log_axis(title, values, pad=1.25) if metric.log else axis(title, rangemode="tozero", nticks=5)
+    y = axis("", tickmode="array", tickvals=rows, ticktext=[plain(_cut(name)) for name, *_ in known], showgrid=False)
+    y["range"] = [-0.7, len(known) - 0.3]
+    legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 12}, "itemclick": False,
+              "itemdoubleclick": False}  # fmt: skip
+    made = layout(x, y, showlegend=True, legend=legend)
+    offs = [abs(b / a - 1) for a, b in zip(measured, simulated, strict=True) if a > 0]
+    off = f"{metric.name}: {error(statistics.median(offs))} off" if offs else metric.name
+    return Plot(f"twins-{metric.key}", off, f"{TOPIC}. {off}.", [View("", data, made)], _FRAME + _ROW * len(known))
+
+
+def _cut(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _hover(metric: _Metric, name: str, point: Point, measured: float, simulated: float) -> str:
+    off = f"{simulated / measured - 1:+.1%}" if measured > 0 else "–"
+    return "<br>".join(
+        (
+            f"<b>{plain(name)}</b>",
+            short_setting(point.knobs),
+            f"measured {number(measured)} {metric.unit}",
+            f"simulated {number(simulated)} {metric.unit} ({off})",
+        )
+    )

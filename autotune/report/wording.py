@@ -1,0 +1,110 @@
+"""Figures and settings in words, the same everywhere in a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+from autotune.profile import PURPOSES, Point
+from autotune.report.evidence import Evidence
+from runtime.knobs import KNOBS, Knobs
+
+SHORT = {"max_batch_size": "batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
+STAGES = {
+    "simulation": "simulated",
+    "search": "search",
+    "validation": "validated",
+    "capacity": "other rate",
+}
+
+
+def number(value: float, digits: int = 3) -> str:
+    """``digits`` significant ones, whole numbers with their thousands apart: 0.123, 11.2, 1,904."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    after = digits - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, after):,.{max(0, after)}f}"
+    return text.rstrip("0").rstrip(".") if abs(value) < 1 and "." in text else text
+
+
+def ms(value: float | None) -> str:
+    return "–" if value is None else f"{number(value)} ms"
+
+
+def percent(share: float, after: int | None = None) -> str:
+    """99.4%, 71%: a digit behind the point where it can matter."""
+    digits = (1 if share > 0.9 and share < 1 else 0) if after is None else after
+    return f"{share * 100:.{digits}f}%"
+
+
+def asked(share: float) -> str:
+    """The share of requests an SLO asks for, as it is spelled: 99%, 99.9%."""
+    return f"{share * 100:g}%"
+
+
+def error(share: float) -> str:
+    """A relative error: 2.1%, 14%."""
+    return f"{share * 100:.1f}%" if share < 0.0995 else f"{share * 100:.0f}%"
+
+
+def ratio(scale: float) -> str:
+    """A length scale: 0.125 is 1/8."""
+    fraction = Fraction(scale).limit_denominator(1024)
+    return f"{scale:g}" if fraction.denominator in (1, 1024) else str(fraction)
+
+
+def plus_minus(point: Point) -> str:
+    """Goodput with half its 95% interval."""
+    spread = point.goodput
+    return f"{number(spread.mean)} ± {number((spread.high - spread.low) / 2, 2)}"
+
+
+def setting(knobs: Knobs) -> str:
+    """Every knob with its value."""
+    return ", ".join(f"{spec.name} {getattr(knobs, spec.name):,g}" for spec in KNOBS)
+
+
+def short_setting(knobs: Knobs) -> str:
+    """For a hover text: ``batch 32 · wait 0 ms · budget 256 · chunk 256``."""
+    return " · ".join(
+        f"{SHORT.get(s.name, s.name)} {getattr(knobs, s.name):,g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS
+    )
+
+
+def listed(words: Iterable[str]) -> str:
+    """a, b and c."""
+    *first, last = list(words)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def names(evidence: Evidence) -> dict[Knobs, str]:
+    """What each compared setting is called: its purposes, whose defaults it is, or the trial it came from."""
+    purposes: dict[Knobs, list[str]] = {}
+    for purpose in PURPOSES:
+        if purpose in evidence.profile.settings:
+            purposes.setdefault(evidence.profile.settings[purpose].knobs, []).append(purpose)
+    found = {knobs: listed(words) for knobs, words in purposes.items()}
+    for knobs, owner in defaults(evidence).items():
+        found[knobs] = f"{found[knobs]} ({owner})" if knobs in found else owner
+    tried = {t.knobs: t.number for stage in ("search", "simulation") for t in evidence.trials(stage)}
+    for p in evidence.compared:
+        found.setdefault(p.knobs, f"trial {tried[p.knobs]}" if tried.get(p.knobs, -1) >= 0 else p.label)
+    return found
+
+
+def defaults(evidence: Evidence) -> dict[Knobs, str]:
+    """Settings that are another engine's defaults, by the labels they were tried under."""
+    profile = evidence.profile
+    labelled = [(r.label, r.knobs) for r in evidence.runs]
+    labelled += [(p.label, p.knobs) for p in (*profile.points, *profile.simulated)]
+    found: dict[Knobs, list[str]] = {}
+    for label, knobs in labelled:
+        owner = label.removesuffix(" defaults")
+        if owner != label and owner not in found.setdefault(knobs, []):
+            found[knobs].append(owner)
+    if profile.baseline is not None:
+        found.setdefault(profile.baseline.knobs, ["vLLM"])
+    return {knobs: f"{listed(owners)} defaults" for knobs, owners in found.items()}
