@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from autotune.cli.knob_options import checked_knobs, with_knobs
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.llm.ordering import ORDERINGS
@@ -25,33 +24,6 @@ EXAMPLES = (
     "Examples:  autotune serve tiny  ·  autotune serve ./my-model --slo ttft=500ms,tpot=50ms --port 9000 --token-budget 512"
     "  ·  autotune serve --profile mine.yaml"
 )
-
-
-def with_knobs(command: Callable[..., int]) -> Callable[..., int]:
-    """``command`` with an option for every knob in place of its argument ``knobs``, a dict of those that were given."""
-
-    def run(**arguments: Any) -> int:
-        given = {spec.name: value for spec in KNOBS if (value := arguments.pop(spec.name)) is not None}
-        return command(knobs=given, **arguments)
-
-    hints = get_type_hints(command, include_extras=True)
-    options = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name != "knobs":
-            options.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
-            continue
-        for spec in KNOBS:
-            kind = int if spec.integer else float
-            told = Option(f"--{spec.name.replace('_', '-')}", help=f"Knob, in {spec.unit}: {spec.doc}.")
-            options.append(
-                inspect.Parameter(
-                    spec.name, parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, told]
-                )
-            )
-    run.__signature__ = inspect.Signature(options, return_annotation=int)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {option.name: option.annotation for option in options} | {"return": int}
-    run.__doc__ = command.__doc__
-    return run
 
 
 @with_knobs
@@ -74,6 +46,7 @@ def serve(
         Path | None, Option(help="Start with a profile's knobs, SLO, dtype and KV pool; options given here win.")
     ] = None,
     purpose: Annotated[str, Option("--for", help="Which of the profile's settings.")] = "balanced",
+    anyway: Annotated[bool, Option("--anyway", help="Use a profile of another machine, too.")] = False,
     knobs: dict[str, float] | None = None,
     dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -110,6 +83,8 @@ def serve(
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
     _need_extra()
+    if start_with is not None:
+        _check_machine(start_with, device, anyway, controlled=promise is not None and controlled is not False)
     if decisions is not None:
         _check_writable(decisions)
     from autotune.attach import control
@@ -164,12 +139,25 @@ def serve(
 def _profile(path: Path | None, purpose: str) -> Profile | None:
     if path is None:
         return None
-    from autotune.profile import load_profile
+    from autotune.profile import find_profile, load_profile
 
-    profile = load_profile(path)
+    profile = load_profile(find_profile(path))
     if purpose not in profile.settings:
         raise InputError(f"--for is {purpose}; {path} holds {', '.join(profile.settings)}")
     return profile
+
+
+def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: bool) -> None:
+    """Raise one line if the profile is of another machine, unless told that this is known."""
+    from autotune.profiling.fingerprint import gpu_available, measured_elsewhere
+
+    gpu = device.startswith("cuda") or (device == "auto" and gpu_available())
+    elsewhere = measured_elsewhere(profile.machine, gpu=gpu)
+    if elsewhere and not anyway:
+        then = "start from it (the controller will correct it)" if controlled else "use it all the same"
+        raise InputError(f"{elsewhere}; pass --anyway to {then}")
+    if elsewhere:
+        print(f"note: {elsewhere}", file=sys.stderr)
 
 
 def _slo(text: str | None) -> SLO | None:
@@ -185,13 +173,7 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     """Knobs to start with, and ceilings: the profile's or the usual ones, raised where an option asks for more."""
     limits = profile.engine.limits if profile else KnobLimits()
     start = profile.settings[purpose].knobs if profile else limits.clamp(Knobs())  # type: ignore[index]  # checked
-    for spec in KNOBS:
-        if spec.name in given:
-            try:
-                spec.check(given[spec.name])
-            except ValueError as error:
-                raise InputError(f"--{str(error).replace(spec.name, spec.name.replace('_', '-'), 1)}") from None
-    knobs = start.with_(**given)
+    knobs = start.with_(**checked_knobs(given))
     top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
     return knobs, KnobLimits(**top)
 

@@ -27,27 +27,28 @@ class Listeners:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: tuple[Listener, ...] = ()
+        self.known: tuple[Listener, ...] = ()
+        """All of them, in order."""
         self.hear_runs = True
         """Whether all can be told of identical steps at once (they have ``on_run``)."""
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Returns a function that ends the subscription. Any thread."""
         with self._lock:
-            self._now_known((*self._known, listener))
+            self._now_known((*self.known, listener))
         return partial(self._forget, listener)
 
     def _forget(self, listener: Listener) -> None:
         with self._lock:
-            self._now_known(tuple(known for known in self._known if known is not listener))
+            self._now_known(tuple(known for known in self.known if known is not listener))
 
     def _now_known(self, known: tuple[Listener, ...]) -> None:
-        self._known = known
+        self.known = known
         self.hear_runs = all(hasattr(listener, "on_run") for listener in known)
 
     def tell(self, step: StepRecord | None, requests: Sequence[RequestRecord], ends: Sequence[float] = ()) -> None:
         """``ends``: when each of the steps ended for which ``step`` stands, if there is more than one."""
-        for listener in self._known:
+        for listener in self.known:
             try:
                 if step is not None:
                     if len(ends) > 1:

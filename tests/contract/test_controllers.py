@@ -76,7 +76,7 @@ def test_the_engine_makes_progress_from_any_start_under_any_promise(name: str, s
     engine = SimulatedEngine(h200, knobs=limits.clamp(start), limits=limits)
     arrivals = [(t, min(p, 40 if start.token_budget < 10 else 4000), o) for t, p, o in LOAD[:40]]
     with control(engine, slo=slo, controller=name) as attached:
-        records = engine.run(arrivals)
+        records = engine.play(arrivals)
         assert not attached.status().ended
         assert len(records) == len(arrivals) and all(r.completed for r in records)
         for decision in attached.decisions:
@@ -89,13 +89,13 @@ def test_bounds_and_pins_and_ceilings_that_shrink(name: str) -> None:
     engine = SimulatedEngine(h200)
     bounds = {"token_budget": (256.0, 1024.0), "max_batch_size": (16.0, 64.0)}
     with control(engine, slo=SLOS[0], controller=name, bounds=bounds, pinned={"chunk_size": 128}) as attached:
-        engine.run(LOAD)
+        engine.play(LOAD)
         for decision in attached.decisions:
             if decision.action == "set":
                 assert 256 <= decision.new["token_budget"] <= 1024 and decision.new["chunk_size"] == 128
                 assert 16 <= decision.new["max_batch_size"] <= 64
         engine.core._shrink(400)  # a step ran out of memory
-        engine.run([(engine.now + t, p, o) for t, p, o in LOAD])
+        engine.play([(engine.now + t, p, o) for t, p, o in LOAD])
         assert engine.knobs.token_budget <= 200 and engine.knobs == engine.effective_limits.check(engine.knobs)
         assert not attached.status().ended
 
@@ -218,7 +218,7 @@ def test_survives(name: str, what: str, sound_first: bool) -> None:
 
     def serve(bad: Bad | None, seconds: float) -> list[RequestRecord]:
         engine.bad = bad
-        return engine.run(poisson(12, seconds, 800, 100, seed=5, start=engine.now))
+        return engine.play(poisson(12, seconds, 800, 100, seed=5, start=engine.now))
 
     with control(engine, slo=slo, controller=name) as attached:
         if sound_first:
@@ -244,8 +244,8 @@ def test_a_machine_that_turns_a_thousand_times_slower_and_back(name: str, hardwa
     load = poisson(3, 10, 200, 30, seed=3)
     with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=60), controller=name) as attached:
         for factor in (1.0, 1000.0, 1.0):
-            engine.executor.hardware = lambda step, factor=factor: factor * hardware(step)  # type: ignore[misc]
-            records = engine.run([(engine.now + t, p, o) for t, p, o in load])
+            engine.formula.hardware = lambda step, factor=factor: factor * hardware(step)  # type: ignore[misc]
+            records = engine.play([(engine.now + t, p, o) for t, p, o in load])
             assert len(records) == len(load) and all(r.completed for r in records)
             assert not attached.status().ended
         explained(attached)

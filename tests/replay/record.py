@@ -51,7 +51,7 @@ def record(name: str, *, controller: str = "predictive") -> tuple[Recording, str
     )
     made = Recording.of(engine, scenario.slo)
     with attach(engine, made, controller) as control:
-        engine.run(scenario.arrivals())
+        engine.play(scenario.arrivals())
     return made, lines_of(control)
 
 

@@ -89,7 +89,7 @@ def test_a_profile_says_where_to_start(tmp_path: Path) -> None:
 def test_observing_sets_nothing_but_says_what_it_would() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, observe_only=True) as attached:
-        engine.run(LOAD)
+        engine.play(LOAD)
         assert engine.knobs == VLLM and engine.epoch == 0 and engine.core.policy is None
         would = [d for d in attached.decisions if d.action == "observe"]
         assert would and "(would set)" in describe(would[0])[0]
@@ -99,7 +99,7 @@ def test_operator_bounds_and_pins_hold_from_the_start() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, bounds={"max_batch_size": (16, 48)}, pinned={"chunk_size": 256}) as attached:
         assert engine.knobs.max_batch_size == 48 and engine.knobs.chunk_size == 256
-        engine.run(LOAD)
+        engine.play(LOAD)
         for decision in attached.decisions:
             if decision.action == "set":
                 assert 16 <= decision.new["max_batch_size"] <= 48 and decision.new["chunk_size"] == 256
@@ -108,7 +108,7 @@ def test_operator_bounds_and_pins_hold_from_the_start() -> None:
 def test_log_holds_every_decision_and_can_be_read_again(tmp_path: Path) -> None:
     engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
     with control(engine, slo=SLO_, log=path) as attached:
-        engine.run(LOAD)
+        engine.play(LOAD)
     read = list(read_decisions(path))
     assert read == list(attached.decisions)
     assert read[0].action == "attach" and read[-1].action == "detach"
@@ -122,13 +122,13 @@ def test_pause_set_and_resume() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512))) as attached:
         attached.pause()
-        engine.run(LOAD)
+        engine.play(LOAD)
         assert engine.knobs == VLLM and attached.status().paused
         assert attached.set(max_batch_size=99).max_batch_size == 99
         with pytest.raises(ValueError, match="batch is not a knob"):
             attached.set(batch=3)
         attached.resume()
-        engine.run([(engine.now + t, p, o) for t, p, o in LOAD])
+        engine.play([(engine.now + t, p, o) for t, p, o in LOAD])
         assert engine.knobs == Knobs(16, 0, 512, 512)
     with pytest.raises(AutotuneError, match="detached"):
         attached.pause()
@@ -137,7 +137,7 @@ def test_pause_set_and_resume() -> None:
 def test_kill_switch_puts_the_old_knobs_back() -> None:
     engine = SimulatedEngine(h200)
     attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512)))
-    engine.run(LOAD)
+    engine.play(LOAD)
     assert engine.knobs != VLLM
     attached.kill()
     attached.kill()
@@ -149,7 +149,7 @@ def test_kill_switch_puts_the_old_knobs_back() -> None:
 def test_a_controller_that_breaks_is_detached_and_the_engine_goes_on(where: str) -> None:
     engine = SimulatedEngine(h200)
     attached = control(engine, slo=SLO_, controller=Fixed(Knobs(16, 0, 512, 512), where))
-    records = engine.run(LOAD)
+    records = engine.play(LOAD)
     assert len(records) == len(LOAD) and all(r.completed for r in records)
     assert attached.status().ended and engine.knobs == VLLM
     assert any("ZeroDivisionError" in d.cause for d in attached.decisions)
@@ -169,7 +169,7 @@ class Stingy(Fixed):
 def test_a_budget_that_is_no_number_is_a_controller_that_breaks() -> None:
     engine = SimulatedEngine(h200)
     attached = control(engine, slo=SLO_, controller=Stingy(math.nan))
-    records = engine.run(LOAD[:5])
+    records = engine.play(LOAD[:5])
     assert all(r.completed for r in records)
     assert attached.status().ended and any("ValueError" in d.cause for d in attached.decisions)
 
@@ -188,7 +188,7 @@ def test_status_is_a_line_and_data() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO_) as attached:
         assert "no request has ended yet" in str(attached.status())
-        engine.run(LOAD)
+        engine.play(LOAD)
         line, data = str(attached.status()), attached.status().as_dict()
         assert "in SLO" in line and "regime" in line and json.dumps(data)
         assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)

@@ -109,7 +109,7 @@ def test_time_that_jumps_back_counts_for_nothing() -> None:
 def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
     with control(engine, slo=SLO(ttft_ms=500, tpot_ms=30), log=path) as attached:
-        engine.run(poisson(15, 10, 1000, 200, seed=1))
+        engine.play(poisson(15, 10, 1000, 200, seed=1))
         changes = sum(len(d.changes) for d in attached.decisions)
     assert run(["explain", str(path)]) == 0
     told = capsys.readouterr().out

@@ -27,9 +27,9 @@ def share(hardware: object, slo: SLO, arrivals: Arrivals, knobs: Knobs, *, contr
     engine.set_slo(slo)
     if controlled:
         with control(engine, slo=slo):
-            records = engine.run(arrivals)
+            records = engine.play(arrivals)
     else:
-        records = engine.run(arrivals)
+        records = engine.play(arrivals)
     return attainment(records, slo).share
 
 
@@ -54,7 +54,7 @@ def test_recovers_from_a_start_that_is_far_too_small() -> None:
     late = [a for a in arrivals if a[0] > 30]
     engine = SimulatedEngine(h200, knobs=tiny)
     with control(engine, slo=INTERACTIVE):
-        records = engine.run(arrivals)
+        records = engine.play(arrivals)
     after = [r for r in records if r.arrival >= late[0][0]]
     assert attainment(after, INTERACTIVE).share > 0.95
     assert engine.knobs.max_wait_ms == 0
@@ -96,7 +96,7 @@ def test_an_untrusted_model_leaves_the_last_knobs_it_vouched_for() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=start)
     made = PredictiveController(RELAXED, start, kv_tokens=10_000)
     with control(engine, slo=RELAXED, controller=made):
-        engine.run(poisson(6, 20, 100, 40, seed=15))
+        engine.play(poisson(6, 20, 100, 40, seed=15))
     vouched = made.decide(engine.now, engine.knobs, engine.limits).knobs
     for i in range(100):
         made.observe_step(step(engine.now + i, 20.0 if i % 2 else 0.001))
@@ -109,7 +109,7 @@ def test_an_untrusted_model_leaves_the_last_knobs_it_vouched_for() -> None:
 def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
     with control(engine, slo=SLO(tpot_ms=4)) as attached:
-        engine.run(poisson(4, 20, 100, 40, seed=9))
+        engine.play(poisson(4, 20, 100, 40, seed=9))
         infeasible = [d for d in attached.decisions if d.regime == "infeasible"]
     assert infeasible and infeasible[0].at < 10
     assert "decode alone takes 6." in infeasible[0].cause and "4 ms cannot be met" in infeasible[0].cause
@@ -119,7 +119,7 @@ def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
 def test_a_small_pool_bounds_the_batch_once_it_has_preempted() -> None:
     engine = SimulatedEngine(h200, kv_tokens=12_000)
     with control(engine, slo=SLO(ttft_ms=5000, tpot_ms=50)) as attached:
-        engine.run(poisson(20, 30, 400, 300, seed=10))
+        engine.play(poisson(20, 30, 400, 300, seed=10))
         assert any(d.regime == "kv-limited" for d in attached.decisions)
     assert engine.scheduler.preemptions > 0 and engine.knobs.max_batch_size < 40
 
@@ -127,7 +127,7 @@ def test_a_small_pool_bounds_the_batch_once_it_has_preempted() -> None:
 def test_nothing_is_raised_that_does_not_bind() -> None:
     engine = SimulatedEngine(h200, knobs=Knobs(64, 0, 512, 512))
     with control(engine, slo=INTERACTIVE):
-        engine.run([(t, min(p, 500), o) for t, p, o in poisson(0.5, 100, 100, 50, seed=11)])
+        engine.play([(t, min(p, 500), o) for t, p, o in poisson(0.5, 100, 100, 50, seed=11)])
     assert engine.knobs.max_batch_size <= 64 and engine.knobs.token_budget <= 512
 
 
@@ -182,7 +182,7 @@ def test_the_margin_follows_the_noise() -> None:
 def test_only_ttft_opens_the_step() -> None:
     engine = SimulatedEngine(h200, knobs=Knobs(8, 0, 128, 64))
     with control(engine, slo=SLO(ttft_ms=500)):
-        engine.run(poisson(10, 20, 500, 50, seed=12))
+        engine.play(poisson(10, 20, 500, 50, seed=12))
     assert engine.knobs.token_budget == engine.limits.token_budget
 
 

@@ -76,7 +76,7 @@ def test_only_its_owner_may_reach_it(steered: Control, folder: Path) -> None:
 
 
 def test_status_and_decisions(engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
-    engine.run(poisson(15, 5, 1000, 200, seed=1))
+    engine.play(poisson(15, 5, 1000, 200, seed=1))
     status = steering.ask("status")["status"]
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
     assert status["knobs"] == engine.knobs.as_dict() and status["line"] == str(steered.status())
@@ -143,7 +143,7 @@ def test_many_requests_in_one_go_are_answered_in_order(steered: Control) -> None
 
 
 def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, engine: SimulatedEngine) -> None:
-    engine.run(poisson(15, 3, 1000, 200, seed=1))
+    engine.play(poisson(15, 3, 1000, 200, seed=1))
     hanging = []
     for _ in range(3 * MOST_CLIENTS):
         client = socket.socket(socket.AF_UNIX)

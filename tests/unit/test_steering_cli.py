@@ -37,7 +37,7 @@ def engine() -> SimulatedEngine:
 def attached(engine: SimulatedEngine, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     with control(engine, slo=SLO_, steer=True) as made:
-        engine.run(poisson(15, 5, 1000, 200, seed=1))
+        engine.play(poisson(15, 5, 1000, 200, seed=1))
         yield made
 
 

@@ -1,0 +1,93 @@
+"""``autotune capacity``: the highest rate that holds the SLO, by bisection in simulation."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+from autotune.cli import simulated as shared
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.knob_options import with_knobs
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from autotune.simulate.capacity import SettingCapacity
+
+HELP = (
+    "The highest rate at which a profiled machine holds an SLO, in simulation: for the profile's settings, for one given by "
+    "knobs, or under a controller. Exit code 1: no rate holds it."
+)
+EXAMPLES = (
+    "Examples:  autotune capacity mine.yaml --slo ttft=500ms,tpot=50ms  ·  "
+    "autotune capacity mine.yaml --workload azure-code --scale compute=0.5,bandwidth=0.4 --price 2.50/h --json"
+)
+
+
+@with_knobs
+def capacity(
+    profile: Annotated[str, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)],
+    slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
+    workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
+    knobs: dict[str, float] | None = None,
+    controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
+    scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, help=shared.KV_HELP)] = None,
+    price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
+    seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
+    seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
+    requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
+) -> int:
+    """Search and print; 1 when no rate holds the SLO."""
+    asked = shared.Asked(
+        profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
+        knobs=knobs or {},
+    )  # fmt: skip
+    from autotune.cli.display import Display, make_console
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.evaluate import Interrupted
+    from autotune.simulate.capacity import Search, UnboundedError
+    from autotune.simulate.tables import capacity_data, capacity_table, cheapest_sentence
+
+    console = make_console(stderr=as_json)
+    console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)
+    scenario, start = asked.scenario, asked.profile.workload.rate
+    display = Display(console, "")
+    known: dict[str, SettingCapacity] = {}
+    with stop_on_interrupt() as stop:
+        search = Search(
+            scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
+        )  # fmt: skip
+        try:
+            for name, setting in asked.settings.items():
+                display.stage(name)
+                known[name] = found = search.capacity(name, setting, start, shared.progress(display))
+                display.stage_done("", f"{found.rate:.3g} req/s" if found.rate else "none")
+                start = found.rate or start
+            best = max(known.values(), key=lambda one: one.rate)
+            if asked.price is not None:
+                display.stage("others")
+                best = search.best(known, asked.others, shared.progress(display))
+                display.stage_done("", "")
+        except Interrupted:
+            return INTERRUPTED
+        except UnboundedError as error:
+            raise InputError(str(error)) from None
+        finally:
+            display.close()
+    console.print()
+    console.print(capacity_table(list(known.values()), best, asked.price), soft_wrap=True)
+    console.print(
+        f"highest rate at which {scenario.slo.attainment:g} of {requests} requests keep {scenario.slo}, "
+        f"to {search.precision:.0%}; mean and 95% interval over {seeds} seed{'s' if seeds > 1 else ''}",
+        style="dim", markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if asked.price is not None:
+        console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        settings = [capacity_data(one, asked.price) for one in known.values()]
+        cheapest = None if asked.price is None else capacity_data(best, asked.price)
+        print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest}))
+    return DONE if any(one.rate for one in known.values()) else FELL_SHORT

@@ -1,0 +1,104 @@
+"""``autotune simulate``: what settings do under a load, on a profiled machine or one like it, in seconds of simulation."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from autotune.cli import simulated as shared
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.knob_options import with_knobs
+
+if TYPE_CHECKING:
+    from autotune.profile_parts import Point
+    from autotune.simulate.capacity import SettingCapacity
+
+HELP = (
+    "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
+    "none of them holds the SLO."
+)
+EXAMPLES = (
+    "Examples:  autotune simulate --profile mine.yaml --workload azure-code --rate 12  ·  "
+    "autotune simulate --profile mine.yaml --token-budget 512 --scale compute=0.5,bandwidth=0.4 --price 2.50/h"
+)
+
+
+@with_knobs
+def simulate(
+    profile: Annotated[str, Option(help=shared.PROFILE_HELP, show_default=False)],
+    workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
+    slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
+    rate: Annotated[float | None, Option(help="Requests/s.  (default: the profile's)")] = None,
+    knobs: dict[str, float] | None = None,
+    controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
+    scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, help=shared.KV_HELP)] = None,
+    price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
+    seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
+    seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
+    requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
+) -> int:
+    """Simulate and print; 1 when nothing holds the SLO."""
+    shared.positive("--rate", rate)
+    asked = shared.Asked(
+        profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
+        knobs=knobs or {},
+    )  # fmt: skip
+    from autotune.cli.display import Display, make_console
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.evaluate import Interrupted
+    from autotune.profiling.points import Run, point
+    from autotune.simulate.capacity import Search
+    from autotune.simulate.tables import capacity_data, cheapest_sentence, point_data, simulated_table
+
+    console = make_console(stderr=as_json)
+    console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)
+    offered = rate or asked.profile.workload.rate
+    scenario, taken = asked.scenario, tuple(range(seed, seed + seeds))
+    display = Display(console, "")
+    points: list[Point] = []
+    best: SettingCapacity | None = None
+    with stop_on_interrupt() as stop:
+        display.stage("simulating")
+        done, total, begun = 0, len(asked.settings) * seeds, time.monotonic()
+        try:
+            for name, setting in asked.settings.items():
+                runs = []
+                for one in taken:
+                    score = scenario.measure(
+                        setting, offered, one, requests=requests, controller=controller, stop=stop.is_set
+                    )
+                    runs.append(Run(stage="simulation", label=name, trial=-1, score=score))
+                    done += 1
+                    left = (time.monotonic() - begun) / done * (total - done)
+                    display.progress(done / total, f"{done}/{total}", name, left)
+                points.append(point(runs).model_copy(update={"knobs": setting}))
+            display.stage_done(f"{done}/{total}", "")
+            if asked.price is not None:
+                display.stage("pricing")
+                search = Search(scenario, taken, requests, controller=controller, stop=stop.is_set)
+                known = {n: search.capacity(n, k, offered, shared.progress(display)) for n, k in asked.settings.items()}
+                best = search.best(known, asked.others, shared.progress(display))
+                display.stage_done("", "")
+        except Interrupted:
+            return INTERRUPTED
+        finally:
+            display.close()
+    console.print()
+    console.print(simulated_table(points, scenario.slo, asked.price, console.width), soft_wrap=True)
+    console.print(
+        f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
+        f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval",
+        style="dim", markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if best is not None and asked.price is not None:
+        console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        found = [point_data(p, asked.price) for p in points]
+        cheapest = None if best is None else capacity_data(best, asked.price)
+        print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest}))
+    return DONE if any(p.attainment >= scenario.slo.attainment for p in points) else FELL_SHORT

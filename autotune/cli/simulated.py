@@ -1,0 +1,147 @@
+"""What ``simulate`` and ``capacity`` share: the scenario from their options, the settings to look at, the head of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from autotune.cli.display import Display
+    from autotune.profile import Profile
+    from autotune.simulate.scenario import Scenario
+    from runtime.knobs import Knobs
+
+PROFILE_HELP = "A profile with a cost model: a file, or a name from `autotune profiles`."
+WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
+SLO_HELP = "The promise: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
+SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
+KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
+PRICE_HELP = (
+    "What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
+)
+CONTROLLER_HELP = "Have this controller turn the knobs, from each setting on: predictive or static."
+SEEDS_HELP = "Independent sets of requests; intervals are over these."
+REQUESTS_HELP = "Requests in each simulation."
+
+
+class Asked:
+    """The options both verbs have, checked."""
+
+    def __init__(
+        self,
+        profile: str,
+        *,
+        workload: str | None,
+        slo: str | None,
+        scale: str | None,
+        kv_tokens: int | None,
+        price: str | None,
+        controller: str | None,
+        knobs: dict[str, float],
+    ) -> None:
+        from autotune.cli.knob_options import checked_knobs
+        from autotune.controllers.registry import CONTROLLERS
+        from autotune.price import parse_price
+        from autotune.profile import find_profile, load_profile
+        from autotune.simulate.scenario import Scenario, parse_speeds
+        from autotune.workload import parse_workload
+        from runtime.slo import SLO
+
+        if controller is not None and controller not in CONTROLLERS:
+            raise InputError(f"--controller is {controller!r}; it must be one of {', '.join(CONTROLLERS)}")
+        speeds = None if scale is None else parse_speeds(scale)
+        promise = None if slo is None else checked("--slo", SLO.parse, slo)
+        if workload is not None:
+            checked("--workload", parse_workload, workload)
+        money = None if price is None else parse_price(price)
+        overrides = checked_knobs(knobs)
+        self.profile: Profile = load_profile(find_profile(profile))
+        self.price = self.profile.price_per_hour if money is None else money
+        self.controller = controller
+        self.scale = scale
+        scenario = checked(
+            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
+        )  # fmt: skip
+        self.spec = workload or self.profile.workload.spec
+        self.settings: dict[str, Knobs] = {str(name): s.knobs for name, s in self.profile.settings.items()}
+        if overrides:
+            self.settings = {"asked": self.profile.knobs.with_(**overrides)}
+        self.scenario: Scenario = scenario
+        for setting in self.settings.values():
+            self.scenario = self.scenario.room_for(setting)
+
+    @property
+    def others(self) -> dict[str, Knobs]:
+        """Every other setting the profile knows of, by a name of its own."""
+        profile = self.profile
+        points = [*profile.points, *profile.simulated, *([profile.baseline] if profile.baseline else [])]
+        found: dict[str, Knobs] = {}
+        for point in points:
+            knobs = self.scenario.limits.clamp(point.knobs)
+            if knobs not in found.values() and knobs not in self.settings.values():
+                name = point.label
+                found[name if name not in found else f"{name} {len(found)}"] = knobs
+        return found
+
+    def head(self) -> str:
+        """What is simulated, in two lines."""
+        from autotune.cli.display import ratio
+        from autotune.profiling.fingerprint import describe
+        from autotune.version import __version__
+
+        profile, load = self.profile, self.scenario.workload
+        assert profile.cost_model is not None  # or there were no scenario
+        lengths = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}"
+        speeds = f" × {self.scale}" if self.scale else ""
+        control = f" · {self.controller} controller" if self.controller else ""
+        return (
+            f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
+            f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
+            f"error {profile.cost_model.error:.1%}\n"
+            f"workload {self.spec}{lengths} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}{control}"
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The head for scripts."""
+        scenario = self.scenario
+        return {
+            "profile": self.profile.name,
+            "model": self.profile.model.name,
+            "workload": self.spec,
+            "length_scale": scenario.workload.length_scale,
+            "slo": str(scenario.slo),
+            "kv_tokens": scenario.kv_tokens,
+            "scale": self.scale,
+            "controller": self.controller,
+            "price_per_hour": self.price,
+        }
+
+
+def progress(display: Display) -> Callable[[float, bool], None]:
+    """Tells ``display`` of each simulation. How many it takes is not known before."""
+    count = 0
+
+    def told(rate: float, held: bool) -> None:
+        nonlocal count
+        count += 1
+        display.progress(1 - 0.94**count, f"{count} runs", f"{rate:.3g} req/s {'held' if held else 'missed'}", None)
+
+    return told
+
+
+def checked(option: str, parse: Any, *arguments: Any) -> Any:
+    """``parse(*arguments)``; what is wrong with them is told with the option's name."""
+    try:
+        return parse(*arguments)
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if not option or text.startswith("--") else f"{option}: {text}") from None
+    except ValueError as error:
+        raise InputError(f"{option}: {error}" if option else str(error)) from None
+
+
+def positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < 1e9:
+        raise InputError(f"{option} is {value:g}; it must be above 0")

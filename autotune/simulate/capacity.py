@@ -1,0 +1,171 @@
+"""The highest rate at which a setting holds the SLO, by bisection in simulation, seed by seed; and which setting has the highest.
+
+One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
+steps, and a bisection finds where it crosses what was promised. A capacity is the rate at which those requests came, not the
+long-run mean of the workload: of a bursty one, a few thousand requests may come much faster or slower than that. Seeds differ;
+their mean and its 95% interval (Student's t) are what is known of the capacity.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from scipy.stats import t as student
+
+from autotune.score import Score
+from autotune.simulate.scenario import Scenario
+from runtime.errors import AutotuneError
+from runtime.knobs import Knobs
+
+PRECISION: Final = 0.01
+_REACH: Final = 2.0**20  # from where the search begins, in both directions
+_NEAR: Final = 1.2  # the first step from where another seed ended
+
+Told = Callable[[float, bool], None]
+"""``told(rate, held)``: hears of each simulation."""
+
+
+class UnboundedError(AutotuneError):
+    """The SLO is held at any rate, so there is no highest one."""
+
+
+class SeedCapacity(NamedTuple):
+    """What one seed says. ``rate``: the highest mean rate of the workload that held (0: none did), with its ``score``.
+
+    ``failed``: the next one that did not hold; ``tried``: how many simulations it took.
+    """
+
+    seed: int
+    rate: float
+    failed: float
+    score: Score | None
+    tried: int
+
+    @property
+    def offered(self) -> float:
+        """The capacity: requests/s that really came, where ``rate`` is what the workload brings in the long run."""
+        return self.score.offered_rate if self.score is not None else 0.0
+
+
+@dataclass(frozen=True)
+class SettingCapacity:
+    """What all seeds together say of one setting."""
+
+    label: str
+    knobs: Knobs
+    seeds: tuple[SeedCapacity, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        """Requests/s offered at the capacity of each seed; 0 where no rate held."""
+        return [s.offered for s in self.seeds]
+
+    @property
+    def rate(self) -> float:
+        """Mean over the seeds, requests/s."""
+        return statistics.fmean(self.rates)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the mean; of a single seed nothing is known but its precision."""
+        rates = self.rates
+        if len(rates) < 2:
+            only = self.seeds[0]
+            return rates[0], rates[0] * only.failed / only.rate if only.rate else 0.0
+        half = float(student.ppf(0.975, len(rates) - 1)) * statistics.stdev(rates) / math.sqrt(len(rates))
+        return max(0.0, self.rate - half), self.rate + half
+
+    @property
+    def scores(self) -> list[Score]:
+        """Of each seed, at its own capacity."""
+        return [s.score for s in self.seeds if s.score is not None]
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens/s at capacity."""
+        return statistics.fmean(s.throughput for s in self.scores) if self.scores else 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to look: over which seeds, with how many requests each time, to which relative precision."""
+
+    scenario: Scenario
+    seeds: tuple[int, ...]
+    requests: int
+    precision: float = PRECISION
+    controller: str | None = None
+    stop: Callable[[], bool] | None = None
+
+    def capacity(self, label: str, knobs: Knobs, start: float, told: Told = lambda rate, held: None) -> SettingCapacity:
+        """The capacity of ``knobs``, looked for around ``start`` requests/s.
+
+        Raises :class:`UnboundedError` when so few requests hold the SLO however close together they come.
+        """
+        found: list[SeedCapacity] = []
+        step = 2.0
+        for seed in self.seeds:
+            found.append(self._of_seed(knobs, seed, start, step, told))
+            if found[-1].rate:
+                start, step = found[-1].rate, _NEAR
+        return SettingCapacity(label, knobs, tuple(found))
+
+    def best(
+        self,
+        known: Mapping[str, SettingCapacity],
+        others: Mapping[str, Knobs],
+        told: Told = lambda rate, held: None,
+    ) -> SettingCapacity:
+        """The setting with the highest capacity among ``known`` and ``others``.
+
+        The others are first asked for a little more than the best so far; only those that hold it are looked at closely.
+        """
+        best = max(known.values(), key=lambda one: one.rate)
+        tried = {one.knobs for one in known.values()}
+        for label, knobs in others.items():
+            if knobs in tried:
+                continue
+            tried.add(knobs)
+            bar = best.seeds[0].rate * (1 + self.precision)  # the same requests, only a little closer together
+            if bar and not self._holds(knobs, bar, self.seeds[0], told)[0]:
+                continue
+            one = self.capacity(label, knobs, bar or 1.0, told)
+            best = max(best, one, key=lambda found: found.rate)
+        return best
+
+    def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score]:
+        score = self.scenario.measure(
+            knobs, rate, seed, requests=self.requests, controller=self.controller, stop=self.stop
+        )
+        held = score.attainment >= self.scenario.slo.attainment
+        told(rate, held)
+        return held, score
+
+    def _of_seed(self, knobs: Knobs, seed: int, start: float, step: float, told: Told) -> SeedCapacity:
+        low, best, high = 0.0, None, math.inf
+        rate, tried = start, 0
+        while high > low * (1 + self.precision):
+            held, score = self._holds(knobs, rate, seed, told)
+            tried += 1
+            if held:
+                low, best = rate, score
+            else:
+                high = rate
+            if not low:
+                if high < start / _REACH:
+                    return SeedCapacity(seed, 0.0, high, None, tried)
+                rate, step = high / step, min(step * step, 2.0)
+            elif high == math.inf:
+                if low > start * _REACH:
+                    raise UnboundedError(
+                        f"{self.requests} requests hold the SLO {self.scenario.slo} however close together they come: "
+                        "there is no highest rate; simulate more requests"
+                    )
+                rate, step = low * step, min(step * step, 2.0)
+            else:
+                rate = math.sqrt(low * high)
+        return SeedCapacity(seed, low, high, best, tried)

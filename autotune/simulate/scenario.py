@@ -1,0 +1,156 @@
+"""What is simulated: a machine, a load and a promise, as a profile knows them; and measuring a setting under them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Self
+
+from autotune.attach import control
+from autotune.cost_model import CostModel
+from autotune.evaluate import evaluate
+from autotune.profile import Profile
+from autotune.score import Score
+from autotune.simulate.engine import SimulatedEngine
+from autotune.workload import Workload, parse_workload
+from runtime.errors import InputError
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.slo import SLO
+
+SPEEDS = ("compute", "bandwidth", "overhead")
+WARM_UP = 0.1  # of the requests, before the window begins
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything a simulation needs but the setting, the rate and the seed. Plain data.
+
+    ``workload`` has its lengths scaled and capped; its own rate is not looked at.
+    """
+
+    cost: CostModel
+    limits: KnobLimits
+    kv_tokens: int
+    block_size: int
+    prefix_cache: bool
+    workload: Workload
+    slo: SLO
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        name: str = "the profile",
+        *,
+        workload: str | None = None,
+        slo: SLO | None = None,
+        speeds: dict[str, float] | None = None,
+        kv_tokens: int | None = None,
+    ) -> Self:
+        """The machine, the load and the promise of ``profile``, but for what is given.
+
+        The profile's length scale and caps apply to any workload that brings no length scale of its own. ``speeds``: how many
+        times as fast the machine is in :data:`SPEEDS`. Raises :class:`InputError`, which calls the profile ``name``.
+        """
+        if profile.cost_model is None:
+            raise InputError(
+                f"{name} holds no cost model, so nothing can be simulated from it; make it anew with autotune profile"
+            )
+        cost = CostModel.from_facts(profile.cost_model)
+        if speeds:
+            cost = cost.scaled(**speeds)
+        facts, engine = profile.workload, profile.engine
+        load = parse_workload(workload or facts.spec)
+        pool = kv_tokens or engine.kv_pool.tokens
+        room = min(pool, profile.model.max_model_len)
+        cap_output = min(facts.cap_output or room, max(1, room // 4))
+        cap_prompt = min(facts.cap_prompt or room, room - cap_output)
+        if cap_prompt < 1:
+            raise InputError(f"kv_tokens is {pool}; it must hold a prompt and its answer")
+        own = load.length_scale != 1.0
+        return cls(
+            cost=cost,
+            limits=engine.limits,
+            kv_tokens=pool,
+            block_size=engine.kv_pool.block_size,
+            prefix_cache=engine.prefix_cache,
+            workload=load.scaled(
+                length=1.0 if own else facts.length_scale, cap_prompt=cap_prompt, cap_output=cap_output
+            ),
+            slo=slo or profile.slo,
+        )
+
+    def room_for(self, knobs: Knobs) -> Self:
+        """The same with ceilings that ``knobs`` fit under: nothing has to be built for them here."""
+        top = {spec.name: max(getattr(self.limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
+        return replace(self, limits=KnobLimits(**top))
+
+    def engine(self, knobs: Knobs) -> SimulatedEngine:
+        return SimulatedEngine(
+            self.cost,
+            kv_tokens=self.kv_tokens,
+            limits=self.limits,
+            block_size=self.block_size,
+            knobs=knobs,
+            slo=self.slo,
+            prefix_cache=self.prefix_cache,
+        )
+
+    def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:
+        """(warm-up, window), s: as long as it takes ``requests`` to come, or as many as a finite workload has."""
+        first = math.ceil(WARM_UP * requests)
+        coming = self.workload.at_rate(rate).arrivals(seed, limit=first + requests + 1)
+        times = [arrival.time for arrival in coming]
+        if len(times) < 2:
+            raise InputError(f"{self.workload.name} holds {len(times)} requests; a simulation needs more")
+        if len(times) < first + requests + 1:  # all there are, and the time until another would have come
+            times.append(times[-1] + 1 / rate)
+            first = int(len(times) * WARM_UP)
+        begin = 0.0 if first == 0 else (times[first - 1] + times[first]) / 2
+        return begin, (times[-2] + times[-1]) / 2 - begin
+
+    def measure(
+        self,
+        knobs: Knobs,
+        rate: float,
+        seed: int,
+        *,
+        requests: int,
+        controller: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Score:
+        """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them.
+
+        One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
+        come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.evaluate.Interrupted` when
+        ``stop`` says so.
+        """
+        engine = self.engine(knobs)
+        warmup, window = self.window(rate, seed, requests)
+        with control(engine, slo=self.slo, controller=controller) if controller else nullcontext():
+            return evaluate(
+                engine, None, self.workload.at_rate(rate), self.slo,
+                vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
+            )  # fmt: skip
+
+
+def parse_speeds(text: str) -> dict[str, float]:
+    """``compute=0.5,bandwidth=0.4`` as numbers. Raises :class:`InputError` that quotes what it could not read."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in SPEEDS:
+            raise InputError(
+                f'--scale: "{part.strip()}" is no speed; write compute=0.5,bandwidth=0.4, with names of {", ".join(SPEEDS)}'
+            )
+        if name in found:
+            raise InputError(f"--scale: {name} is given twice")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = math.nan
+        if not (math.isfinite(found[name]) and found[name] > 0):
+            raise InputError(f'--scale: "{part.strip()}" must be a number above 0 (0.5: half as fast)')
+    return found

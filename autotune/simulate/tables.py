@@ -1,0 +1,132 @@
+"""What was simulated, as tables for people and as plain data for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from autotune.price import money, per_million
+from autotune.profile_parts import Point
+from autotune.profiling.table import HEADINGS
+from autotune.simulate.capacity import SettingCapacity
+from runtime.knobs import KNOBS, Knobs
+from runtime.slo import SLO
+
+PER_MILLION = "/M tokens"
+_WIDE = 130  # columns of the full table
+
+
+def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
+    """One row a setting: what it did at the rate asked for. Those that held the SLO's share are bright.
+
+    For ``width`` columns: a narrow one loses medians and preemptions.
+    """
+    wide = width >= _WIDE
+    titles = ["in SLO", "goodput/s", "tok/s", *(("TTFT p50",) if wide else ()), "TTFT p99"]
+    titles += [*(("TPOT p50",) if wide else ()), "TPOT p99", "E2E p99", *(("preempted",) if wide else ())]
+    drawn = _table(titles + ([PER_MILLION] if price is not None else []))
+    for point in points:
+        figures = [
+            f"{point.attainment:.1%} ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})",
+            f"{point.goodput.mean:.2f}",
+            f"{point.throughput.mean:.0f}",
+            *((_ms(point.ttft_p50_ms),) if wide else ()),
+            _ms(point.ttft_p99_ms),
+            *((_ms(point.tpot_p50_ms),) if wide else ()),
+            _ms(point.tpot_p99_ms),
+            _ms(point.e2e_p99_ms),
+            *((str(point.preemptions),) if wide else ()),
+        ]
+        if price is not None:
+            figures.append(_price(price, point.throughput.mean))
+        _add(drawn, point.label, point.knobs, figures, "" if point.attainment >= slo.attainment else "dim")
+    return drawn
+
+
+def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None) -> Table:
+    """One row a setting: the highest rate at which it holds the SLO, and what it does there."""
+    titles = ["capacity, req/s", "tok/s", "TTFT p99", "TPOT p99", "running"]
+    drawn = _table(titles + ([PER_MILLION] if price is not None else []))
+    rows = list(found) + ([best] if best not in found else [])
+    for one in rows:
+        low, high = one.interval
+        scores = one.scores
+        ttft, tpot = (_middle(getattr(s, name).p99 for s in scores) for name in ("ttft_ms", "tpot_ms"))
+        figures = [
+            f"{one.rate:.3g} ({low:.3g}–{high:.3g})" if one.rate else "none",
+            f"{one.throughput:.0f}",
+            _ms(ttft),
+            _ms(tpot),
+            "–" if (running := _middle(s.steps.mean_running for s in scores)) is None else f"{running:.1f}",
+        ]
+        if price is not None:
+            figures.append(_price(price, one.throughput))
+        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "")
+    return drawn
+
+
+def cheapest_sentence(best: SettingCapacity, slo: SLO, price: float) -> str:
+    """Which setting holds the SLO for the least money, and for how much; or that none does."""
+    cost = per_million(price, best.throughput)
+    if cost is None or not best.rate:
+        return f"no setting holds {slo}, at whatever price"
+    return (
+        f"cheapest setting that holds {slo}: {best.label} ({best.knobs}), {money(cost)} per million output tokens "
+        f"at its capacity of {best.rate:.3g} req/s, {money(price)} an hour"
+    )
+
+
+def capacity_data(one: SettingCapacity, price: float | None) -> dict[str, Any]:
+    low, high = one.interval
+    return {
+        "label": one.label,
+        "knobs": one.knobs.as_dict(),
+        "capacity": one.rate or None,
+        "capacity_low": low,
+        "capacity_high": high,
+        "seeds": [
+            {"seed": s.seed, "capacity": s.offered, "mean_rate": s.rate, "simulations": s.tried} for s in one.seeds
+        ],
+        "throughput": one.throughput,
+        "price_per_million": None if price is None else per_million(price, one.throughput),
+    }  # fmt: skip
+
+
+def point_data(point: Point, price: float | None) -> dict[str, Any]:
+    cost = None if price is None else per_million(price, point.throughput.mean)
+    return point.model_dump(mode="json") | {"price_per_million": cost}
+
+
+def _table(titles: Iterable[str]) -> Table:
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    drawn.add_column("", no_wrap=True)
+    for spec in KNOBS:
+        drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
+    drawn.add_column("│")
+    for title in titles:
+        drawn.add_column(title, justify="right", no_wrap=True)
+    return drawn
+
+
+def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str) -> None:
+    values = [f"{getattr(knobs, spec.name):g}" for spec in KNOBS]
+    drawn.add_row(*(Text(cell, style=style) for cell in (label, *values, "│", *figures)))
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _price(per_hour: float, tokens_per_s: float) -> str:
+    cost = per_million(per_hour, tokens_per_s)
+    return "–" if cost is None else money(cost)
