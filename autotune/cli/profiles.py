@@ -18,6 +18,7 @@ def profiles(
 ) -> int:
     """List the shipped profiles; a broken one is an error."""
     from rich.table import Table
+    from rich.text import Text
 
     from autotune.cli.display import make_console
     from autotune.profile import load_profile, shipped_profiles
@@ -45,11 +46,12 @@ def profiles(
     if not found:
         console.print("no profiles are shipped with this version; make one: autotune profile")
         return 0
-    table = Table(box=None, pad_edge=False)
-    for title in ("profile", "machine", "model", "workload", "SLO", "balanced knobs"):
-        table.add_column(title, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     for name, (_, p) in found.items():
         machine = p.machine.gpu.name if p.machine.gpu else f"{p.machine.cpu}, {p.machine.cores} cores"
-        table.add_row(name, machine, f"{p.model.name} {p.model.dtype}", p.workload.spec, str(p.slo), str(p.knobs))
+        table.add_row(name, f"{machine} · {p.model.name} {p.model.dtype} · {p.workload.spec} · SLO {p.slo}")
+        table.add_row("", Text(str(p.knobs), style="dim"))
     console.print(table)
     return 0

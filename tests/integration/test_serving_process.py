@@ -123,7 +123,9 @@ def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
 def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     made = profile(slo=SLO(ttft_ms=60_000))
     save_profile(made, tmp_path / "mine.yaml")
-    with in_process(tmp_path, "--profile", "mine.yaml", "--chunk-size", "77", "--dtype", "float32") as server:
+    words = ("--profile", "mine.yaml", "--anyway", "--chunk-size", "77", "--dtype", "float32")
+    with in_process(tmp_path, *words) as server:
+        assert "note: profile was measured on A CPU, this machine has " in server.output
         knobs = made.settings["balanced"].knobs.with_(chunk_size=77)
         assert f"serving tiny at {server.url} · SLO ttft=60000ms@99%, controlled · {knobs}" in server.output
         told = httpx.get(f"{server.url}/metrics", timeout=30).text

@@ -1,0 +1,138 @@
+"""A profile on another machine, or with another model, than it was measured on; and which profiles come along."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autotune import control
+from autotune.cli.main import run
+from autotune.cli.show import model_lines
+from autotune.profile import find_profile, save_profile, shipped_profiles
+from autotune.profile_schema import schema_text
+from autotune.profiling.fingerprint import machine
+from runtime.slo import SLO
+from tests.sample_profile import full_profile, sample_model, sample_profile
+from tests.unit.control_world import SimulatedEngine, h200
+
+PROMISE = SLO(ttft_ms=500)
+
+
+def engine_of(name: str, device: str = "cpu") -> SimulatedEngine:
+    """One that says what it runs on, as a live one does."""
+    made = SimulatedEngine(h200)
+    made.model = SimpleNamespace(name=name, device=SimpleNamespace(type=device))  # type: ignore[attr-defined]
+    return made
+
+
+def test_control_warns_of_another_machine_and_model(tmp_path: Path) -> None:
+    path = tmp_path / "h200.yaml"
+    save_profile(sample_profile(), path)
+    with pytest.warns(UserWarning) as told, control(engine_of("tiny"), slo=PROMISE, profile=path) as attached:
+        assert attached.status().knobs == sample_profile().knobs, "it is a start all the same"
+    assert str(told[0].message) == (
+        "profile was measured on NVIDIA H200, here the CPU is used; profile was measured with llama-3.1-8b, not tiny; "
+        "its knobs are a start that the controller will correct"
+    )
+    assert told[0].filename == __file__
+
+
+def test_control_says_nothing_on_the_profiles_own_machine_nor_in_a_simulation(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    save_profile(sample_profile(machine=machine(), model=sample_model(name="tiny")), path)
+    elsewhere = tmp_path / "h200.yaml"
+    save_profile(sample_profile(), elsewhere)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        control(engine_of("tiny"), slo=PROMISE, profile=path).close()
+        control(SimulatedEngine(h200), slo=PROMISE, profile=elsewhere).close()
+
+
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        (("--slo", "ttft=1s"), "start from it (the controller will correct it)"),
+        (("--no-control",), "use it all the same"),
+    ],
+)
+def test_serve_refuses_it_unless_told_that_this_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], then: str
+) -> None:
+    path = tmp_path / "h200.yaml"
+    save_profile(sample_profile(), path)
+    assert run(["serve", "tiny", "--device", "cpu", "--port", "0", "--profile", str(path), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == (
+        f"error: profile was measured on NVIDIA H200, here the CPU is used; pass --anyway to {then}"
+    )
+
+
+# -- which there are --------------------------------------------------------------------------------------------------------
+
+
+def test_shipped_profiles_are_found_in_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nvidia-h200").mkdir()
+    save_profile(sample_profile(), tmp_path / "nvidia-h200" / "llama-3.1-8b.yaml")
+    save_profile(full_profile(gpu=False), tmp_path / "cpu.yaml")
+    (tmp_path / "profile.schema.json").write_text("{}")
+    monkeypatch.setattr("autotune.profile.profiles_folder", lambda: tmp_path)
+    name = "nvidia-h200/llama-3.1-8b"
+    assert shipped_profiles() == {"cpu": tmp_path / "cpu.yaml", name: tmp_path / f"{name}.yaml"}
+    assert find_profile(name) == tmp_path / f"{name}.yaml"
+    assert find_profile("nothing") == Path("nothing")
+    monkeypatch.chdir(tmp_path)
+    Path("cpu").write_text("")
+    assert find_profile("cpu") == Path("cpu"), "a file that is there comes first"
+
+    assert run(["profiles"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for word in (
+        name,
+        "NVIDIA H200",
+        "llama-3.1-8b bfloat16",
+        "ttft=500ms,tpot=50ms@99%",
+        "max_batch_size=32",
+        "Intel Xeon 8480, 16",
+    ):
+        assert word in shown
+    assert run(["profiles", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told[name] == {
+        "path": str(tmp_path / f"{name}.yaml"), "machine": "NVIDIA H200", "model": "llama-3.1-8b",
+        "slo": "ttft=500ms,tpot=50ms@99%", "knobs": sample_profile().knobs.as_dict(),
+    }  # fmt: skip
+    assert run(["show", name]) == 0 and run(["show", name, "--json"]) == 0
+
+
+def test_a_broken_shipped_profile_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.yaml").write_text("schema_version: 2\n")
+    monkeypatch.setattr("autotune.profile.profiles_folder", lambda: tmp_path)
+    assert run(["profiles"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'x.yaml'}: ")
+
+
+def test_the_schema_is_printed_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profiles", "--schema"]) == 0
+    assert capsys.readouterr().out == schema_text()
+
+
+def test_show_says_how_well_steps_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    made = full_profile()
+    save_profile(made, path)
+    assert run(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "step times known to 2.1% (cross-validated; decode 1.5%, prefill 2.0%, mixed 3.0%), from 38 kinds of steps in 12 s"
+        in " ".join(text.split())
+    )
+    assert "240 settings simulated in 19 s of CPU; its goodput was off by 4.0% where both were measured" in text
+    assert model_lines(sample_profile()) == []
