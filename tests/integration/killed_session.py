@@ -1,0 +1,63 @@
+"""A whole profiling run that can be killed, and tells by an append-only file what it measured on its hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import autotune.profiling.stages.context as measuring
+from autotune.profiling.findings import Question
+from autotune.profiling.reporting import Silent
+from autotune.profiling.session import Session
+from autotune.profiling.space import make_space
+from autotune.profiling.study import open_study
+from autotune.profiling.timing import Schedule
+from autotune.simulate import SimulatedEngine
+from autotune.workload import parse_workload
+from runtime.knobs import KnobLimits
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures
+from tests.unit.paced import FACTS
+from tests.unit.simulating import note
+
+LIMITS = KnobLimits(max_batch_size=128, max_wait_ms=50, token_budget=2048, chunk_size=2048)
+SIMULATED_TRIALS = 24
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A machine of another family than those that are fitted: everything added up, and a step at every 64th token."""
+
+    def predict(self, step: StepFeatures) -> float:
+        tokens = step.decodes + step.prefill_tokens
+        attention = 3e-8 * (step.decode_context + step.prefill_attention)
+        return 4e-3 + 2e-3 * -(-tokens // 64) + 5e-5 * tokens + attention
+
+
+def noting(real: Any, log: Path) -> Any:
+    """``real``, an ``evaluate``, with a line at the begin and the end of each measurement in ``log``."""
+
+    def evaluate(engine: Any, knobs: Any, load: Any, slo: Any, **options: Any) -> Any:
+        what = f"{knobs} at {load.rate:g} seed {options['seed']}"
+        note(log, f"begin {what}")
+        found = real(engine, knobs, load, slo, **options)
+        note(log, f"end {what}")
+        return found
+
+    return evaluate
+
+
+def profile(journal: Path, log: Path) -> None:
+    """One session with a simulated machine as the hardware, until it is done."""
+    measuring.evaluate = noting(measuring.evaluate, log)  # type: ignore[attr-defined]  # in a process of its own
+    engine = SimulatedEngine(Truth(), kv_tokens=60_000, limits=LIMITS, noise=0.02, seed=5)
+    question = Question(
+        workload=parse_workload("poisson:rate=20,prompt=120,output=20"), slo=SLO(ttft_ms=400, tpot_ms=30), rate=None,
+        seed=0, trials=4, budget_s=None, space=make_space(LIMITS), sim_trials=SIMULATED_TRIALS,
+    )  # fmt: skip
+    schedule = Schedule(None, window_s=10.0, warmup_s=1.0, calibrate_s=5.0)
+    with open_study(journal, {"q": 1}) as study:
+        found = Session(engine, FACTS, question, study, Silent(), schedule=schedule).run()
+        assert not found.stopped and found.runs and found.capacity is not None
+        study.finish(question.trials, question.budget_s)

@@ -1,0 +1,56 @@
+"""Whole profiling runs killed with SIGKILL at random moments and started again until they are done."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.integration.killed_session import SIMULATED_TRIALS, profile
+from tests.integration.killing import KILLS, Kill, finished, killed_ten_times, measured
+from tests.unit.simulating import noted
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:
+    """Calibration, simulation, validation and capacity, with a simulated machine as the hardware."""
+    whole = uninterrupted(tmp_path / "whole.journal", tmp_path / "whole.log")
+    journal, log = tmp_path / "a.journal", tmp_path / "log"
+    kills = killed_ten_times(profile, (journal, log), log, journal, 1, tmp_path / "whole.journal")
+    assert finished(journal) == finished(tmp_path / "whole.journal"), "the simulated stage, trial by trial"
+    assert len(finished(journal)) == SIMULATED_TRIALS
+    assert len(measured(journal)) >= len(whole) // 2
+    nothing_twice(journal, log, kills)
+
+
+def nothing_twice(journal: Path, log: Path, kills: list[Kill]) -> None:
+    """``log``: a line for the begin and the end of each measurement on the hardware that was really made."""
+    keys = measured(journal)
+    assert len(keys) == len(set(keys)) and "calibration" in keys
+    ends = [line for line in noted(log) if line.startswith("end")]
+    assert len(keys) - 1 <= len(ends) <= len(keys) - 1 + KILLS, "one at each kill may end and not be kept"
+    for kill in kills:
+        assert keys[: len(kill.measured)] == kill.measured, "what was kept stays"
+        missing = Counter(map(setting, keys)) - Counter(map(setting, kill.measured))
+        later = {line.removeprefix("begin ") for line in noted(log)[kill.lines :] if line.startswith("begin")}
+        assert later <= set(missing), "what was kept is not measured again"
+
+
+def setting(key: str) -> str:
+    """``run/STAGE/KNOBS/RATE/SEED/REPEAT`` as the log says it."""
+    if not key.startswith("run/"):
+        return key
+    _, _, knobs, rate, seed, _ = key.split("/")
+    return f"{knobs} at {rate} seed {seed}"
+
+
+def uninterrupted(journal: Path, log: Path) -> list[str]:
+    """A run in a process of its own; its log."""
+    process = multiprocessing.get_context("spawn").Process(target=profile, args=(journal, log))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    return noted(log)
