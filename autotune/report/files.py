@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autotune.profile import shipped_profiles
+from autotune.profile import find_profile, shipped_profiles
 from runtime.errors import InputError
 
 _SNIFFED = 65536
@@ -14,9 +14,7 @@ _SNIFFED = 65536
 
 def find(name: str) -> Path:
     """The file ``name``, or the shipped profile of that name. Raises :class:`InputError`."""
-    path, shipped = Path(name), shipped_profiles()
-    if not path.exists() and name in shipped:
-        return shipped[name]
+    path = find_profile(name)
     if path.is_dir():
         raise InputError(f"{name}: is a directory; name a profile, such as {name.rstrip('/')}/tiny-cpu.yaml")
     return path
@@ -69,4 +67,14 @@ def place(profile: Path, out: Path | None) -> Path:
         raise InputError(f"--out: {out} is a directory; name a file")
     if not out.parent.is_dir():
         raise InputError(f"--out: {out} cannot be written: there is no directory {out.parent}")
+    if out.exists() and not _ours(out):
+        raise InputError(f"--out: {out} exists and is no report; name another file")
     return out
+
+
+def _ours(page: Path) -> bool:
+    try:
+        with page.open("rb") as file:
+            return b'<meta name="generator" content="autotune' in file.read(_SNIFFED)
+    except OSError:
+        return False

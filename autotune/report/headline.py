@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profiling.fingerprint import describe
+from autotune.profiling.table import cheapest
 from autotune.report.evidence import Evidence, Target, targets
 from autotune.report.section import Table
 from autotune.report.standing import standing
@@ -27,13 +28,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Headline:
-    """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is."""
+    """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
+    given a price, the cheapest setting that holds the SLO."""
 
     title: str
     status: str
     tone: str
     meaning: tuple[str, ...]
     sure: str
+    cost: str | None
     knobs: tuple[Figure, ...]
     figures: tuple[Figure, ...]
     facts: tuple[tuple[str, str], ...]
@@ -57,6 +60,7 @@ def headline(evidence: Evidence) -> Headline:
         tone=tone,
         meaning=meaning,
         sure=_sure(evidence),
+        cost=None if (said := cheapest(profile)) is None else _sentence(said),
         knobs=tuple(Figure(s.name, f"{getattr(chosen.knobs, s.name):,g}", s.unit, s.doc) for s in KNOBS),
         figures=_figures(evidence),
         facts=_facts(evidence),

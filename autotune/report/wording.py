@@ -20,13 +20,13 @@ STAGES = {
 
 
 def number(value: float, digits: int = 3) -> str:
-    """``digits`` significant ones, whole numbers with their thousands apart: 0.123, 11.2, 1,904."""
+    """``digits`` significant ones, but no whole number cut: 0.123, 11.2, 1,904."""
     if not math.isfinite(value):
         return "–"
     if value == 0:
         return "0"
-    after = digits - 1 - math.floor(math.log10(abs(value)))
-    text = f"{round(value, after):,.{max(0, after)}f}"
+    after = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{round(value, after):,.{after}f}"
     return text.rstrip("0").rstrip(".") if abs(value) < 1 and "." in text else text
 
 

@@ -124,6 +124,8 @@ def test_it_profiles_a_machine(installed: Installed) -> None:
     assert (installed.folder / made.points_file).is_file()
     code, shown = installed.run("show", "plain.yaml")
     assert code == 0 and "balanced" in shown
+    code, shown = installed.run("report", "plain.yaml")
+    assert code == 0 and (installed.folder / "plain.html").stat().st_size > 1_000_000, shown  # plotly is inside
 
 
 @pytest.mark.slow
