@@ -91,6 +91,10 @@ def _measured(
     from runtime.llm.engine import Engine
     from runtime.torch_backend.loading import load_model
 
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of loading weights: control characters in a log
     facts, then = profile.engine, profile.model
     assert profile.cost_model is not None
     loaded = load_model(
