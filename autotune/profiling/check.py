@@ -94,9 +94,11 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Stale if any region is; else unclear if any is."""
-        found = {region.verdict for region in self.regions}
-        return "stale" if "stale" in found else "unclear" if "unclear" in found else "fits"
+        """Stale if any region is; else unclear if any is of which the cost model knows enough, or if it does of none."""
+        if any(region.verdict == "stale" for region in self.regions):
+            return "stale"
+        known = [region for region in self.regions if region.model <= self.threshold]
+        return "fits" if known and all(region.verdict == "fits" for region in known) else "unclear"
 
     @property
     def sentence(self) -> str:
@@ -106,7 +108,9 @@ class Check:
             return f"stale: {', '.join(r.words() for r in about)} than the profile"
         if verdict == "fits":
             worst = max(abs(r.difference) for r in about)
-            return f"fits: no kind of step differs from the profile by more than {worst:.0%}"
+            rough = [r.region for r in self.regions if r.verdict != verdict]
+            but = f" (of {', '.join(rough)} steps its cost model knows too little)" if rough else ""
+            return f"fits: no kind of step differs from the profile by more than {worst:.0%}{but}"
         if any(r.crowded for r in about):
             why = f"other processes took {self.taken:.1f} cores meanwhile"
         elif any(r.noise >= r.model for r in about):

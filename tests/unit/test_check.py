@@ -129,6 +129,16 @@ def test_a_cost_model_too_rough_to_compare_with(facts: CostFacts) -> None:
     assert found.sentence.startswith("cannot tell: the profile's cost model is too rough (decode steps ")
 
 
+def test_a_region_that_the_cost_model_hardly_knows_is_left_out(facts: CostFacts) -> None:
+    def rough(r: Any) -> Any:
+        return r.model_copy(update={"median": 0.9, "p90": 1.0}) if r.region == "mixed" else r
+
+    known = facts.model_copy(update={"regions": tuple(rough(r) for r in facts.regions)})
+    found = checked(known, slow_cpu)
+    assert found.verdict == "fits" and found.sentence.endswith("(of mixed steps its cost model knows too little)")
+    assert checked(known, lambda s: slow_cpu(s) * (1.0 if s.prefill_tokens else 1.14)).verdict == "stale"
+
+
 def test_a_machine_ten_times_slower_is_found_out_soon(facts: CostFacts) -> None:
     found = checked(facts, lambda s: 10 * slow_cpu(s))
     assert found.verdict == "stale" and found.seconds < 60
