@@ -74,7 +74,10 @@ def profile(
     ] = 1,
     storage: Annotated[
         str | None,
-        Option(help="A database to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE."),
+        Option(
+            envvar="AUTOTUNE_STORAGE",
+            help="A database to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE.",
+        ),
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     study: Annotated[
@@ -96,6 +99,7 @@ def profile(
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.fingerprint import machine
     from autotune.profiling.space import make_space
+    from autotune.profiling.storage import SharedStorage, without_passwords
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
     from runtime.slo import SLO
@@ -123,9 +127,11 @@ def profile(
         workers=workers,
     )
     price_per_hour = None if price is None else parse_price(price)
+    if storage is not None:
+        SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
     kind = device_kind(cpu, gpu)
-    files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), study)
+    files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), None if storage else study)
     found_machine = machine(gpu=kind == "gpu")
     with stop_on_interrupt() as stop:
         from runtime.llm.engine import Engine
@@ -148,7 +154,7 @@ def profile(
                 return FELL_SHORT
             if found is None:
                 return INTERRUPTED
-            command = shlex.join(["autotune", *context.obj])
+            command = shlex.join(["autotune", *without_passwords(context.obj)])
             return finish(found, question, files, subject, console, command, as_json)
 
 
@@ -183,9 +189,10 @@ def _study(
     }
     place: Path | SharedStorage = files.journal
     if storage is not None:
-        place = SharedStorage.of(storage, str(name) if name else study_name(files.profile.stem, identity))
+        place = SharedStorage.of(storage, str(name) if name else study_name(_stem(facts.name), identity))
+        display.note(str(place))
     with open_study(place, identity, fresh=fresh) as study:
-        if study.exhausted(question.trials, question.budget_s):
+        if study.exhausted(question.trials, question.budget_s) and not study.shared:  # others may be reading it
             display.note(f"{place} holds a finished study; measuring anew (a larger --budget or --trials extends it)")
             study = study.restarted(identity)
         session = Session(subject.engine, facts, question, study, display, stop=stop.is_set)

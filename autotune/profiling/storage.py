@@ -29,6 +29,7 @@ _DIALECTS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg
 _ALLOWED = ("postgresql+psycopg", "sqlite")
 _SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
 _WORKER = "worker"
+_GONE = "Record does not exist."  # Optuna's words
 _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
 
@@ -119,6 +120,10 @@ def storage_errors(shared: SharedStorage) -> Iterator[None]:
         yield
     except (sqlalchemy.exc.SQLAlchemyError, OptunaError) as error:
         raise broken(shared, error) from None
+    except KeyError as error:
+        if error.args != (_GONE,):
+            raise
+        raise InputError(f"--storage: {shared} has been discarded, by --fresh on another machine") from None
 
 
 def broken(shared: SharedStorage, error: BaseException) -> InputError:

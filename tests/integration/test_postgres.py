@@ -161,6 +161,16 @@ def test_a_measurement_whose_machine_dies_is_made_by_who_waited(shared: SharedSt
     assert sorted(lines[2:]) == [f"three has {who}", f"two has {who}"]
 
 
+def test_a_study_that_another_machine_discards(shared: SharedStorage) -> None:
+    with pytest.raises(InputError, match="has been discarded"), open_study(shared, {"q": 1}) as study:
+        study.ask(SPACE, 0)
+        with open_study(shared, {"q": 2}, fresh=True):
+            pass
+        study.ask(SPACE, 0)
+    with pytest.raises(KeyError, match="of its own"), open_study(shared, {"q": 2}):
+        raise KeyError("of its own")
+
+
 def test_a_server_that_goes_away_is_one_line_without_the_password() -> None:
     with postgres() as url:
         shared = SharedStorage.of(url, "x", heartbeat_s=1)

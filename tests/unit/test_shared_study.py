@@ -187,7 +187,7 @@ def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) 
     [
         ("", "not the address of a database"),
         ("study.journal", "not the address of a database"),
-        ("mysql://root:secret@db/x", "mysql is not supported; use postgresql"),
+        ("mysql://me:secret@db/x", "mysql is not supported; use postgresql"),
         ("postgresql://me:secret@db", "names no database"),
         ("postgresql://me:p@secret@db/x", "write an @ within a password as %40"),
         ("sqlite://", "names no database"),
