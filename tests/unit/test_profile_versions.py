@@ -173,3 +173,13 @@ def test_docstrings_do_not_speak_of_fields_that_are_gone() -> None:
         for word in set(re.findall(r"``(\w+)``", part.get("description", ""))):
             assert word in part["properties"], f"{name}: {word}"
     assert inspect.getdoc(Profile)
+
+
+def test_the_page_describes_every_field() -> None:
+    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    table = page.partition("## What is in it")[2].partition("\n## ")[0]
+    named = [
+        name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+    assert named == list(dict.fromkeys(named)) and set(named) == set(Profile.model_fields)
+    assert f"`schema_version` | which shape the file has; {SCHEMA_VERSION} at present" in table
