@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from runtime.errors import InputError
@@ -24,26 +25,48 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises :class:`InputError` when the place cannot be written (no space, no permission, a directory); the old file is
     then as it was.
     """
-    data = content.encode() if isinstance(content, str) else content
+    write_together({path: content})
+
+
+def write_together(files: Mapping[Path, str | bytes]) -> None:
+    """:func:`write_whole` for several files, none of which is replaced unless all of them could be written."""
+    ready: list[tuple[Path, Path, Path]] = []
     try:
-        target = _target(path)
-        _sweep(target)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_SUFFIX}")
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as for any new file
-        try:
-            with os.fdopen(handle, "wb") as file:
-                with contextlib.suppress(FileNotFoundError):
-                    os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _settle(target.parent)
+        for path, content in files.items():
+            with _told(path):
+                target = _target(path)
+                _sweep(target)
+                temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_SUFFIX}")
+                ready.append((path, temporary, target))
+                _fill(temporary, target, content.encode() if isinstance(content, str) else content)
+        for path, temporary, target in ready:
+            with _told(path):
+                os.replace(temporary, target)
+    except BaseException:
+        for _, temporary, _ in ready:
+            with contextlib.suppress(OSError):  # none was made, on a disk that is read-only
+                temporary.unlink()
+        raise
+    for folder in {target.parent for _, _, target in ready}:
+        _settle(folder)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _fill(temporary: Path, target: Path, data: bytes) -> None:
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as for any new file
+    with os.fdopen(handle, "wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _target(path: Path) -> Path:

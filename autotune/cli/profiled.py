@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
-from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, save_profile, write_whole
+from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, dump_profile
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.fingerprint import software
 from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.profiling.table import show
 from autotune.version import __version__
+from autotune.writing import write_together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,8 +66,7 @@ def finish(
         points_file=files.points,
         price_per_hour=subject.price,
     )
-    write_whole(files.points, sidecar(found))
-    save_profile(made, files.profile)
+    write_together({files.points: sidecar(found), files.profile: dump_profile(made)})
     if as_json:
         shape = {
             "file": str(files.profile),

@@ -47,6 +47,20 @@ def test_a_disk_that_fills_while_writing(tmp_path: Path) -> None:
     assert then is None and after == {"x.yaml": 5}
 
 
+def test_files_that_belong_together_are_all_replaced_or_none(tmp_path: Path) -> None:
+    told, sizes, after = on_small_disk(
+        tmp_path,
+        TRY + "from autotune.writing import write_together\n"
+        "write_whole(folder / 'a', 'old'); write_whole(folder / 'b', 'older')\n"
+        "try:\n    write_together({folder / 'a': 'new', folder / 'b': 'n' * 300_000})\n"
+        "except InputError as error:\n    told = str(error).replace(str(folder), '')\n"
+        "before = state(); write_together({folder / 'a': 'n', folder / 'b': 'nn', folder / 'c': b'nnn'})\n"
+        "print(json.dumps([told, before, state()]))",
+    )
+    assert told == "/b: cannot be written (No space left on device)"
+    assert sizes == {"a": 3, "b": 5} and after == {"a": 1, "b": 2, "c": 3}
+
+
 def test_a_disk_without_a_byte_left(tmp_path: Path) -> None:
     told, sizes = on_small_disk(
         tmp_path,
