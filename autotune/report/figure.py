@@ -104,7 +104,7 @@ def layout(x: Axis, y: Axis, **more: Any) -> dict[str, Any]:
     return {
         "xaxis": x,
         "yaxis": y,
-        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "margin": {"l": 8, "r": 24, "t": 8, "b": 8},
         "showlegend": False,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
