@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,3 +63,29 @@ def profile(journal: Path, log: Path) -> None:
         found = Session(engine, FACTS, question, study, Silent(), schedule=schedule).run()
         assert not found.stopped and found.runs and found.capacity is not None
         study.finish(question.trials, question.budget_s)
+
+
+def small_model(folder: Path) -> Path:
+    """A Llama of two tiny layers with random weights, and no tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def command(folder: Path, model: Path, log: Path) -> None:
+    """``autotune profile`` in ``folder``, until it is done; its process ends with 0 if a profile was made."""
+    from autotune.cli.main import run
+
+    measuring.evaluate = noting(measuring.evaluate, log)  # type: ignore[attr-defined]
+    os.chdir(folder)
+    words = "profile --cpu --dtype float32 --workload poisson:rate=20,prompt=24,output=6 --slo ttft=400ms,tpot=100ms"
+    more = "--rate 20 --trials 2 --sim-trials 8 --budget 15s --out a.yaml --model"
+    code = run([*words.split(), *more.split(), str(model)])
+    sys.exit(0 if code in (0, 1) else code)

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.profiling.study import open_study
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
-from tests.integration.killing import KILLS, finished, killed_ten_times
+from tests.integration.killing import KILLS, finished, killed_often
 from tests.unit.simulating import SPACE, STARTING, Valley, noted
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_one_worker_comes_to_the_study_it_would_have_come_to(tmp_path: Path) -> 
     expected = simulate(tmp_path / "whole.journal", tmp_path / "whole.log", 1, 0.0)
     assert len({t.knobs for t in expected}) == TRIALS, "or a setting could not be told from another trial's"
     journal, log = tmp_path / "a.journal", tmp_path / "log"
-    kills = killed_ten_times(simulate, (journal, log, 1, 0.02), log, journal, 0, tmp_path / "whole.journal")
+    kills = killed_often(simulate, (journal, log, 1, 0.02), log, journal, 0, tmp_path / "whole.journal")
     assert finished(journal) == finished(tmp_path / "whole.journal")
     assert simulate(journal, log, 1, 0.0) == expected, "the same settings and values in the same order"
     tried = Counter(noted(log))
@@ -44,7 +44,7 @@ def test_one_worker_comes_to_the_study_it_would_have_come_to(tmp_path: Path) -> 
 def test_several_workers_lose_and_repeat_nothing(tmp_path: Path) -> None:
     simulate(tmp_path / "whole.journal", tmp_path / "whole.log", 1, 0.0)
     journal, log = tmp_path / "a.journal", tmp_path / "log"
-    kills = killed_ten_times(simulate, (journal, log, 2, 0.05), log, journal, 3, tmp_path / "whole.journal")
+    kills = killed_often(simulate, (journal, log, 2, 0.05), log, journal, 3, tmp_path / "whole.journal")
     found = simulate(journal, log, 1, 0.0)
     assert [t.number for t in found] == list(range(TRIALS)) and not any(t.failed for t in found)
     done = finished(journal)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.killed_session import SIMULATED_TRIALS, profile
-from tests.integration.killing import KILLS, Kill, finished, killed_ten_times, measured
+from autotune.profile import load_profile
+from tests.integration.killed_session import SIMULATED_TRIALS, command, profile, small_model
+from tests.integration.killing import Kill, finished, killed_often, measured
 from tests.unit.simulating import noted
 
 pytestmark = pytest.mark.slow
@@ -19,11 +22,30 @@ def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:
     """Calibration, simulation, validation and capacity, with a simulated machine as the hardware."""
     whole = uninterrupted(tmp_path / "whole.journal", tmp_path / "whole.log")
     journal, log = tmp_path / "a.journal", tmp_path / "log"
-    kills = killed_ten_times(profile, (journal, log), log, journal, 1, tmp_path / "whole.journal")
+    kills = killed_often(profile, (journal, log), log, journal, 1, tmp_path / "whole.journal")
     assert finished(journal) == finished(tmp_path / "whole.journal"), "the simulated stage, trial by trial"
     assert len(finished(journal)) == SIMULATED_TRIALS
     assert len(measured(journal)) >= len(whole) // 2
     nothing_twice(journal, log, kills)
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    """``autotune profile`` of a real model on the CPU. Its files are whole at the end, and tell what the journal holds."""
+    model = small_model(tmp_path / "model")
+    whole, folder, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    for place in (whole, folder):
+        place.mkdir()
+    finish(command, whole, model, tmp_path / "whole.log")
+    journal = folder / "a.journal"
+    kills = killed_often(command, (folder, model, log), log, journal, 2, whole / "a.journal", count=5)
+    nothing_twice(journal, log, kills)
+    made = load_profile(folder / "a.yaml")
+    assert made.status == "complete" and made.capacity is not None
+    lines = [json.loads(line) for line in (folder / "a.points.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line.get("stage") in ("validation", "capacity")]
+    assert len(kept) == len(measured(journal)) - 1, "all that was measured, and that once"
+    assert {point.stage for point in made.points} >= {"validation"}
+    assert sorted(path.name for path in folder.iterdir()) == ["a.journal", "a.points.jsonl", "a.yaml"]
 
 
 def nothing_twice(journal: Path, log: Path, kills: list[Kill]) -> None:
@@ -31,7 +53,7 @@ def nothing_twice(journal: Path, log: Path, kills: list[Kill]) -> None:
     keys = measured(journal)
     assert len(keys) == len(set(keys)) and "calibration" in keys
     ends = [line for line in noted(log) if line.startswith("end")]
-    assert len(keys) - 1 <= len(ends) <= len(keys) - 1 + KILLS, "one at each kill may end and not be kept"
+    assert len(keys) - 1 <= len(ends) <= len(keys) - 1 + len(kills), "one at each kill may end and not be kept"
     for kill in kills:
         assert keys[: len(kill.measured)] == kill.measured, "what was kept stays"
         missing = Counter(map(setting, keys)) - Counter(map(setting, kill.measured))
@@ -49,8 +71,12 @@ def setting(key: str) -> str:
 
 def uninterrupted(journal: Path, log: Path) -> list[str]:
     """A run in a process of its own; its log."""
-    process = multiprocessing.get_context("spawn").Process(target=profile, args=(journal, log))
+    finish(profile, journal, log)
+    return noted(log)
+
+
+def finish(target: Callable[..., None], *arguments: object) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
     process.start()
     process.join(300)
     assert process.exitcode == 0
-    return noted(log)
