@@ -28,14 +28,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.bench import Comparison, Contender, Failure, Result, compare, controlled, defaults, fixed, measure, turns
 from autotune.evaluate import Recorder
 from autotune.profile import ModelFacts, write_whole
 from autotune.profiling.calibrate import Calibrator
 from autotune.workload import Arrival, Workload, parse_workload
-from benchmarks.undisturbed import UndisturbedClock
+from benchmarks.undisturbed import UndisturbedClock, others
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
@@ -96,13 +94,6 @@ def decoding(engine: Engine, vocab_size: int, count: int = 8, tokens: int = 100)
     finally:
         unsubscribe()
     return [s.duration for s in recorder.steps if s.decodes == count and not s.prefill_tokens]
-
-
-def others() -> tuple[float, float]:
-    """(seconds on the clock, seconds of CPU that other processes have used): what a measurement here must be read with."""
-    spent = psutil.cpu_times()
-    mine = psutil.Process().cpu_times()
-    return time.monotonic(), spent.user + spent.system + spent.nice - mine.user - mine.system
 
 
 def serve(

@@ -7,6 +7,15 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
+
+def others() -> tuple[float, float]:
+    """(seconds on the clock, seconds of CPU that other processes have used): what a measurement here must be read with."""
+    spent = psutil.cpu_times()
+    mine = psutil.Process().cpu_times()
+    return time.monotonic(), spent.user + spent.system + spent.nice - mine.user - mine.system
+
 
 class UndisturbedClock:
     """Monotonic time without the time for which one thread was ready to run and the kernel ran something else.

@@ -53,6 +53,11 @@ class StepDriver:
 
     # -- for scripts, on the engine's thread --------------------------------------------------------------------------
 
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
     def submit(self, lengths: Sequence[int], output: int) -> list[str]:
         """Submit prompts of these lengths, each of tokens of its own; returns their ids."""
         return [self._send(length, output) for length in lengths]
@@ -84,8 +89,8 @@ class StepDriver:
 
     # -- running one --------------------------------------------------------------------------------------------------
 
-    def run(self, script: Script) -> list[Sample]:
-        """The steps of ``script``, in order; the engine is left idle.
+    def run(self, script: Script, *, whole: bool = False) -> list[Sample]:
+        """The steps of ``script``, in order, all of them and as they were if ``whole``; the engine is left idle.
 
         Raises :class:`EvaluationError` when a request fails or the engine falls silent, :class:`Interrupted` on ``stop``.
         """
@@ -115,7 +120,7 @@ class StepDriver:
         settle(self._engine, self._clock)
         if self._stop():
             raise Interrupted("interrupted")
-        return samples(self._records, self._disturbed)
+        return samples(self._records, self._disturbed, whole=whole)
 
     def on_step(self, record: StepRecord) -> None:
         script = self._script
@@ -151,12 +156,13 @@ class StepDriver:
             self._script = None
 
 
-def samples(records: Sequence[StepRecord], disturbed: set[int]) -> list[Sample]:
+def samples(records: Sequence[StepRecord], disturbed: set[int], *, whole: bool = False) -> list[Sample]:
     """What each step took of the engine's time, with the time between steps, and without what is not its own.
 
     The gap before a step counts (tokens are delivered in it) unless the script submitted or cancelled in it; then the usual
     gap stands in. What the first decode step behind a prompt's last chunk takes longer than those that follow (its keys and
     values are laid out for decoding) belongs to the chunk, so the step itself is left out. So is a step behind a cancel.
+    ``whole``: neither; every step with what came about in it.
     """
     gaps = [b.start - a.end for i, (a, b) in enumerate(pairwise(records), start=1) if i not in disturbed]
     usual = statistics.median(gaps) if gaps else 0.0
@@ -164,6 +170,8 @@ def samples(records: Sequence[StepRecord], disturbed: set[int]) -> list[Sample]:
         r.duration + (r.start - records[i - 1].end if i and i not in disturbed else usual)
         for i, r in enumerate(records)
     ]
+    if whole:
+        return [Sample(record, span) for record, span in zip(records, spans, strict=True)]
     found: list[Sample] = []
     for i, record in enumerate(records):
         seconds = spans[i]

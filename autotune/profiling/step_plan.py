@@ -6,16 +6,19 @@ model allow. Four kinds of scripts (:mod:`autotune.profiling.step_driver`):
 - a *ladder* fills up with prompts, then decodes with all of them, half of them, a quarter, …;
 - *alone*: prompts of many sizes by themselves, whole and in chunks;
 - *mixed*: prompts of many sizes, whole and in chunks, beside sequences that decode;
-- *bursts*: many short prompts in one step.
+- *bursts*: many short prompts in one step;
+- *served*: sequences that end, and new ones in their place, as in serving.
 
 Sequences that decode together have prompts of unlike lengths, as they have when served.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from autotune.evaluate import Served
@@ -36,6 +39,9 @@ _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
+_SERVED = ((3, 200), (8, 96), (24, 48))  # (sequences, context)
+_SERVED_STEPS = 40
+_UNLIKE = 0.7  # coefficient of variation of the lengths of sequences that decode together
 
 Filling = Generator[None, StepRecord, list[str]]
 Wave = tuple[Sequence[int], int]
@@ -79,6 +85,16 @@ class StepPlan:
         self._seconds, self._pilot = max(_LEAST * seconds, seconds - _DECODES * pilot.step), pilot
         self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
         return [*self._ladders(), *self._prompts(), *self._mixtures()]
+
+    def served(self) -> list[Callable[[], Script]]:
+        """Scripts of steps as they come, to be taken as they are. After :meth:`scripts`, which says how many fit."""
+        made: list[Callable[[], Script]] = []
+        for batch, context in _SERVED:
+            context = min(context, max(1, self._longest // 2))
+            batch = self._fit(batch, context)
+            if batch > 1:
+                made.append(partial(self._serving, batch, context))
+        return made
 
     def _ladders(self) -> list[Callable[[], Script]]:
         contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]
@@ -127,9 +143,12 @@ class StepPlan:
         return max(0, min(batch, self._slots - 1, self._budget - 1, int((self._pool - self._longest) / each)))
 
     def _spread(self, batch: int, context: int) -> list[int]:
-        """Lengths from half of ``context`` to half as much again."""
+        """Log-normal lengths, ``context`` on average."""
         rng = random.Random(f"{self._seed} {batch} {context}")
-        return [max(1, min(self._longest, round(context * rng.uniform(0.5, 1.5)))) for _ in range(batch)]
+        sigma = math.sqrt(math.log(1 + _UNLIKE**2))
+        drawn = [rng.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(batch)]
+        scale = context * batch / sum(drawn)
+        return [max(1, min(self._longest, 4 * context, round(scale * each))) for each in drawn]
 
     # -- scripts ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +192,17 @@ class StepPlan:
             names = self._driver.submit(prompts, self._output)
             yield from self._computed()
             self._driver.cancel(names)
+
+    def _serving(self, batch: int, context: int) -> Script:
+        """``batch`` sequences, whose lengths are such that about one ends, and another begins, in every second step."""
+        rng = random.Random(f"{self._seed} {batch} {context}")
+        lengths = iter(self._spread(batch + 2 * _SERVED_STEPS, context))
+        self._driver.bound(budget=self._piece + batch, chunk=self._piece)
+        yield
+        for _ in range(_SERVED_STEPS):
+            for length in islice(lengths, batch - self._driver.live):
+                self._driver.submit([length], rng.randint(2, max(2, min(4 * batch, self._output))))
+            yield
 
     def _computed(self) -> Script:
         """Until the prompts are computed, and the steps behind them."""

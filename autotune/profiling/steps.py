@@ -33,6 +33,7 @@ _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first 
 _SETTLED = 0.01  # median relative change of the predictions by another round
 _ANCHOR_EVERY = 0.25  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
+_STALL = 2.5  # times the median: above that a served step is left out
 _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of step
 
 
@@ -41,6 +42,7 @@ class _Stretch(NamedTuple):
 
     begun: float
     steps: list[Sample]
+    served: bool  # whether they are steps as they come, no two alike
 
 
 class _Anchor(NamedTuple):
@@ -104,7 +106,8 @@ def measure_steps_and_pace(
     pilot = _speed(driver.run(plan.pilot()), driver.run(plan.anchor()))
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
-    scripts = plan.scripts(seconds, pilot)
+    scripts = [(script, False) for script in plan.scripts(seconds, pilot)]
+    scripts += [(script, True) for script in plan.served()]
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
     anchors: list[_Anchor] = []
@@ -112,10 +115,10 @@ def measure_steps_and_pace(
     probes: list[StepFeatures] = []
     told: list[float] = []
     for number in range(_MOST_ROUNDS):
-        for script in rng.sample(scripts, len(scripts)):
+        for script, served in rng.sample(scripts, len(scripts)):
             if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
                 anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
-            stretches.append(_Stretch(clock.now(), driver.run(script())))
+            stretches.append(_Stretch(clock.now(), driver.run(script(), whole=served), served))
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
@@ -125,7 +128,7 @@ def measure_steps_and_pace(
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)
-        probes = probes or [features(record) for _, steps in stretches for record, _ in steps]
+        probes = probes or [features(record) for _, steps, _ in stretches for record, _ in steps]
         before, told = told, [fitted.predict(step) for step in probes]
         moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
         if clock.now() - begun > budget_s or moved < _SETTLED:
@@ -160,34 +163,59 @@ def features(record: StepRecord) -> StepFeatures:
 
 
 def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> list[StepPoint]:
-    """One point for each kind of step: medians, of times at the machine's usual pace."""
+    """One point for each kind of step: medians, of times at the machine's usual pace.
+
+    Served steps of about as many decodes and prompt tokens make one kind, and a point at their means: what now and then costs
+    more (a sequence that leaves, or needs more room) belongs to them all.
+    """
     usual = statistics.median(anchor.pace for anchor in anchors)
     kinds: dict[tuple[int, ...], list[Sample]] = {}
-    for begun, steps in stretches:
+    for begun, steps, served in stretches:
         pace = _pace_at(begun, anchors) / usual
         for record, seconds in steps:
-            near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
-            kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
+            if served:
+                kind = (-1, record.chunks, *(_rough(n) for n in (record.decodes, record.prefill_tokens)))
+            else:
+                near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
+                kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
             kinds.setdefault(kind, []).append(Sample(record, seconds / pace))
-    return [_point(found) for found in kinds.values()]
+    return [_served(found) if kind[0] < 0 else _point(found) for kind, found in kinds.items()]
+
+
+def _rough(number: int) -> int:
+    """Equal for numbers within a third of each other, or so."""
+    return round(math.log(number) * 4) if number else -1
 
 
 def _point(found: list[Sample]) -> StepPoint:
     seconds = [s.seconds for s in found]
     if len(seconds) > 1 and seconds[0] > _FIRST * statistics.median(seconds[1:]):
         found, seconds = found[1:], seconds[1:]
-    middle = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 3 else (min(seconds), middle, max(seconds))
+    return _summed_up(region_of(found[0].record), statistics.median(seconds), found)
+
+
+def _served(found: list[Sample]) -> StepPoint:
+    """Their mean, but for stalls."""
+    middle = statistics.median(s.seconds for s in found)
+    kept = [s for s in found if s.seconds < _STALL * middle]
+    return _summed_up("served", statistics.fmean(s.seconds for s in kept), kept)
+
+
+def _summed_up(region: str, seconds: float, found: Sequence[Sample]) -> StepPoint:
+    times = [s.seconds for s in found]
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 3 else (min(times), seconds, max(times))
     kinds = [features(s.record) for s in found]
     means = {name: round(statistics.fmean(getattr(k, name) for k in kinds)) for name in StepFeatures._fields}
-    record = found[0].record
+    return StepPoint(region=region, seconds=seconds, spread=(high - low) / seconds, repeats=len(times), **means)
+
+
+def region_of(record: StepRecord) -> str:
+    """Which part of the plan a planned step belongs to."""
     if not record.prefill_tokens:
-        region = "decode"
-    elif record.decodes:
-        region = "mixed"
-    else:
-        region = "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
-    return StepPoint(region=region, seconds=middle, spread=(high - low) / middle, repeats=len(seconds), **means)
+        return "decode"
+    if record.decodes:
+        return "mixed"
+    return "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
 
 
 def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:

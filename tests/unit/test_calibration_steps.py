@@ -72,7 +72,7 @@ def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
     before = engine.clock.now()
     points = measured(engine, budget_s=300.0, advance=lambda share, note: told.append((share, note)))
     assert engine.clock.now() - before < 250  # the fit was settled: it does not use up the time
-    assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed"}
+    assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed", "served"}
     assert worst(points, hardware) < 0.02
     model = fit_cost_model(points)
     assert model.facts.family == "max"

