@@ -1,7 +1,8 @@
 """A profile with everything a report can show: calibrated, simulated, validated. Made with the real simulator, from formulas.
 
 The hardware is a formula of another shape than the cost model that is fitted to it, with noise, so simulated and measured
-figures differ as they do on a machine. The same arguments give the same profile and sidecar.
+figures differ as they do on a machine. The same arguments give the same profile and sidecar. For people to look at:
+``python -m tests.report_profile FOLDER``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ class Hardware:
 
 
 def report_profile(folder: Path, *, trials: int = 200, window_s: float = 30.0, seed: int = 0) -> Path:
-    """Write ``h200-llama8b.yaml`` and its sidecar into ``folder``; the path of the profile. About 10 ms of CPU a trial."""
+    """Write ``example.yaml`` and its sidecar into ``folder``; the path of the profile. About 10 ms of CPU a trial."""
     steps = tuple(calibration(seed))
     cost = fit_cost_model(steps, seconds=41.0)
     simulated = list(simulate(cost, trials, window_s, seed))
@@ -76,7 +78,7 @@ def report_profile(folder: Path, *, trials: int = 200, window_s: float = 30.0, s
         for i, share in enumerate((0.6, 0.75, 0.87))
     ]
     made = finished(compared, settings, points(twins), best, capacity, cost, trials, window_s)
-    path = folder / "h200-llama8b.yaml"
+    path = folder / "example.yaml"
     save_profile(made, path)
     lines = [json.dumps({"kind": "step", **step.model_dump(mode="json")}) for step in steps]
     lines += [run.model_dump_json() for run in (*simulated, *validated, *capacity)]
@@ -111,6 +113,7 @@ def finished(
             "validation_seeds": (1, 2, 3),
         }
     )
+    gpu = base.machine.gpu and base.machine.gpu.model_copy(update={"count": 1, "name": "Example GPU"})
     met = held is not None
     verdict = (
         f"balanced keeps 99% in SLO up to about {held.offered_rate:.3g} req/s"
@@ -118,10 +121,12 @@ def finished(
         else "the SLO was not met at any rate tried"
     )
     changes = dict[str, Any](
+        name="example",
+        points_file="example.points.jsonl",
         slo=SLO_,
         engine=base.engine.model_copy(update={"limits": LIMITS}),
         command="autotune profile --gpu --model llama-3.1-8b --slo ttft=1s,tpot=40ms --budget 10m --price 3.60/h",
-        machine=base.machine.model_copy(update={"gpu": base.machine.gpu and base.machine.gpu.model_copy(update={"count": 1})}),
+        machine=base.machine.model_copy(update={"gpu": gpu}),
         workload=workload,
         knobs=knobs,
         settings=settings,
@@ -214,3 +219,7 @@ def scored(cost: StepModel, knobs: Knobs, window_s: float, rate: float, seed: in
 @functools.cache
 def load(rate: float) -> Workload:
     return parse_workload(LOAD).at_rate(rate)
+
+
+if __name__ == "__main__":
+    print(report_profile(Path(sys.argv[1])))

@@ -11,7 +11,7 @@ from autotune.profiling.table import cheapest
 from autotune.report.evidence import Evidence, Target, targets
 from autotune.report.section import Table
 from autotune.report.standing import standing
-from autotune.report.wording import asked, ms, number, percent, plus_minus, ratio
+from autotune.report.wording import asked, number, percent, plus_minus, ratio
 from runtime.knobs import KNOBS
 
 
@@ -177,7 +177,7 @@ def _purposes(evidence: Evidence) -> Table:
     """The settings for each purpose beside the baseline, at the same load."""
     profile = evidence.profile
     priced = profile.price_per_hour is not None
-    columns = ["for", *(s.name for s in KNOBS), "in SLO", "req/s in SLO", "tokens/s", "TTFT p99", "TPOT p99"]
+    columns = ["for", *(s.name for s in KNOBS), "in SLO", "req/s in SLO", "tokens/s", "TTFT p99 (ms)", "TPOT p99 (ms)"]
     columns += ["price/M tokens"] if priced else []
     listed = [(p, profile.settings[p].point) for p in PURPOSES if p in profile.settings]
     rows = [(str(purpose), point) for purpose, point in listed]
@@ -193,8 +193,7 @@ def _purposes(evidence: Evidence) -> Table:
                 percent(p.attainment),
                 plus_minus(p),
                 number(p.throughput.mean, 4),
-                ms(p.ttft_p99_ms),
-                ms(p.tpot_p99_ms),
+                *("–" if value is None else number(value) for value in (p.ttft_p99_ms, p.tpot_p99_ms)),
                 *([("–" if cost is None else money(cost))] if priced else []),
             )
         )

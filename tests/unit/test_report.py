@@ -126,8 +126,8 @@ def test_the_sidecar_is_read_in_whole(evidence: Evidence) -> None:
 
 
 def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path: Path) -> None:
-    bare = gather(evidence.profile, tmp_path / "h200-llama8b.yaml")
-    assert bare.runs == bare.steps == () and "h200-llama8b.points.jsonl" in bare.lacking[0]
+    bare = gather(evidence.profile, tmp_path / "example.yaml")
+    assert bare.runs == bare.steps == () and "example.points.jsonl" in bare.lacking[0]
     made = compose(bare)
     assert section(made, "latency").absent and section(made, "history").absent
     steps = section(made, "steps")
@@ -139,22 +139,22 @@ def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"kind": "step", "region": \nnot json\n[1]\n3\n', "4 lines of h200-llama8b.points.jsonl could not be read"),
+        (b'{"kind": "step", "region": \nnot json\n[1]\n3\n', "4 lines of example.points.jsonl could not be read"),
         (b"\xff\xfe\x00", "cannot be read: it is not text"),
         (b"", None),
     ],
 )
 def test_a_broken_sidecar_is_said(evidence: Evidence, tmp_path: Path, content: bytes, says: str | None) -> None:
-    (tmp_path / "h200-llama8b.points.jsonl").write_bytes(content)
-    found = gather(evidence.profile, tmp_path / "h200-llama8b.yaml")
+    (tmp_path / "example.points.jsonl").write_bytes(content)
+    found = gather(evidence.profile, tmp_path / "example.yaml")
     assert found.runs == ()
     assert found.lacking == () if says is None else says in found.lacking[0]
 
 
 def test_the_runs_of_another_profile_are_left_alone(path: Path, tmp_path: Path) -> None:
-    shutil.copy(path.with_name("h200-llama8b.points.jsonl"), tmp_path)
-    other = sample_profile()
-    found = gather(other, tmp_path / "h200-llama8b.yaml")
+    shutil.copy(path.with_name("example.points.jsonl"), tmp_path)
+    other = sample_profile(points_file="example.points.jsonl")
+    found = gather(other, tmp_path / "example.yaml")
     assert found.runs == () and "another profile" in found.lacking[0]
 
 
@@ -388,17 +388,17 @@ def test_plotly_knows_every_property_and_the_style_sheet_every_colour(text: str)
 
 
 def test_it_writes_the_page_and_prints_the_essentials(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", "h200-llama8b.yaml"]) == 0
+    assert run(["report", "example.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "req/s in SLO" in shown and "token_budget" in shown and "balanced" in shown
-    assert shown.rstrip().endswith("report  h200-llama8b.html")
-    assert Page((folder / "h200-llama8b.html").read_text()).scripts
-    assert run(["report", "h200-llama8b.yaml"]) == 0, "a report may be overwritten"
+    assert shown.rstrip().endswith("report  example.html")
+    assert Page((folder / "example.html").read_text()).scripts
+    assert run(["report", "example.yaml"]) == 0, "a report may be overwritten"
 
 
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], evidence: Evidence) -> None:
-    save_profile(changed(evidence, cost_model=None), folder / "h200-llama8b.yaml")
-    assert run(["report", "h200-llama8b.yaml", "--out", "page.html", "--json"]) == 0
+    save_profile(changed(evidence, cost_model=None), folder / "example.yaml")
+    assert run(["report", "example.yaml", "--out", "page.html", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["file"] == "page.html" and made["knobs"] == evidence.recommended.knobs.as_dict()
     assert made["goodput"] == evidence.recommended.point.goodput.mean and made["lacking"] == []
@@ -408,7 +408,7 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("h200-llama8b.points.jsonl",), "holds the raw runs of a profile; name the profile itself, h200-llama8b.yaml"),
+        (("example.points.jsonl",), "holds the raw runs of a profile; name the profile itself, example.yaml"),
         (
             ("log.jsonl",),
             "is a decision log; reports are made of profiles, and `autotune explain log.jsonl` tells a log",
@@ -418,9 +418,9 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
         (("empty.yaml",), "empty.yaml: is not a profile"),
         (("other.json",), "other.json: is not a profile; `autotune profile` makes one"),
         (("d",), "d: is a directory; name a profile"),
-        (("h200-llama8b.yaml", "--out", "x.pdf"), "--out: x.pdf must end in .html"),
-        (("h200-llama8b.yaml", "--out", "no/x.html"), "there is no directory no"),
-        (("h200-llama8b.yaml", "--out", "page.html"), "--out: page.html exists and is no report; name another file"),
+        (("example.yaml", "--out", "x.pdf"), "--out: x.pdf must end in .html"),
+        (("example.yaml", "--out", "no/x.html"), "there is no directory no"),
+        (("example.yaml", "--out", "page.html"), "--out: page.html exists and is no report; name another file"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(

@@ -32,7 +32,8 @@ def section(evidence: Evidence) -> Section:
         else f"None of {len(trials)} trials had a request in SLO"
     )
     counts = listed(f"{len(t)} {'trials simulated' if s == 'simulation' else 'settings measured'}" for s, t in found)
-    lead = f"{counts}. The line is the best goodput found so far; crosses at the bottom are trials that failed."
+    crosses = "; crosses at the bottom are trials that failed" if evidence.failures else ""
+    lead = f"{counts}. The line is the best goodput found so far{crosses}."
     causes = _causes(evidence)
     tables = (causes,) if causes is not None else ()
     notes = () if evidence.failures or evidence.lacking else ("No trial failed.",)

@@ -40,7 +40,8 @@ def section(evidence: Evidence) -> Section:
     if len(kept) < len(simulated) + len(searched):
         gone = max(t.goodput for t in (*simulated, *searched) if t not in kept)
         count = len(simulated) + len(searched) - len(kept)
-        notes.append(f"{count} slow settings with at most {number(gone)} req/s in SLO lie outside the picture.")
+        what = "1 slow setting" if count == 1 else f"{count} slow settings"
+        notes.append(f"Outside the picture: {what} with {'at most ' if gone else ''}{number(gone)} req/s in SLO.")
     views = [
         _view(evidence, scale, compared, [t for t in simulated if t in kept], [t for t in searched if t in kept])
         for scale in scales
@@ -154,6 +155,7 @@ def _validated(evidence: Evidence, scale: _Scale, shown: list[tuple[Point, float
         size=[16 if p.knobs == chosen else 11 for p, _ in shown],
         symbol=["star" if p.knobs == chosen else "square" if p.knobs in owners else "circle" for p, _ in shown],
         line={"color": "@card", "width": 1},
+        opacity=1,  # plotly makes points of several sizes translucent
     )
     trace["error_y"] = error_bars(ys, [p.goodput.low for p, _ in shown], [p.goodput.high for p, _ in shown], "@faint")
     ranges = [_range(evidence, scale, p, x) for p, x in shown]

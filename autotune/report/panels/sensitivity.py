@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from autotune.profile import Profile
 from autotune.report.evidence import Evidence, Trial
@@ -72,7 +73,7 @@ def _panel(
     data = [
         line(xs, ys, colour="@measured"),
         dots(xs, ys, hover, colour=["@accent" if x == chosen else "@measured" for x in xs],
-             size=[13 if x == chosen else 8 for x in xs], symbol=["star" if x == chosen else "circle" for x in xs]),
+             size=[13 if x == chosen else 8 for x in xs], symbol=["star" if x == chosen else "circle" for x in xs], opacity=1),
     ]  # fmt: skip
     found = _costs(losses)
     return Plot(
@@ -84,17 +85,19 @@ def _panel(
     )
 
 
-def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[str, object]:
+def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[str, Any]:
     title = f"{spec.name} ({spec.unit})"
-    x = log_axis(title, xs) if spec.log else axis(title, rangemode="tozero", nticks=6)
+    x = log_axis(title, xs) if spec.log else axis(title, range=[-0.03 * max(xs), 1.03 * max(xs)], nticks=6)
     y = axis("req/s in SLO", range=[-0.04 * top, 1.12 * top], nticks=5)
     at = math.log10(chosen) if spec.log else chosen
     low, high = (math.log10(min(xs)), math.log10(max(xs))) if spec.log else (min(xs), max(xs))
     share = (at - low) / ((high - low) or 1.0)
     side = "left" if share < 0.2 else "right" if share > 0.8 else "center"
-    mark = note(f"chosen: {chosen:,g}", x=at, y=0.02, yanchor="bottom", xanchor=side, bgcolor="@card",
+    mark = note(f"chosen: {chosen:,g}", x=at, y=1, yanchor="bottom", xanchor=side,
                 font={"color": "@accent", "size": 12})  # fmt: skip
-    return layout(x, y, shapes=[rule(x=chosen, colour="@accent")], annotations=[mark])
+    made = layout(x, y, shapes=[rule(x=chosen, colour="@accent")], annotations=[mark])
+    made["margin"] = {**made["margin"], "t": 22}
+    return made
 
 
 def _losses(spec: KnobSpec, here: Knobs, values: list[tuple[float, Score]]) -> dict[str, float]:

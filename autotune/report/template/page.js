@@ -46,8 +46,9 @@
     });
     const points = [];
     view.data.forEach((trace) => {
-      if (trace.mode !== "markers" || trace.marker.opacity < 0.7) return;
-      trace.x.forEach((x, n) => points.push([xa.d2p(x), ya.d2p(trace.y[n])]));
+      if (trace.mode !== "markers") return;
+      const weight = trace.marker.opacity < 0.7 ? 15 : 60;
+      trace.x.forEach((x, n) => points.push([xa.d2p(x), ya.d2p(trace.y[n]), weight]));
     });
     const lines = view.data.filter((trace) => trace.mode === "lines" && trace.line.width >= 1.5).flatMap((trace) =>
       trace.x.map((x, n) => [xa.d2p(x), ya.d2p(trace.y[n])]));
@@ -67,9 +68,9 @@
           const box = [cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2];
           const outside = Math.max(0, -box[0]) + Math.max(0, box[2] - xa._length) + Math.max(0, -box[1]) + Math.max(0, box[3] - ya._length);
           const hidden = taken.reduce((sum, other) => sum + over(box, other), 0);
-          const covered = points.filter(([px, py]) => over(box, [px - 6, py - 6, px + 6, py + 6]) > 0).length;
+          const covered = points.reduce((sum, [px, py, weight]) => sum + (over(box, [px - 5, py - 5, px + 5, py + 5]) > 0 ? weight : 0), 0);
           const crossed = lines.filter(([px, py]) => over(box, [px - 1, py - 1, px + 1, py + 1]) > 0).length;
-          const cost = 50 * outside + 40 * hidden + 60 * covered + 12 * crossed + far + (dy ? 3 : 0) + (dx < 0 ? 2 : 0);
+          const cost = 50 * outside + 40 * hidden + covered + 12 * crossed + far + (dy ? 3 : 0) + (dx < 0 ? 2 : 0);
           if (!best || cost < best.cost) best = { cost, box, cx, cy, far };
         }
       taken.push(best.box);
