@@ -110,7 +110,7 @@ def test_files_that_are_no_profiles(capsys: pytest.CaptureFixture[str], verb: st
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"autotune {__version__}\n"
-    for verb in ("profile", "profiles", "show"):
+    for verb in ("profile", "profiles", "show", "check"):
         assert run([verb, "--help"]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert text.count(f"autotune {verb}") >= 3  # usage and two examples

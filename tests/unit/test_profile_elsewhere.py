@@ -136,3 +136,12 @@ def test_show_says_how_well_steps_are_known(tmp_path: Path, capsys: pytest.Captu
     )
     assert "240 settings simulated in 19 s of CPU; its goodput was off by 4.0% where both were measured" in text
     assert model_lines(sample_profile()) == []
+
+
+def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["profile", "--cpu", "--out", "caf\udce9.yaml"]) == 2
+    assert "is not UTF-8; a profile's name is text" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
