@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,15 +148,16 @@ def profile(
         facts = model_facts(loaded, seed)
         with Engine(loaded, limits=limits, seed=seed) as engine:
             subject = Subject(engine, facts, with_threads(found_machine), workload, price_per_hour)
+            command = shlex.join(["autotune", *without_passwords(context.obj)])
+
+            def write(found: Findings) -> int:
+                return finish(found, question, files, subject, console, command, as_json)
+
             try:
-                found = _study(subject, question, files, storage, study, console, fresh, stop)
+                return _study(subject, question, files, storage, study, console, fresh, stop, write)
             except EvaluationError as error:  # it ran, and nothing could be measured
                 print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
                 return FELL_SHORT
-            if found is None:
-                return INTERRUPTED
-            command = shlex.join(["autotune", *without_passwords(context.obj)])
-            return finish(found, question, files, subject, console, command, as_json)
 
 
 def _study(
@@ -167,8 +169,9 @@ def _study(
     console: Console,
     fresh: bool,
     stop: Any,
-) -> Findings | None:
-    """Work on the study until it is done or stopped; None when there is nothing to keep yet."""
+    write: Callable[[Findings], int],
+) -> int:
+    """Work on the study until it is done or stopped, and have what was found written; the exit code."""
     from autotune.cli.display import Display
     from autotune.profiling.session import Session
     from autotune.profiling.study import SharedStorage, open_study, study_name
@@ -204,10 +207,11 @@ def _study(
             console.print(
                 f"stopped before the first trial was done; nothing written to {files.profile}. Run the same command to go on."
             )
-            return None
-        if not found.stopped:
+            return INTERRUPTED
+        code = write(found)
+        if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
             study.finish(question.trials, question.budget_s)
-        return found
+        return code
 
 
 def _checked(option: str, parse: Any, text: str) -> Any:
