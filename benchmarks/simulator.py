@@ -123,7 +123,7 @@ def million(load: Workload, requests: int) -> None:
     print(f"\n{'requests':>10} {'Python, KiB':>12} {'process, MiB':>13} {'CPU s':>8}")
     begun = time.process_time()
     for _ in range(10):
-        part = (arrival for arrival, _ in zip(source, range(requests // 10), strict=False))
+        part = (arrival for _, arrival in zip(range(requests // 10), source, strict=False))
         engine.serve(part, start=0.0, shared=False)
         held = tracemalloc.get_traced_memory()[0] / 1024
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

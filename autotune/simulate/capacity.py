@@ -23,6 +23,7 @@ from runtime.knobs import Knobs
 
 PRECISION: Final = 0.01
 _REACH: Final = 2.0**20  # from where the search begins, in both directions
+_ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
 _NEAR: Final = 1.2  # the first step from where another seed ended
 
 Told = Callable[[float, bool], None]
@@ -36,7 +37,8 @@ class UnboundedError(AutotuneError):
 class SeedCapacity(NamedTuple):
     """What one seed says. ``rate``: the highest mean rate of the workload that held (0: none did), with its ``score``.
 
-    ``failed``: the next one that did not hold; ``tried``: how many simulations it took.
+    ``failed``: the next one that did not hold; ``tried``: how many simulations it took; ``answer``: mean output tokens of
+    its requests.
     """
 
     seed: int
@@ -44,6 +46,7 @@ class SeedCapacity(NamedTuple):
     failed: float
     score: Score | None
     tried: int
+    answer: float
 
     @property
     def offered(self) -> float:
@@ -86,8 +89,8 @@ class SettingCapacity:
 
     @property
     def throughput(self) -> float:
-        """Output tokens/s at capacity."""
-        return statistics.fmean(s.throughput for s in self.scores) if self.scores else 0.0
+        """Output tokens/s at capacity: what the requests that come ask for."""
+        return statistics.fmean(s.offered * s.answer for s in self.seeds)
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ class Search:
     def _of_seed(self, knobs: Knobs, seed: int, start: float, step: float, told: Told) -> SeedCapacity:
         low, best, high = 0.0, None, math.inf
         rate, tried = start, 0
+        answer = self.scenario.mean_answer(seed, self.requests)
         while high > low * (1 + self.precision):
             held, score = self._holds(knobs, rate, seed, told)
             tried += 1
@@ -156,16 +160,16 @@ class Search:
             else:
                 high = rate
             if not low:
-                if high < start / _REACH:
-                    return SeedCapacity(seed, 0.0, high, None, tried)
-                rate, step = high / step, min(step * step, 2.0)
+                if score.steps.mean_running < _ALONE or high < start / _REACH:
+                    return SeedCapacity(seed, 0.0, high, None, tried, answer)
+                rate, step = high / step, min(step * step, 16.0)
             elif high == math.inf:
                 if low > start * _REACH:
                     raise UnboundedError(
                         f"{self.requests} requests hold the SLO {self.scenario.slo} however close together they come: "
                         "there is no highest rate; simulate more requests"
                     )
-                rate, step = low * step, min(step * step, 2.0)
+                rate, step = low * step, min(step * step, 4.0)
             else:
                 rate = math.sqrt(low * high)
-        return SeedCapacity(seed, low, high, best, tried)
+        return SeedCapacity(seed, low, high, best, tried, answer)

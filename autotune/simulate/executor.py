@@ -41,12 +41,10 @@ class CostExecutor:
         if plan.repeat > 1 and now < until:
             return StepResult(self._run(plan, now, until))
         tokens = context = pairs = 0
-        for chunk in plan.chunks:
-            count = chunk[2]
-            end = chunk[1] + count
+        for _, start, count, _ in plan.chunks:
             tokens += count
-            context += end
-            pairs += count * chunk[1] + count * (count + 1) // 2
+            context += start + count
+            pairs += count * start + count * (count + 1) // 2
         seconds = self.cost.predict(
             StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
         )

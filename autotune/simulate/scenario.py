@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -110,6 +111,11 @@ class Scenario:
             first = int(len(times) * WARM_UP)
         begin = 0.0 if first == 0 else (times[first - 1] + times[first]) / 2
         return begin, (times[-2] + times[-1]) / 2 - begin
+
+    def mean_answer(self, seed: int, requests: int) -> float:
+        """Mean output tokens of the requests that :meth:`measure` counts."""
+        first = math.ceil(WARM_UP * requests)
+        return statistics.fmean(a.output_tokens for a in self.workload.arrivals(seed, limit=first + requests))
 
     def measure(
         self,

@@ -27,7 +27,7 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
     wide = width >= _WIDE
     titles = ["in SLO", "goodput/s", "tok/s", *(("TTFT p50",) if wide else ()), "TTFT p99"]
     titles += [*(("TPOT p50",) if wide else ()), "TPOT p99", "E2E p99", *(("preempted",) if wide else ())]
-    drawn = _table(titles + ([PER_MILLION] if price is not None else []))
+    drawn = _table(titles + ([PER_MILLION] if price is not None else []), gap=2 if wide else 1)
     for point in points:
         figures = [
             f"{point.attainment:.1%} ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})",
@@ -100,12 +100,12 @@ def point_data(point: Point, price: float | None) -> dict[str, Any]:
     return point.model_dump(mode="json") | {"price_per_million": cost}
 
 
-def _table(titles: Iterable[str]) -> Table:
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _table(titles: Iterable[str], gap: int = 2) -> Table:
+    drawn = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     drawn.add_column("", no_wrap=True)
     for spec in KNOBS:
         drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
-    drawn.add_column("│")
+    drawn.add_column("│", no_wrap=True)
     for title in titles:
         drawn.add_column(title, justify="right", no_wrap=True)
     return drawn

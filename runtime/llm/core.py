@@ -133,13 +133,16 @@ class EngineCore:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
         timeout and the end of a wait window."""
         finished: list[Finished] = []
-        while (expiry := self.next_expiry) <= now:
+        expiry = self.next_expiry if self._expiries else inf
+        while expiry <= now:
             sequence = heapq.heappop(self._expiries)[2]
             record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
             if record is not None:
                 finished.append((sequence, record))
+            expiry = self.next_expiry
         epoch, knobs = self._setting
-        plan = self.scheduler.schedule(now, knobs, epoch=epoch, budget=self._policy_budget(now))
+        budget = None if self.policy is None else self._policy_budget(now)
+        plan = self.scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
@@ -190,11 +193,11 @@ class EngineCore:
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler = self.scheduler
         tokens = context = attention = sampled = 0
-        for chunk in plan.chunks:
-            tokens += chunk.count
-            context += chunk.start + chunk.count
-            attention += chunk.count * chunk.start + chunk.count * (chunk.count + 1) // 2
-            sampled += chunk.samples
+        for _, start, count, samples in plan.chunks:
+            tokens += count
+            context += start + count
+            attention += count * start + count * (count + 1) // 2
+            sampled += samples
         return StepRecord(
             start=now,
             end=result.ends[-1],

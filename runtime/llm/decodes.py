@@ -16,7 +16,7 @@ from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import DecodeSet
 from runtime.request import Sequence
 
-_KEEP_ENDS = 1 << 16
+_KEEP_ENDS = 1 << 13
 
 
 class Decodes(DecodeSet):

@@ -106,3 +106,13 @@ def test_control_engine(tmp_path: Path) -> None:
     done = example("control_engine.py", "--slo", "tpot=50", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: --slo: .*no unit.*\n", done.stderr)
+
+
+def test_simulate_engine(tmp_path: Path) -> None:
+    done = example("simulate_engine.py", "--requests", "600", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shares = re.findall(r"^(\D+) +([\d.]+)% of 587 requests in time", done.stdout, re.MULTILINE)
+    assert [name.strip() for name, _ in shares] == ["small steps", "large steps", "large steps, controlled"]
+    small, large, controlled = (float(share) for _, share in shares)
+    assert controlled > max(small, large) > 90
+    assert done.stdout.endswith("35 s passed in each simulation\n")

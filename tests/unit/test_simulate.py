@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +11,18 @@ from typing import Any
 import pytest
 
 from autotune.simulate import SimulatedEngine
-from autotune.workload import Arrival
+from autotune.simulate.names import prompt_names, shares_prefixes
+from autotune.workload import Arrival, parse_workload, prompt_ids
+from runtime.errors import RejectedError
 from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
+from runtime.request import SamplingParams
 from runtime.tunable import SchedulerView
 from tests.unit.reference_simulator import Asked, Reference
-from tests.unit.simulated_cases import LIMITS, Case, case
+from tests.unit.simulated_cases import LIMITS, Case, RunMachine, case
 
 CASES = range(150)
+FAST = RunMachine(base=1e-3, chunk=0.0, token=2e-5, context=1e-8, pair=0.0, overlap=False)
 
 
 @dataclass
@@ -150,3 +156,146 @@ def test_fast_forward_changes_nothing(noise: float) -> None:
         assert fast.scheduler.kv.free == fast.scheduler.kv.total
         runs, steps = runs + many.runs, steps + len(many.steps)
     assert runs > 500
+
+
+def test_tokens_given_and_tokens_imagined_find_the_same_prefixes() -> None:
+    """Prompts of real token ids, as the live engine gets them, and the segments they stand for."""
+    load = parse_workload("shared-prefix:tenants=2,turns=4,think=0.4").at_rate(15.0)
+    arrivals = list(load.arrivals(1, limit=300))
+    kept: list[list[RequestRecord]] = []
+    for real in (True, False):
+        engine = SimulatedEngine(FAST, kv_tokens=4800, knobs=Knobs(16, 0, 256, 256), limits=LIMITS)
+        heard = Everything()
+        engine.subscribe(heard)
+        for i, arrival in enumerate(arrivals):
+            engine.run_until(arrival.time)
+            if real:
+                tokens = SamplingParams(max_tokens=arrival.output_tokens)
+                engine.submit(prompt_ids(arrival, 50_000), tokens, tenant=arrival.tenant, request_id=f"r{i}")
+            else:
+                engine.offer(arrival, f"r{i}", due=engine.clock.now())
+        engine.run()
+        kept.append(heard.requests)
+    assert kept[0] == kept[1]
+    assert sum(r.cached_tokens for r in kept[0]) > 10_000
+    assert any(r.preemptions for r in kept[0])
+
+
+def test_what_shares_nothing_is_not_named_until_something_is_preempted() -> None:
+    arrivals = list(parse_workload("poisson:prompt=50,output=90").at_rate(50.0).arrivals(0, limit=100))
+    assert not shares_prefixes(arrivals)
+    for kv_tokens, preempts in ((20_000, False), (320, True)):
+        engine = SimulatedEngine(FAST, kv_tokens=kv_tokens, knobs=Knobs(16, 0, 256, 256), limits=LIMITS)
+        engine.serve(arrivals)
+        assert (engine.scheduler.kv.published > 0) == preempts == (engine.scheduler.preemptions > 0)
+
+
+def test_names_are_equal_where_the_tokens_are() -> None:
+    """Against the tokens themselves, block by block, over random pieces of a few texts."""
+    dice = random.Random(5)
+    named: dict[int, tuple[Any, ...]] = {}
+    blocks = 0
+    for _ in range(400):
+        pieces = tuple((dice.randrange(3), dice.randrange(1, 30)) for _ in range(dice.randrange(1, 5)))
+        arrival = Arrival(0.0, sum(n for _, n in pieces), 1, pieces)
+        tokens = prompt_ids(arrival, 2**31)
+        names = prompt_names(pieces, 4, root=7)
+        assert len(names) == len(tokens) // 4
+        for index, name in enumerate(names):
+            content = tuple(tokens[: 4 * (index + 1)])
+            assert named.setdefault(name, content) == content
+            blocks += 1
+        assert set(names).isdisjoint(prompt_names(pieces, 4, root=8))
+    assert len(named) < 0.8 * blocks  # some were indeed shared
+    assert len(set(named.values())) == len(named)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_same_seed_gives_the_same_run_and_another_one_another(noise: float) -> None:
+    arrivals = list(parse_workload("azure-conv").at_rate(10.0).arrivals(0, limit=50))
+
+    def ends(seed: int) -> list[float]:
+        engine = SimulatedEngine(FAST, kv_tokens=200_000, noise=noise, seed=seed)
+        heard = Everything()
+        engine.subscribe(heard)
+        engine.serve(arrivals)
+        engine.run()
+        return [r.finished for r in heard.requests]
+
+    assert ends(1) == ends(1)
+    assert (ends(1) == ends(2)) == (noise == 0)
+
+
+class Turning:
+    """Listens, and turns a knob after the fifth step it hears: it must be heard between steps."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.engine, self.heard = engine, 0
+
+    def on_step(self, record: StepRecord) -> None:
+        assert record.steps == 1
+        self.heard += 1
+        if self.heard == 5:
+            self.engine.set_knobs(self.engine.knobs.with_(chunk_size=7))
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+def test_a_listener_that_acts_hears_every_step_by_itself() -> None:
+    engine = SimulatedEngine(FAST, kv_tokens=20_000, limits=LIMITS)
+    passive, turning = Everything(), Turning(engine)
+    engine.subscribe(passive)
+    stop = engine.subscribe(turning)
+    engine.offer(Arrival(0.0, 5, 100, ((1, 5),)), "a", due=0.0)
+    engine.run_until(0.05)
+    assert passive.runs == 0 and turning.heard == len(passive.steps) > 5
+    assert [s.epoch for s in passive.steps] == [0] * 5 + [1] * (len(passive.steps) - 5)
+    stop()
+    engine.run()
+    assert passive.runs > 0 and len(passive.requests[0].token_times) == 100
+
+
+def test_a_full_queue_rejects_and_says_so() -> None:
+    engine = SimulatedEngine(FAST, kv_tokens=20_000, limits=LIMITS, max_queue=2)
+    heard = Everything()
+    engine.subscribe(heard)
+    taken = [engine.offer(Arrival(0.0, 5, 3, ((i, 5),)), f"r{i}", due=0.0) for i in range(4)]
+    assert [t is None for t in taken] == [False, False, True, True]
+    assert [(r.id, str(r.reason)) for r in heard.requests] == [("r2", "rejected"), ("r3", "rejected")]
+    with pytest.raises(RejectedError, match="max_queue is 2"):
+        engine.submit([1, 2, 3])
+    engine.run()
+    assert sum(r.completed for r in heard.requests) == 2
+
+
+def test_requests_can_be_cancelled_and_time_out() -> None:
+    engine = SimulatedEngine(FAST, kv_tokens=20_000, limits=LIMITS)
+    kept, dropped, late = (
+        engine.submit([1, 2, 3], SamplingParams(max_tokens=50), timeout_s=t) for t in (None, None, 0.02)
+    )
+    engine.run_until(0.01)
+    assert dropped.cancel() and not dropped.cancel()
+    assert engine.view().running == 2
+    engine.run()
+    assert kept.record is not None and kept.record.output_tokens == 50
+    assert dropped.record is not None and dropped.record.reason == "cancelled" and dropped.record.finished < 0.02
+    assert late.record is not None and late.record.reason == "timeout" and 0.02 <= late.record.finished < 0.03
+    assert engine.cancel_all() == 0
+    with pytest.raises(ValueError, match="the KV pool holds"):
+        engine.submit([1] * 30_000)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_tokens": 8}, "kv_tokens is 8; it must be a whole number of at least 16"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_queue": 0}, "max_queue is 0"),
+        ({"noise": 1.5}, "noise is 1.5; it must be at least 0 and below 1"),
+        ({"ordering": "lifo"}, "ordering is 'lifo'"),
+    ],
+)
+def test_arguments_out_of_bounds(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        SimulatedEngine(FAST, **{"kv_tokens": 1600} | options)
