@@ -79,7 +79,7 @@ def small_model(folder: Path) -> Path:
     return folder
 
 
-def command(folder: Path, model: Path, log: Path) -> None:
+def command(folder: Path, model: Path, log: Path, *also: str) -> None:
     """``autotune profile`` in ``folder``, until it is done; its process ends with 0 if a profile was made."""
     from autotune.cli.main import run
 
@@ -87,5 +87,5 @@ def command(folder: Path, model: Path, log: Path) -> None:
     os.chdir(folder)
     words = "profile --cpu --dtype float32 --workload poisson:rate=20,prompt=24,output=6 --slo ttft=400ms,tpot=100ms"
     more = "--rate 20 --trials 2 --sim-trials 8 --budget 15s --out a.yaml --model"
-    code = run([*words.split(), *more.split(), str(model)])
+    code = run([*words.split(), *more.split(), str(model), *also])
     sys.exit(0 if code in (0, 1) else code)

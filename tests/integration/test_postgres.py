@@ -16,11 +16,13 @@ from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import TrialState
 
 import autotune.profiling.storage as storages
+from autotune.profile import load_profile
 from autotune.profiling.storage import SharedStorage
 from autotune.profiling.study import open_study
 from autotune.profiling.trials import quiet
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.errors import InputError
+from tests.integration.killed_session import command, small_model
 from tests.integration.postgres_server import PASSWORD, postgres
 from tests.unit.simulating import SPACE, STARTING, Valley, note, noted
 
@@ -159,6 +161,37 @@ def test_a_measurement_whose_machine_dies_is_made_by_who_waited(shared: SharedSt
     assert len(lines) == 4 and lines[1] in ("two begins", "three begins")
     who = lines[1].split()[0]
     assert sorted(lines[2:]) == [f"three has {who}", f"two has {who}"]
+
+
+def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
+    """Two at the same time, one of which is killed; then one more when all is done, which measures nothing."""
+    model, log = small_model(tmp_path / "model"), tmp_path / "log"
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    victim, other = [started(command, folder, model, log, "--storage", server) for folder in folders[:2]]
+    wait_for(lambda: "measurements" in studies_of(server))
+    time.sleep(2.0)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert ended(victim) == -signal.SIGKILL and ended(other, 200) == 0
+    before = len(noted(log))
+    assert ended(started(command, folders[2], model, log, "--storage", server), 200) == 0
+    assert len(noted(log)) == before, "nothing is measured again"
+    made = [load_profile(folder / "a.yaml") for folder in folders[1:]]
+    assert made[0].points and made[0].points == made[1].points and made[0].knobs == made[1].knobs
+    assert not (folders[0] / "a.yaml").exists() and not list(tmp_path.rglob("*.journal"))
+    assert PASSWORD not in (folders[1] / "a.yaml").read_text() and ":***@127.0.0.1" in made[0].command
+
+
+def studies_of(url: str) -> str:
+    storage = RDBStorage(url)
+    try:
+        return " ".join(
+            study.study_name for study in storage.get_all_studies() if study.study_name.startswith("model-")
+        )
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 def test_a_study_that_another_machine_discards(shared: SharedStorage) -> None:
