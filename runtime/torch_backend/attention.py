@@ -89,19 +89,14 @@ class Terms:
 
 class StepInputs:
     """Where the tokens of one forward belong. ``slots [tokens]``: the pool slot of each. ``tiled``: chunks attend by
-    :func:`attend_tiles`, which suits CPUs, where it can."""
+    :func:`attend_tiles`, which suits CPUs, where it can. ``wanted``: the rows whose logits are, if that is not all."""
 
-    __slots__ = ("calls", "chunks", "decode", "pool", "serial", "slots", "tiled")
+    __slots__ = ("calls", "chunks", "decode", "pool", "serial", "slots", "tiled", "wanted")
 
     def __init__(
-        self,
-        serial: int,
-        pool: KVPool,
-        slots: Tensor,
-        decode: DecodeInputs | None,
-        chunks: list[ChunkInputs],
+        self, serial: int, pool: KVPool, slots: Tensor, decode: DecodeInputs | None, chunks: list[ChunkInputs],
         tiled: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.serial = serial
         self.pool = pool
         self.slots = slots
@@ -109,6 +104,7 @@ class StepInputs:
         self.chunks = chunks
         self.tiled = tiled
         self.calls = 0
+        self.wanted: Tensor | None = None
 
 
 class PaddedDecode:
@@ -196,6 +192,13 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def running_step() -> StepInputs | None:
+    """The step that runs in this thread."""
+    return _running.step
+
+
 _ABSENT: Any = object()
 
 

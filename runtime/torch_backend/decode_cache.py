@@ -5,8 +5,9 @@ its own, copied from the pool once when it begins to decode and extended by one 
 all rows is two batched matrix products and a softmax on memory as it lies. In bfloat16 keys are stored transposed, the
 layout oneDNN's product reads without reordering (32 rows of 256 tokens, 2 heads: 0.13 ms against 0.43).
 
-Rows are kept in classes by length, so that one long row does not pad all others. The pool keeps every token as well, so
-any row can be loaded from it at any time: that is how a row gets to a larger class, and how the cache recovers.
+Rows are kept in classes of like length, so that one long row does not pad all others. All rows grow by one token a step,
+so a row stays in the class it joined, and the class's memory grows with it. The pool keeps every token as well, so any
+row can be loaded from it at any time: that is how the cache recovers.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from runtime.torch_backend.attention import Terms, softmax_weights
 from runtime.torch_backend.inputs import DecodeRows, Ints
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 
-CAPACITIES = (256, *(n << k for k in range(8, 26) for n in (2, 3)))  # 256, 512, 768, 1024, 1536, …
-_SLACK = 16  # tokens a row can at least grow by before it needs a larger class
-_ROUND = 16  # context lengths are padded to a multiple of this
+PADDING = 1536 << 10  # bytes of padding in a layer's rows of a class beyond which a class of their own is cheaper
+GROWTH = 64  # tokens of room that a class gets at least when it is made or full
+_ROUND = 16  # context lengths are padded to a multiple of this; GROWTH is one
 
 
 class LengthClass:
     """Rows of up to ``capacity`` tokens, and where they stand in the current step."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self) -> None:
+        self.capacity = 0
         self.homes: list[int] = []
         self.allocated = 0  # rows in each store
         self.stores: dict[LayerKV, tuple[Tensor, Tensor]] = {}
@@ -41,6 +42,13 @@ class LengthClass:
         self._positions: Ints = np.zeros(0, np.int64)
         self._masks: dict[tuple[object, ...], Tensor] = {}
         self._places: dict[tuple[int, ...], Tensor] = {}
+
+    def fit(self, longest: int) -> bool:
+        """Make room for ``longest`` tokens and some more; returns whether that took any."""
+        if longest <= self.capacity:
+            return False
+        self.capacity = -(-(longest + max(GROWTH, longest // 8)) // GROWTH) * GROWTH
+        return True
 
     def begin_step(self, begin: int, positions: Ints) -> None:
         self.begin = begin
@@ -85,9 +93,8 @@ class DecodeCache:
         self.count = 0
         self._token_bytes = token_bytes
         self._max_bytes = max_bytes
-        self._classes: dict[int, LengthClass] = {}
+        self._classes: list[LengthClass] = []
         self._where: dict[int, LengthClass] = {}
-        self._active: list[LengthClass] = []
         self._order: Ints = np.zeros(0, np.int64)
         self._generation = -1
 
@@ -95,7 +102,6 @@ class DecodeCache:
         """Forget every row; the next :meth:`advance` loads all of them anew."""
         self._classes.clear()
         self._where.clear()
-        self._active = []
 
     def advance(self, rows: DecodeRows, left: list[int], taken: list[int]) -> bool:
         """Follow ``rows``, of which ``left`` and ``taken`` changed, and put them into the order of the classes."""
@@ -103,28 +109,25 @@ class DecodeCache:
             self.clear()
             self._generation = rows.generation
             left, taken = [], rows.order.tolist()
-        for cls in self._classes.values():
+        for cls in self._classes:
             cls.moves.clear()
         for home in left:
             self._remove(home)
-        taken = taken + self._outgrown(rows)
-        stale: set[int] = set()  # homes whose row has to be loaded
-        for home in taken:
-            need = rows.position_at(home) + _SLACK
-            capacity = next(c for c in CAPACITIES if c >= need)
-            cls = self._classes.setdefault(capacity, LengthClass(capacity))
+        stale = set(taken)  # homes whose row has to be loaded
+        for home in sorted(taken, key=rows.position_at, reverse=True):
+            cls = self._class_for(rows, rows.position_at(home))
             cls.homes.append(home)
             self._where[home] = cls
-            stale.add(home)
-        if not self._allocate(stale):
+        if left or taken:
+            self._classes = [cls for cls in self._classes if cls.homes]
+        if not self._allocate(rows, stale):
             return False
         if left or taken or rows.order is not self._order:
-            self._active = [c for _, c in sorted(self._classes.items()) if c.homes]
-            self._order = np.fromiter(chain.from_iterable(c.homes for c in self._active), np.int64)
+            self._order = np.fromiter(chain.from_iterable(c.homes for c in self._classes), np.int64)
             rows.arrange(self._order)
         positions = rows.positions
         begin = 0
-        for cls in self._active:
+        for cls in self._classes:
             end = begin + len(cls.homes)
             cls.begin_step(begin, positions[begin:end])
             cls.loads = self._loads(cls, rows, stale) if stale else []
@@ -132,15 +135,21 @@ class DecodeCache:
         self.count = begin
         return True
 
-    def _outgrown(self, rows: DecodeRows) -> list[int]:
-        """Take out the rows whose next token does not fit."""
-        grown = []
-        for cls in self._active:
-            if cls.homes and rows.longest(cls.homes) >= cls.capacity:
-                grown += [home for home in cls.homes if rows.position_at(home) >= cls.capacity]
-        for home in grown:
-            self._remove(home)
-        return grown
+    def _class_for(self, rows: DecodeRows, position: int) -> LengthClass:
+        """The class that a row at ``position`` pads least, or pads the row least; a new one if every class gets too much."""
+        allowed = PADDING * max(1, len(self.pool.layers)) // self._token_bytes  # in tokens
+        best, least = None, allowed + 1
+        for cls in self._classes:
+            positions = rows.positions_at(cls.homes)
+            before = int(positions.max()) if cls.homes else position
+            longest = max(before, position)
+            padding = longest * (len(cls.homes) + 1) - int(positions.sum()) - position
+            if padding <= allowed and (added := longest - position + (longest - before) * len(cls.homes)) < least:
+                best, least = cls, added
+        if best is None:
+            best = LengthClass()
+            self._classes.append(best)
+        return best
 
     def _loads(self, cls: LengthClass, rows: DecodeRows, stale: set[int]) -> list[tuple[int, Tensor, int]]:
         loads = []
@@ -162,35 +171,34 @@ class DecodeCache:
             cls.homes[row] = last
             cls.moves.append((row, len(cls.homes)))
 
-    def _allocate(self, stale: set[int]) -> bool:
+    def _allocate(self, rows: DecodeRows, stale: set[int]) -> bool:
         """Make room for every class's rows. Without room to spare, classes are cut to size and loaded anew."""
-        growing = [c for c in self._classes.values() if len(c.homes) > c.allocated]
-        if not growing:
-            return True
-        for cls in growing:
+        growing = False
+        for cls in self._classes:
+            growing |= cls.fit(rows.longest(cls.homes) + 1)
             count = len(cls.homes)
-            cls.allocated = count if count < 4 else -(-count * 3 // 8) * 4  # half as many again, in fours
-        if self._bytes() > self._max_bytes:
-            for cls in list(self._classes.values()):
-                if not cls.homes:
-                    del self._classes[cls.capacity]
-                else:
-                    cls.allocated = len(cls.homes)
+            if count > cls.allocated:
+                cls.allocated = count if count < 4 else -(-count * 3 // 8) * 4  # half as many again, in fours
+                growing = True
+        if growing and self._bytes() > self._max_bytes:
+            for cls in self._classes:
+                cls.allocated = len(cls.homes)
+                cls.capacity = -(-(rows.longest(cls.homes) + 1) // _ROUND) * _ROUND
             if self._bytes() > self._max_bytes:
                 self.clear()
                 return False
-            for cls in self._classes.values():
+            for cls in self._classes:
                 cls.stores.clear()
                 cls.moves.clear()
                 stale.update(cls.homes)
         return True
 
     def _bytes(self) -> int:
-        return self._token_bytes * sum(c.allocated * c.capacity for c in self._classes.values())
+        return self._token_bytes * sum(c.allocated * c.capacity for c in self._classes)
 
     def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """See :class:`~runtime.torch_backend.attention.DecodeInputs`."""
-        parts = [self._attend(cls, layer, query, key, value, terms) for cls in self._active]
+        parts = [self._attend(cls, layer, query, key, value, terms) for cls in self._classes]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend(
@@ -202,11 +210,12 @@ class DecodeCache:
         transposed = key.dtype == torch.bfloat16
         store = cls.stores.get(layer)
         flat = cls.allocated * kv_heads
-        if store is None or len(store[0]) < flat:
+        if store is None or store[1].shape[:2] != (flat, cls.capacity):
             keys = key.new_empty((flat, dim, cls.capacity) if transposed else (flat, cls.capacity, dim))
             values = value.new_empty(flat, cls.capacity, value_dim)
             if store is not None:
-                keys[: len(store[0])], values[: len(store[1])] = store
+                _grown(keys, store[0], 2 if transposed else 1)
+                _grown(values, store[1], 1)
             store = cls.stores[layer] = keys, values
         keys, values = store
         for row, source in cls.moves:
@@ -252,3 +261,10 @@ class DecodeCache:
             keys[at, tokens:] = 0
         values[at, :tokens] = past_values[0, :tokens].transpose(0, 1)
         values[at, tokens:] = 0
+
+
+def _grown(to: Tensor, old: Tensor, axis: int) -> None:
+    """Copy the rows of ``old``, with zeros behind what they hold along ``axis``: the rest of a row must be finite."""
+    rows, length = min(len(to), len(old)), old.shape[axis]
+    to[:rows].narrow(axis, 0, length).copy_(old[:rows])
+    to[:rows].narrow(axis, length, to.shape[axis] - length).zero_()

@@ -18,6 +18,7 @@ from runtime.request import Sequence
 from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.decode_cache import DecodeCache
+from runtime.torch_backend.fused_layer import fuse_layers, prunes
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.linear import pack_linears
@@ -83,10 +84,12 @@ class TorchExecutor:
         self._rows = DecodeRows(block_size, self.pool.pad_block)
         self._cache: DecodeCache | None = None
         if self.device.type == "cpu" and cpu_fast_path:
-            pack_linears(loaded.model)
             fuse_norms(loaded.model)
+            fuse_layers(loaded.model)
+            pack_linears(loaded.model)
             pool_bytes = kv_blocks * block_size * loaded.kv_bytes_per_token
             self._cache = DecodeCache(self.pool, loaded.kv_bytes_per_token, max(pool_bytes, MIN_CACHE_BYTES))
+        self._prunes = self._keeps_logits and prunes(loaded.model)
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
 
@@ -164,8 +167,7 @@ class TorchExecutor:
         """Input ids and positions ``[2, tokens]``, the rows whose logits are wanted, the step, and who samples."""
         size = self.pool.block_size
         ids = [s.output[-1] for s in rows]
-        sampling = list(rows)
-        at = len(ids)
+        sampling, at = list(rows), len(ids)
         all_positions, all_slots = [positions], [slots]
         keep = list(range(at))
         inputs: list[ChunkInputs] = []
@@ -209,6 +211,8 @@ class TorchExecutor:
         """Logits of the rows in ``keep``. One row at least goes through the head, to spare models an empty input."""
         wanted = keep if len(keep) else torch.zeros(1, dtype=torch.int64, device=self.device)
         extra = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        if self._prunes and len(wanted) < tokens.shape[1]:
+            step.wanted, extra = wanted, {}  # the last layer leaves out the others
         with self._model.running(step):
             out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)
         self.hook_calls = step.calls

@@ -119,6 +119,10 @@ class DecodeRows:
         """The highest position among ``homes``."""
         return int(self._position[homes].max())
 
+    def positions_at(self, homes: list[int]) -> Ints:
+        found: Ints = self._position[homes]
+        return found
+
     def position_at(self, home: int) -> int:
         return int(self._position[home])
 

@@ -41,12 +41,23 @@ def test_fast_and_generic_paths_agree(model_type: str, changes: dict[str, object
     assert outputs == run(generic, work, KNOBS)[0]
 
 
-def test_rows_that_outgrow_their_class_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_cache, "CAPACITIES", (16, 24, 32, 48, 64, 96, 128, 256, 512))
+@pytest.mark.parametrize("padding", [0, 20_000, 1 << 30])  # a class for each length, some, one
+def test_classes_that_grow_with_their_rows(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+    monkeypatch.setattr(decode_cache, "GROWTH", 16)
+    monkeypatch.setattr(decode_cache, "PADDING", padding)
+    counts = set()
+    attend = DecodeCache.attend
+
+    def counted(self: DecodeCache, *args: object) -> torch.Tensor:
+        counts.add(len(self._classes))
+        return attend(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeCache, "attend", counted)
     work = _work(4)
     generic = TorchExecutor(tiny(), kv_blocks=200, block_size=8, cpu_fast_path=False)
     fast = TorchExecutor(tiny(), kv_blocks=200, block_size=8)
     assert run(fast, work, KNOBS)[0] == run(generic, work, KNOBS)[0]
+    assert max(counts) in {0: {4, 5, 6}, 20_000: {2, 3, 4, 5}, 1 << 30: {1}}[padding]
 
 
 def test_a_cache_without_room_leaves_the_step_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +73,7 @@ def test_a_cache_without_room_leaves_the_step_to_the_pool(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(DecodeCache, "advance", recorded)
     assert fast._cache is not None
-    fast._cache._max_bytes = 3 * 192 * loaded.kv_bytes_per_token  # three or four rows of six
+    fast._cache._max_bytes = 200 * loaded.kv_bytes_per_token  # some of the rows, not all six
     outputs, _, _ = run(fast, work, KNOBS)
     assert True in took
     assert False in took
