@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-controller bench-trace-fit clean
+.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-controller bench-trace-fit clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -26,6 +26,7 @@ help:
 	@echo "make format            put the source into ruff's format"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
+	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
 	@echo "make bench-controller  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
 	@echo "make clean             remove .venv and every cache"
@@ -63,6 +64,9 @@ bench-engine: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(PY) -m benchmarks.overhead $(ARGS)
+
+bench-simulator: $(STAMP)
+	$(PY) -m benchmarks.simulator $(ARGS)
 
 bench-controller: $(STAMP)
 	$(PY) -m benchmarks.controller_live $(ARGS)

@@ -33,6 +33,7 @@ def held_after(requests: int, *, parts: int, kv_tokens: int = 760_000, load: str
     finally:
         tracemalloc.stop()
     assert tally.requests == requests
+    assert (engine.scheduler.preemptions > requests / 20) == (kv_tokens < 10_000)
     return held
 
 
@@ -49,5 +50,5 @@ def test_a_run_of_two_hundred_thousand() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_preempts_all_the_while() -> None:
-    held = held_after(20_000, parts=10, kv_tokens=8000, load="poisson:prompt=400,output=60")
+    held = held_after(20_000, parts=10, kv_tokens=2000, load="poisson:prompt=200,output=200")
     assert max(held[4:]) < max(held[:4]) + 800_000
