@@ -157,6 +157,7 @@ class Bench:
         self.real: dict[tuple[str, str], list[float]] = {}
         self.ratios: dict[tuple[str, str], list[float]] = {}
         self.steps: dict[str, list[float]] = {}
+        self._runs = 0
 
     def calibrate(self, budget_s: float) -> tuple[CostModel, float]:
         """The cost model, and what an anchor took meanwhile."""
@@ -171,6 +172,10 @@ class Bench:
             flush=True,
         )
         return cost, found.pace
+
+    def _prompts(self) -> int:
+        self._runs += 1
+        return (self.seed << 16) + self._runs
 
     def pace(self, usual: float) -> float:
         return anchor_pace(self.roomy.engine, self.facts, seed=self.seed, clock=self.roomy.clock) / usual
@@ -188,7 +193,7 @@ class Bench:
                 PATIENT,
                 vocab_size=self.facts.vocab_size,
                 seed=self.seed,
-                prompt_seed=(self.seed << 16) + number,  # no prefix of an earlier round is found in the cache
+                prompt_seed=self._prompts(),  # tokens of its own: no earlier run's prefixes are found in the cache
                 duration=self.duration,
                 label=f"{case.name}-{number}",
                 clock=clock,

@@ -7,9 +7,9 @@ serving, with all that surrounds them, and yet the wanted ones.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Generator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from autotune.evaluate import EvaluationError, Handle, Interrupted, Served, settle, waiting
@@ -21,6 +21,7 @@ from runtime.request import SamplingParams
 
 Script = Generator[None, StepRecord, None]
 
+_DRIVERS = itertools.count()
 _STARTER = 4  # prompt tokens of the request that sets a script going
 _MOST_STEPS = 4000
 _SILENCE_S = 60.0
@@ -41,7 +42,9 @@ class StepDriver:
         self, engine: Served, vocab_size: int, room: int, *, seed: int, clock: Clock, stop: Callable[[], bool]
     ) -> None:
         self._engine, self._vocab_size, self.room = engine, vocab_size, room
-        self._seed, self._clock, self._stop = seed, clock, stop
+        # no two drivers of a process send the same tokens, or the second would find the first one's prefixes in the cache
+        self._seed = (seed << 20) + next(_DRIVERS)
+        self._clock, self._stop = clock, stop
         self._count = 0
         self._handles: dict[str, Handle] = {}
         self._live: set[str] = set()
@@ -164,7 +167,7 @@ def samples(records: Sequence[StepRecord], disturbed: set[int], *, whole: bool =
     values are laid out for decoding) belongs to the chunk, so the step itself is left out. So is a step behind a cancel.
     ``whole``: neither; every step with what came about in it.
     """
-    gaps = [b.start - a.end for i, (a, b) in enumerate(pairwise(records), start=1) if i not in disturbed]
+    gaps = [b.start - a.end for i, (a, b) in enumerate(itertools.pairwise(records), start=1) if i not in disturbed]
     usual = statistics.median(gaps) if gaps else 0.0
     spans = [
         r.duration + (r.start - records[i - 1].end if i and i not in disturbed else usual)
