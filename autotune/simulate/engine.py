@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from autotune.simulate.executor import CostExecutor
-from autotune.simulate.names import name_answer, own_names, prompt_names, shares_prefixes
+from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
 from runtime.errors import RejectedError
@@ -162,6 +162,7 @@ class SimulatedEngine(TunableSimulation):
             request.block_hashes = tuple(own_names(number, 0, request.prompt_len // self.block_size))
         sequence = self.core.add(request)
         sequence.data = number
+        self._woken = True
         return sequence
 
     def end(self, sequence: RunningSequence, reason: FinishReason, cause: str) -> bool:
@@ -200,19 +201,14 @@ class SimulatedEngine(TunableSimulation):
                     return False
                 asked = _ASK_EVERY
             scheduler.fast_forward = self.fast_forward and core.policy is None and listeners.hear_runs
+            self._woken = False
             outcome = core.step(now, until)
-            if outcome.record is None:
-                now = min(outcome.wake_at, until)
-                if now == inf or not core.has_work:
-                    now = outcome.end
-                self._deliver(outcome)
+            now = clock.advance_to(outcome.end)
+            self._deliver(outcome)
+            if outcome.record is None and not self._woken:  # a listener may have brought work, or turned a knob
                 if not core.has_work:
                     break
-            else:
-                now = outcome.end
-            clock.advance_to(now)
-            if outcome.record is not None:
-                self._deliver(outcome)
+                now = clock.advance_to(min(outcome.wake_at, until))
         return True
 
     def serve(
@@ -298,10 +294,5 @@ class SimulatedEngine(TunableSimulation):
         if self._named:
             return
         self._named = True
-        scheduler = self.scheduler
-        scheduler.before_preempting = None
-        scheduler.hasher = lambda sequence: name_answer(sequence, self.block_size)
-        for held in (scheduler.decodes, scheduler.prefills, scheduler.waiting):
-            for sequence in held:
-                sequence.hashes = own_names(sequence.data, 0, sequence.request.prompt_len // self.block_size)
-                scheduler.publish(sequence, 0)
+        self.scheduler.before_preempting = None
+        name_from_now_on(self.scheduler)

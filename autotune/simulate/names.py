@@ -9,8 +9,10 @@ hashes whole numbers and tuples of them alike in every process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from autotune.workload import Arrival
+from runtime.llm.scheduler import Scheduler
 from runtime.request import Sequence as RunningSequence
 
 
@@ -38,6 +40,19 @@ def name_answer(sequence: RunningSequence, block_size: int) -> None:
     known = sequence.hashes
     full = (sequence.request.prompt_len + sequence.generated) // block_size
     known += own_names(sequence.data, len(known), full)
+
+
+def name_from_now_on(scheduler: Scheduler) -> None:
+    """Have ``scheduler`` know blocks by content; those that its sequences hold are named as their own.
+
+    Sequences have their numbers in ``data``, and what they hold must be unlike what others hold.
+    """
+    size = scheduler.kv.block_size
+    scheduler.hasher = partial(name_answer, block_size=size)
+    for held in (scheduler.decodes, scheduler.prefills, scheduler.waiting):
+        for sequence in held:
+            sequence.hashes = own_names(sequence.data, 0, sequence.request.prompt_len // size)
+            scheduler.publish(sequence, 0)
 
 
 def shares_prefixes(arrivals: Sequence[Arrival]) -> bool:

@@ -23,6 +23,7 @@ class TunableSimulation:
         self._slos = slos
         self._leases = LeaseHolder()
         self._listeners = Listeners()
+        self._woken = False  # whether something has come that may end a wait
 
     @property
     def limits(self) -> KnobLimits:
@@ -62,6 +63,7 @@ class TunableSimulation:
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch. Raises as :meth:`runtime.Engine.set_knobs`."""
         self._leases.check(lease)
+        self._woken = True
         return self.core.set_knobs(knobs)
 
     def acquire(self, owner: str) -> Lease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -254,6 +255,41 @@ def test_a_listener_that_acts_hears_every_step_by_itself() -> None:
     stop()
     engine.run()
     assert passive.runs > 0 and len(passive.requests[0].token_times) == 100
+
+
+class Chatting:
+    """Asks again as soon as it is answered, or gives up: a closed loop made of a listener."""
+
+    def __init__(self, engine: SimulatedEngine, rounds: int) -> None:
+        self.engine, self.left = engine, rounds
+        self.records: list[RequestRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        pass
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.records.append(record)
+        self.left -= 1
+        if self.left:
+            self.engine.submit([self.left] * 20, SamplingParams(max_tokens=5), timeout_s=0.012)
+
+
+def test_a_listener_may_bring_the_next_request() -> None:
+    """At the moment of its record, be it of a step or of a timeout while nothing ran."""
+    engine = SimulatedEngine(FAST, kv_tokens=20_000, limits=LIMITS, knobs=Knobs(4, 15, 64, 64))
+    chatting = Chatting(engine, 6)
+    engine.subscribe(chatting)
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=5), timeout_s=0.012)  # the wait window outlasts it
+    engine.run()
+    assert [str(r.reason) for r in chatting.records] == ["timeout"] * 6
+    for before, after in itertools.pairwise(chatting.records):
+        assert after.arrival == before.finished and after.finished == pytest.approx(before.finished + 0.012)
+    engine.set_knobs(Knobs(4, 0, 64, 64))
+    chatting.left = 4
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=5))
+    assert engine.run()
+    assert [str(r.reason) for r in chatting.records[6:]] == ["length"] * 4
+    assert engine.clock.now() == chatting.records[-1].finished < 1
 
 
 def test_a_full_queue_rejects_and_says_so() -> None:
