@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from autotune.profiling.points import Run, Stage
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
+TWIN = "twin"
+"""Label of the simulation of a measured setting, under the requests it was measured with."""
+
 
 class Failure(NamedTuple):
     """A trial that could not be measured."""
@@ -27,7 +31,7 @@ class Failure(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One setting tried once at the rate settings are compared at; latencies in ms, None where nothing finished."""
+    """One setting tried once. ``number``: of the trial, -1 where it is not known; latencies in ms, None: nothing finished."""
 
     stage: Stage
     number: int
@@ -78,19 +82,25 @@ class Evidence:
         return [p for p in self.profile.points if p.stage == chosen.stage and math.isclose(p.rate, chosen.rate)]
 
     def trials(self, stage: Stage) -> list[Trial]:
-        """Those of ``stage`` at the rate settings are compared at, in the order they were tried.
+        """What the sampler proposed in ``stage``, in order, at the one rate most of it was tried at.
 
-        Without a sidecar: the profile's own points of that stage, which for simulated ones are the best few.
+        That may be another rate than settings were compared at in the end. Without a sidecar: the profile's own points, of
+        the simulated ones the finalists.
         """
+        tried = [run for run in self.runs if run.stage == stage and run.trial >= 0]
+        if tried:
+            rate = Counter(run.score.rate for run in tried).most_common(1)[0][0]
+            return sorted((trial_of(run) for run in tried if run.score.rate == rate), key=lambda t: t.number)
+        if stage == "simulation":
+            return self.finalists
         rate = self.recommended.point.rate
-        found = [_of_run(run) for run in self.runs if run.stage == stage and math.isclose(run.score.rate, rate)]
-        if found:
-            return sorted(found, key=lambda t: t.number) if all(t.number >= 0 for t in found) else found
-        points = self.profile.simulated if stage == "simulation" else self.profile.points
-        return [
-            _of_point(number, p)
-            for number, p in enumerate(p for p in points if p.stage == stage and math.isclose(p.rate, rate))
-        ]
+        return [_of_point(p) for p in self.profile.points if p.stage == stage and math.isclose(p.rate, rate)]
+
+    @property
+    def finalists(self) -> list[Trial]:
+        """Simulated settings that nothing beats, at the rate settings were compared at."""
+        rate = self.recommended.point.rate
+        return [_of_point(p) for p in self.profile.simulated if p.label != TWIN and math.isclose(p.rate, rate)]
 
     def runs_of(self, point: Point) -> list[Run]:
         """The runs ``point`` was made from; none without a sidecar."""
@@ -101,14 +111,13 @@ class Evidence:
         ]
 
     def twins(self) -> list[tuple[Point, Point]]:
-        """(measured, simulated) of every validated setting that was simulated at the same rate."""
-        return [
-            (p, twin)
-            for p in self.profile.points
-            if p.stage == "validation"
-            for twin in self.profile.simulated[:]
-            if twin.knobs == p.knobs and math.isclose(twin.rate, p.rate)
-        ]
+        """(measured, simulated) of every validated setting that was simulated at the same rate, by the same arrivals if so."""
+        found = []
+        for p in self.profile.points:
+            same = [q for q in self.profile.simulated if q.knobs == p.knobs and math.isclose(q.rate, p.rate)]
+            if p.stage == "validation" and same:
+                found.append((p, max(same, key=lambda q: (set(q.seeds) == set(p.seeds), q.label == TWIN))))
+        return found
 
 
 def targets(slo: SLO) -> list[Target]:
@@ -176,7 +185,8 @@ def _read(lines: Iterable[str]) -> tuple[list[Run], list[StepPoint], list[Failur
     return runs, steps, failures, unread
 
 
-def _of_run(run: Run) -> Trial:
+def trial_of(run: Run) -> Trial:
+    """One run as a trial."""
     s = run.score
     return Trial(
         stage=run.stage,
@@ -193,10 +203,10 @@ def _of_run(run: Run) -> Trial:
     )
 
 
-def _of_point(number: int, p: Point) -> Trial:
+def _of_point(p: Point) -> Trial:
     return Trial(
         stage=p.stage,
-        number=number,
+        number=-1,
         label=p.label,
         knobs=p.knobs,
         offered_rate=p.offered_rate,

@@ -8,7 +8,7 @@ from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profiling.fingerprint import describe
 from autotune.profiling.table import cheapest
-from autotune.report.evidence import Evidence, Target, targets
+from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.section import Table
 from autotune.report.standing import standing
 from autotune.report.wording import asked, number, percent, plus_minus, ratio
@@ -144,10 +144,10 @@ def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
     value = target.of(point)
     if value is None:
         return "nothing finished", "bad"
-    trials = [t for t in evidence.trials(point.stage) if t.knobs == point.knobs]
-    missed = sum((v := target.of(t)) is None or v > target.bound for t in trials)
-    if missed and missed < len(trials):
-        return f"missed in {missed} of {len(trials)} runs", "unsure"
+    runs = [target.of(trial_of(run)) for run in evidence.runs_of(point)]
+    missed = sum(v is None or v > target.bound for v in runs)
+    if missed and missed < len(runs):
+        return f"missed in {missed} of {len(runs)} runs", "unsure"
     return ("kept", "good") if value <= target.bound else ("missed", "bad")
 
 

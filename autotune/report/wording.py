@@ -102,8 +102,11 @@ def defaults(evidence: Evidence) -> dict[Knobs, str]:
     labelled += [(p.label, p.knobs) for p in (*profile.points, *profile.simulated)]
     found: dict[Knobs, list[str]] = {}
     for label, knobs in labelled:
-        owner = label.removesuffix(" defaults")
-        if owner != label and owner not in found.setdefault(knobs, []):
+        owner, theirs, on = label.partition(" defaults")  # as in "vLLM defaults, small GPU"
+        if not theirs:
+            continue
+        owner += f" ({on.lstrip(', ')})" if on else ""
+        if owner not in found.setdefault(knobs, []):
             found[knobs].append(owner)
     if profile.baseline is not None:
         found.setdefault(profile.baseline.knobs, ["vLLM"])

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from autotune.cli.main import run
 from autotune.profile import Capacity, Profile, Spread, load_profile, save_profile
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
+from autotune.report.panels import pareto
 from autotune.report.panels.steps import regions
 from autotune.report.section import Section
 from autotune.report.standing import standing
@@ -162,7 +164,7 @@ def test_settings_have_names(evidence: Evidence) -> None:
     called = names(evidence)
     assert set(called) >= {p.knobs for p in evidence.compared}
     assert "balanced" in called[evidence.recommended.knobs]
-    assert set(defaults(evidence).values()) == {"vLLM and TensorRT-LLM defaults", "SGLang defaults"}
+    assert set(defaults(evidence).values()) == {"vLLM and TensorRT-LLM defaults", "SGLang (small GPU) defaults"}
     assert all(re.search(r"balanced|interactive|throughput|defaults|trial \d+", name) for name in called.values())
 
 
@@ -266,6 +268,51 @@ def test_ticks_are_round_few_and_inside(bounds: tuple[float, float]) -> None:
     ticks = round_ticks(*bounds)
     assert 2 <= len(ticks) <= 7 and ticks == sorted(set(ticks))
     assert all(bounds[0] <= t <= bounds[1] for t in ticks)
+
+
+def test_trials_at_another_rate_are_shown_as_such(evidence: Evidence) -> None:
+    """The rate settings are compared at may be found only after the search."""
+    moved = tuple(
+        r.model_copy(update={"score": r.score.model_copy(update={"rate": 30.0, "offered_rate": 30.0})})
+        if r.trial >= 0
+        else r
+        for r in evidence.runs
+    )
+    found = replace(evidence, runs=moved)
+    assert len(found.trials("simulation")) == TRIALS
+    assert all(t.offered_rate < 25 for t in found.finalists)
+    made = pareto.section(found)
+    assert any("grey dots met 30.0 req/s" in note for note in made.notes)
+    assert not any("30.0 req/s" in note for note in pareto.section(evidence).notes)
+
+
+def test_a_twin_is_the_simulation_of_the_same_requests(evidence: Evidence) -> None:
+    profile = evidence.profile
+    other = profile.simulated[0].model_copy(update={"seeds": (77,), "label": "search"})
+    assert all(set(a.seeds) == set(b.seeds) for a, b in evidence.twins())
+    mixed = replace(evidence, profile=profile.model_copy(update={"simulated": (other, *profile.simulated)}))
+    assert mixed.twins() == evidence.twins()
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2."""
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_can_be_read_in_both_schemes(text: str) -> None:
+    """4.5 : 1 for words, 3 : 1 for marks (WCAG 2, AA)."""
+    style = text[text.index("<style>") : text.index("</style>")]
+    dark = style.index("prefers-color-scheme: dark")
+    for block in (style[:dark], style[dark:]):
+        colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        for name in colours.keys() - {"bg", "card", "line", "grid"}:
+            least = 3.0 if name == "faint" or name[0] == "c" else 4.5
+            for ground in ("bg", "card"):
+                high, low = sorted((luminance(colours[name]), luminance(colours[ground])), reverse=True)
+                contrast = (high + 0.05) / (low + 0.05)
+                assert contrast >= least, f"{name} on {ground}: {contrast:.2f}"
 
 
 # -- profiles that lack things ------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _plot(evidence: Evidence, stage: Stage, trials: list[Trial], titled: bool) -
         _dots(plain_, count, ys, hover, colour="@faint", size=6, opacity=0.6),
         _dots(marks, count, ys, hover, colour="@baseline", symbol="square", size=8),
     ]
-    failed = [f for f in evidence.failures if f.stage == stage]
+    failed = [f for f in evidence.failures if f.stage == stage and f.trial >= 0]
     if failed:
         why = [f"trial {f.trial} failed<br>{plain(_cut(f.cause))}" for f in failed]
         data.append(dots([f.trial for f in failed], [0.0] * len(failed), why, colour="@bad", symbol="x", size=9))
@@ -103,12 +103,19 @@ def _causes(evidence: Evidence) -> Table | None:
     if not evidence.failures:
         return None
     causes = Counter(f.cause for f in evidence.failures)
-    trials = {cause: [str(f.trial) for f in evidence.failures if f.cause == cause] for cause in causes}
+    trials = {
+        cause: [
+            str(f.trial) if f.trial >= 0 else STAGES.get(f.stage, f.stage)
+            for f in evidence.failures
+            if f.cause == cause
+        ]
+        for cause in causes
+    }
     rows = [
         (str(count), cause, ", ".join(trials[cause][:8]) + (" …" if count > 8 else ""))
         for cause, count in causes.most_common()
     ]
-    return Table(("failed", "cause", "trials"), rows, frozenset({0}), title="Failed trials")
+    return Table(("failed", "cause", "trial"), rows, frozenset({0}), title="Failed trials")
 
 
 def _cut(text: str, most: int = 90) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autotune.profile import Point
-from autotune.report.evidence import Evidence, Target, Trial, targets, worst_ratio
+from autotune.report.evidence import Evidence, Target, Trial, targets, trial_of, worst_ratio
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
 from autotune.report.section import Section, absent
 from autotune.report.standing import standing
@@ -16,6 +16,7 @@ from runtime.knobs import Knobs
 KEY, TOPIC = "pareto", "Goodput against latency"
 _FEWEST = 2
 _LEAST = 0.1  # share of the best goodput below which a slow setting is left out
+_SAME_LOAD = 0.05
 _MOST_DRAWN = 3000  # faint points; beyond that a page turns slow and nothing more is seen
 
 
@@ -28,37 +29,57 @@ class _Scale(NamedTuple):
     of: Callable[[Trial | Point], float | None]
 
 
+class _Cloud(NamedTuple):
+    """Trials that are drawn alike, and the sentence that says what they are; ``front``: with a line along the best."""
+
+    name: str
+    trials: list[Trial]
+    colour: str
+    symbol: str
+    opacity: float
+    said: str
+    front: bool = False
+
+
 def section(evidence: Evidence) -> Section:
     compared, bounds = evidence.compared, targets(evidence.profile.slo)
-    simulated = evidence.trials("simulation")
-    searched = [] if evidence.recommended.point.stage == "search" else evidence.trials("search")
-    if len(compared) + len(simulated) + len(searched) < _FEWEST:
+    scales, clouds = _scales(bounds), _clouds(evidence)
+    trials = [t for cloud in clouds for t in cloud.trials]
+    if len(compared) + len(trials) < _FEWEST:
         return absent(KEY, TOPIC, "Only one setting was measured, so there is no front to draw.")
-    scales = _scales(bounds)
-    notes = _cautions(compared, searched)
-    kept = _drawn([*simulated, *searched], compared, scales)
-    if len(kept) < len(simulated) + len(searched):
-        gone = max(t.goodput for t in (*simulated, *searched) if t not in kept)
-        count = len(simulated) + len(searched) - len(kept)
-        what = "1 slow setting" if count == 1 else f"{count} slow settings"
-        notes.append(f"Outside the picture: {what} with {'at most ' if gone else ''}{number(gone)} req/s in SLO.")
-    views = [
-        _view(evidence, scale, compared, [t for t in simulated if t in kept], [t for t in searched if t in kept])
-        for scale in scales
-    ]
-    grey = (
-        " Grey dots were simulated, under the search's own seed; the dotted line is the best of them at each latency."
-        if simulated
-        else ""
-    )
+    notes = _cautions(compared, clouds)
+    kept = _drawn(trials, compared, scales)
+    if gone := [t for t in trials if t not in kept]:
+        most = max(t.goodput for t in gone)
+        what = "1 slow setting" if len(gone) == 1 else f"{len(gone)} slow settings"
+        notes.append(f"Outside the picture: {what} with {'at most ' if most else ''}{number(most)} req/s in SLO.")
+    clouds = [cloud._replace(trials=[t for t in cloud.trials if t in kept]) for cloud in clouds]
+    views = [_view(evidence, scale, compared, clouds) for scale in scales]
     title = f"Best: {standing(evidence).short}"
-    tried = len({t.knobs for t in (*simulated, *searched)} | {p.knobs for p in compared})
+    tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
     lead = (
-        f"Each point is one of {tried} settings under the same load. Higher is more requests a second within the SLO, further "
-        "left is faster; in the shaded region the 99th percentile keeps its target. The star is the recommended setting, with "
-        f"the 95% interval of its goodput and the range of its runs.{grey}"
+        f"Each point is one of {tried} settings. Higher is more requests a second within the SLO, further left is faster; in the "
+        "shaded region the 99th percentile keeps its target. The star is the recommended setting, with the 95% interval of its "
+        f"goodput and the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
-    return Section(KEY, TOPIC, title, lead, (Plot("pareto", "", f"{TOPIC}. {title}.", views, 460),), notes=tuple(notes))
+    return Section(
+        KEY, TOPIC, title, lead.strip(), (Plot("pareto", "", f"{TOPIC}. {title}.", views, 460),), notes=tuple(notes)
+    )
+
+
+def _clouds(evidence: Evidence) -> list[_Cloud]:
+    """What was tried beside the compared points, the faintest first."""
+    simulated, finalists = evidence.trials("simulation"), evidence.finalists
+    found = []
+    if simulated and simulated != finalists:
+        found.append(_Cloud("grey dots", simulated, "@faint", "circle", 0.45, "Grey dots are simulated trials."))
+    if finalists:
+        said = "Diamonds are what no other simulated setting beats, joined by the dotted line."
+        found.append(_Cloud("diamonds", finalists, "@simulated", "diamond-open", 0.9, said, True))
+    if evidence.recommended.point.stage != "search" and (searched := evidence.trials("search")):
+        said = "Open circles were measured once, in the search."
+        found.append(_Cloud("open circles", searched, "@measured", "circle-open", 0.6, said))
+    return found
 
 
 def _drawn(trials: list[Trial], compared: list[Point], scales: Sequence[_Scale]) -> set[Trial]:
@@ -84,25 +105,19 @@ def _scales(bounds: Sequence[Target]) -> list[_Scale]:
     return [worst, *single]
 
 
-def _view(
-    evidence: Evidence, scale: _Scale, compared: list[Point], simulated: list[Trial], searched: list[Trial]
-) -> View:
+def _view(evidence: Evidence, scale: _Scale, compared: list[Point], clouds: list[_Cloud]) -> View:
     called, owners = names(evidence), defaults(evidence)
     data: list[Trace] = []
     values = [scale.bound]
-    for trials, colour, symbol, opacity in (
-        (simulated, "@faint", "circle", 0.45),
-        (searched, "@measured", "circle-open", 0.6),
-    ):
-        known = [(t, x) for t in trials[-_MOST_DRAWN:] if (x := scale.of(t)) is not None]
-        if known:
-            xs = [x for _, x in known]
-            ys = [t.goodput for t, _ in known]
-            hover = [_hover(t) for t, _ in known]
-            data.append(dots(xs, ys, hover, colour=colour, symbol=symbol, size=6, opacity=opacity))
-            values += xs
-            if len(known) > 2 and trials is simulated:
-                data.append(line(*_front(xs, ys), colour="@faint", width=1.5, line={"shape": "hv", "dash": "dot"}))
+    for cloud in clouds:
+        known = [(t, x) for t in cloud.trials[-_MOST_DRAWN:] if (x := scale.of(t)) is not None]
+        if not known:
+            continue
+        xs, ys, hover = [x for _, x in known], [t.goodput for t, _ in known], [_hover(t) for t, _ in known]
+        data.append(dots(xs, ys, hover, colour=cloud.colour, symbol=cloud.symbol, size=6, opacity=cloud.opacity))
+        values += xs
+        if len(known) > 2 and cloud.front:
+            data.append(line(*_front(xs, ys), colour=cloud.colour, width=1.5, line={"shape": "hv", "dash": "dot"}))
     labels: list[Label] = []
     shown = [(p, x) for p in compared if (x := scale.of(p)) is not None]
     values += [x for _, x in shown]
@@ -114,19 +129,20 @@ def _view(
         if p.knobs in owners or p.knobs in _settings(evidence)
     ]
     measured = {p.knobs for p, _ in shown}
-    marked = [t for t in (*simulated, *searched) if t.knobs in owners and t.knobs not in measured]
-    others = [(t, x) for t in marked if (x := scale.of(t)) is not None]
+    tried = [t for cloud in reversed(clouds) for t in cloud.trials]
+    elsewhere = {owners[t.knobs]: t for t in reversed(tried) if t.knobs in owners and t.knobs not in measured}
+    others = [(t, x) for t in elsewhere.values() if (x := scale.of(t)) is not None]
     if others:
         data.append(
             dots([x for _, x in others], [t.goodput for t, _ in others], [_hover(t) for t, _ in others],
                  colour="@baseline", symbol="square-open", size=9)
         )  # fmt: skip
-        labels += [Label(x, t.goodput, f"{owners[t.knobs]}, simulated", "@baseline") for t, x in others]
+        labels += [Label(x, t.goodput, f"{owners[t.knobs]}, {STAGES[t.stage]}", "@baseline") for t, x in others]
     across = log_axis(scale.title, values, pad=1.3)
     if scale.bound == 1.0:
         across["ticktext"] = [f"{text}×" for text in across["ticktext"]]
     y = axis("requests/s in SLO", rangemode="tozero")
-    top = max([t.goodput for t in (*simulated, *searched)] + [p.goodput.high for p in compared])
+    top = max([t.goodput for t in tried] + [p.goodput.high for p in compared])
     y["range"] = [-0.03 * top, 1.1 * top]
     region = {
         "type": "rect", "xref": "x", "yref": "paper", "x0": 10 ** across["range"][0], "x1": scale.bound, "y0": 0, "y1": 1,
@@ -166,8 +182,7 @@ def _validated(evidence: Evidence, scale: _Scale, shown: list[tuple[Point, float
 
 def _range(evidence: Evidence, scale: _Scale, point: Point, value: float) -> tuple[float, float]:
     """What single runs gave, where the sidecar has them."""
-    trials = [t for t in evidence.trials(point.stage) if t.knobs == point.knobs]
-    found = [x for t in trials if (x := scale.of(t)) is not None]
+    found = [x for run in evidence.runs_of(point) if (x := scale.of(trial_of(run))) is not None]
     return min([value, *found]), max([value, *found])
 
 
@@ -200,18 +215,22 @@ def _hover(found: Trial | Point, called: str = "") -> str:
     )
 
 
-def _cautions(compared: list[Point], searched: list[Trial]) -> list[str]:
-    offered = [p.offered_rate for p in compared]
-    others = [t.offered_rate for t in searched]
-    if not offered or not others:
-        return []
-    validated, search = sum(offered) / len(offered), sum(others) / len(others)
-    if abs(search - validated) <= 0.15 * max(search, validated):
-        return []
-    return [
-        f"The windows of the search brought {number(search)} req/s, those of the validation {number(validated)}: compare "
-        "open circles only with each other."
-    ]
+def _cautions(compared: list[Point], clouds: list[_Cloud]) -> list[str]:
+    """Goodput under one load says little beside goodput under another."""
+    offered = _mean([p.offered_rate for p in compared])
+    found = []
+    for cloud in clouds:
+        other = _mean([t.offered_rate for t in cloud.trials])
+        if offered and other and abs(other - offered) > _SAME_LOAD * max(other, offered):
+            found.append(
+                f"The {cloud.name} met {number(other)} req/s, validated settings {number(offered)}: compare {cloud.name} only "
+                "with each other."
+            )
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _chosen(evidence: Evidence) -> Knobs:

@@ -141,11 +141,11 @@ def _better(evidence: Evidence, swept: Sweep) -> str:
     here = evidence.recommended.knobs
     base = [s.goodput for values in swept.by_knob.values() for _, s in values if s.setting == here.as_dict()]
     found = [(s.goodput, name, value) for name, values in swept.by_knob.items() for value, s in values]
-    if not base or not found or max(found)[0] <= 1.02 * base[0]:
+    if not base or not found or max(found)[0] <= 1.03 * base[0]:
         return ""
     gain, name, value = max(found)
     return (
-        f"The simulator puts {name} {value:,g} {percent(gain / base[0] - 1, 0)} above the choice, which was made by measuring: "
+        f"The simulator puts {name} = {value:,g} {percent(gain / base[0] - 1, 0)} above the choice, which was made by measuring: "
         "the difference is within what it gets wrong, or worth trying."
     )
 

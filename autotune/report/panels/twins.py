@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,10 +37,15 @@ def section(evidence: Evidence) -> Section:
     twins = evidence.twins()
     if not twins:
         return absent(KEY, TOPIC, _why(evidence))
-    called = names(evidence)
+    known, rate = names(evidence), evidence.recommended.point.rate
+
+    def called(p: Point) -> str:
+        name = known.get(p.knobs, p.label)
+        return name if math.isclose(p.rate, rate) else f"{name} at {number(p.rate)} req/s"
+
     twins = sorted(twins, key=lambda pair: pair[0].goodput.mean)
     plots = tuple(
-        made for metric in _METRICS if (made := _plot(metric, [(called[a.knobs], a, b) for a, b in twins])) is not None
+        made for metric in _METRICS if (made := _plot(metric, [(called(a), a, b) for a, b in twins])) is not None
     )
     offs = [abs(b.goodput.mean / a.goodput.mean - 1) for a, b in twins if a.goodput.mean > 0]
     title = (
@@ -47,7 +53,11 @@ def section(evidence: Evidence) -> Section:
         if offs
         else "Nothing was in SLO either way"
     )
-    alike = " and with the same arrivals" if all(a.seeds == b.seeds for a, b in twins) else ", but with other arrivals"
+    alike = (
+        " and with the same arrivals"
+        if all(set(a.seeds) == set(b.seeds) for a, b in twins)
+        else ", but with other arrivals"
+    )
     lead = (
         f"Median over the {len(twins)} setting{'s' if len(twins) != 1 else ''} that were both simulated and measured, at the "
         f"same rate{alike}. Bars are the 95% interval of goodput, and the range of the runs elsewhere."
@@ -105,7 +115,7 @@ def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None
     return Plot(f"twins-{metric.key}", off, f"{TOPIC}. {off}.", [View("", data, made)], _FRAME + _ROW * len(known))
 
 
-def _cut(name: str, most: int = 28) -> str:
+def _cut(name: str, most: int = 30) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 

@@ -23,8 +23,14 @@
       axis.ticktext = axis.ticktext.map((text) => (text.length > most && !text.includes("&") ? text.slice(0, most - 1) + "…" : text));
       return;
     }
-    while (ticks.length > 2 && ticks.reduce((sum, [, text]) => sum + 7 * text.length + 16, 0) > room)
-      ticks = ticks.filter((_, n) => n % 2 === 0);
+    const [low, high] = axis.range;
+    let taken = -Infinity;
+    ticks = ticks.filter(([value, text]) => {
+      const at = ((Math.log10(value) - low) / (high - low)) * room, half = 3.6 * text.length + 5;
+      if (at - half < taken) return false;
+      taken = at + half;
+      return true;
+    });
     axis.tickvals = ticks.map(([value]) => value);
     axis.ticktext = ticks.map(([, text]) => text);
   }
