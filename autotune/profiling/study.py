@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +230,12 @@ class SweepStudy:
     def _identified(self, name: str, identity: Mapping[str, Any]) -> Study:
         """The study under ``name``, made with ``identity`` or checked against it."""
         asked = json.loads(json.dumps(identity))
-        try:
-            study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize")
-            study.set_user_attr(_IDENTITY, asked)
-            return study
-        except optuna.exceptions.DuplicatedStudyError:
-            study = optuna.load_study(storage=self._storage, study_name=name)
+        if all(known.study_name != name for known in self._storage.get_all_studies()):
+            with suppress(optuna.exceptions.DuplicatedStudyError):  # another process has just made it
+                study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize")
+                study.set_user_attr(_IDENTITY, asked)
+                return study
+        study = optuna.load_study(storage=self._storage, study_name=name)
         until = time.monotonic() + (_IDENTITY_WAIT_S if self.shared else 0.0)
         while (found := study.user_attrs.get(_IDENTITY)) is None and time.monotonic() < until:
             time.sleep(0.1)

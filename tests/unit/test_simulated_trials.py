@@ -106,6 +106,22 @@ def test_killed_at_any_write_it_goes_on_as_if_nothing_had_been(
     assert kept
 
 
+@pytest.mark.parametrize("later", [0, 1, 2, 3])
+def test_killed_while_it_puts_back_what_was_cut_short(
+    tmp_path: Path, kill_at: Callable[[int, bool], None], later: int
+) -> None:
+    """After the 10th trial, from where on proposals depend on the results there are."""
+    expected, journal = simulate(tmp_path / "whole.journal"), tmp_path / "a.journal"
+    kill_at(len(noted(tmp_path / "whole.journal")) - 12, False)
+    with pytest.raises(Killed):
+        simulate(journal)
+    kill_at(later, False)
+    with pytest.raises(Killed):
+        simulate(journal)
+    kill_at(10**9, False)
+    assert simulate(journal) == expected
+
+
 def test_killed_again_and_again(tmp_path: Path, kill_at: Callable[[int, bool], None]) -> None:
     expected = simulate(tmp_path / "whole.journal")
     for seed in range(4):
