@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autotune.attach import control
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.names import prompt_names, shares_prefixes
 from autotune.workload import Arrival, parse_workload, prompt_ids
@@ -335,3 +336,19 @@ def test_requests_can_be_cancelled_and_time_out() -> None:
 def test_arguments_out_of_bounds(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         SimulatedEngine(FAST, **{"kv_tokens": 1600} | options)
+
+
+def test_a_controller_decides_the_same_whether_or_not_steps_could_be_skipped() -> None:
+    made = []
+    for fast_forward in (True, False):
+        engine = SimulatedEngine(FAST, kv_tokens=60_000, limits=LIMITS, fast_forward=fast_forward, noise=0.02)
+        heard = Everything()
+        engine.subscribe(heard)
+        with control(engine, slo="ttft=200ms,tpot=4ms") as attached:
+            engine.serve(list(parse_workload("poisson:prompt=60,output=50").at_rate(150.0).arrivals(2, limit=600)))
+            engine.run()
+            decisions = [d._replace(wall=None) for d in attached.decisions]
+        assert engine.core.policy is None and heard.runs == 0
+        made.append((decisions, heard.requests, heard.steps))
+    assert made[0] == made[1]
+    assert sum(bool(d.changes) for d in made[0][0]) >= 2
