@@ -22,8 +22,10 @@ from runtime.torch_backend.fused_layer import fuse_layers, prunes
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.linear import pack_linears
+from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
 from runtime.torch_backend.sampling import Sampler
+from runtime.torch_backend.straight import StraightModel, straight
 
 Work = Sequence | Chunk
 MIN_CACHE_BYTES = 64 << 20
@@ -90,6 +92,7 @@ class TorchExecutor:
             pool_bytes = kv_blocks * block_size * loaded.kv_bytes_per_token
             self._cache = DecodeCache(self.pool, loaded.kv_bytes_per_token, max(pool_bytes, MIN_CACHE_BYTES))
         self._prunes = self._keeps_logits and prunes(loaded.model)
+        self._chain: StraightModel | None = straight(loaded.model)
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
 
@@ -210,14 +213,18 @@ class TorchExecutor:
     def _forward(self, tokens: Tensor, keep: Tensor, step: StepInputs) -> Tensor:
         """Logits of the rows in ``keep``. One row at least goes through the head, to spare models an empty input."""
         wanted = keep if len(keep) else torch.zeros(1, dtype=torch.int64, device=self.device)
-        extra = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        if self._prunes and len(wanted) < tokens.shape[1]:
-            step.wanted, extra = wanted, {}  # the last layer leaves out the others
+        fewer = len(wanted) < tokens.shape[1]
+        if fewer and self._prunes:
+            step.wanted, fewer = wanted, False  # the last layer leaves out the others
         with self._model.running(step):
-            out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)
+            if self._chain is not None:
+                logits = self._chain(tokens[:1], tokens[1:], wanted if fewer else None)[0]
+            else:
+                extra = {"logits_to_keep": wanted} if fewer and self._keeps_logits else {}
+                out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)
+                logits = out.logits[0] if self._keeps_logits or not fewer else out.logits[0][wanted]
         self.hook_calls = step.calls
-        logits: Tensor = out.logits[0]
-        return (logits if self._keeps_logits else logits[wanted])[: len(keep)]
+        return logits[: len(keep)]
 
     def _sample(
         self, logits: Tensor, sequences: list[Sequence]
@@ -289,12 +296,3 @@ class TorchExecutor:
                 table[row, : len(known)] = known
             decode = self._padded(table, positions)
         return self._assemble(rows, positions, slots.astype(np.int64), decode, chunks)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out. PyTorch's CPU allocator raises a plain RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in ("out of memory", "can't allocate memory")
-    )

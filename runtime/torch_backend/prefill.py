@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_TILE = 64  # queries, at most
+_TILE = 64  # queries, about; at most half as many again
 _SMALLEST = 16
 _SCORES = 1 << 18  # of one tile over all heads, about
 
@@ -33,7 +33,9 @@ def attend_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float, wind
     begin = 0
     while begin < tokens:
         size = max(_SMALLEST, min(_TILE, _SCORES // (heads * (start + begin + _TILE))))
-        end = min(begin + size, tokens)
+        left = tokens - begin
+        tiles = max(1, round(left / size))  # of like size: a small last one costs nearly what a full one does
+        end = begin - (-left // tiles)
         rows, last = end - begin, start + end
         first = 0 if window is None else max(0, start + begin - window + 1)
         tile = grouped[:, :, begin:end].reshape(kv_heads, group * rows, dim)
@@ -58,6 +60,7 @@ def _triangle(rows: int, like: Tensor) -> Tensor:
     """``[rows, rows]``: −inf above the diagonal, 0 elsewhere."""
     full = _triangles.get(like.dtype)
     if full is None:
-        full = torch.full((_TILE, _TILE), float("-inf"), dtype=like.dtype).triu_(1)
+        size = 2 * _TILE
+        full = torch.full((size, size), float("-inf"), dtype=like.dtype).triu_(1)
         _triangles[like.dtype] = full
     return full[:rows, :rows]

@@ -17,8 +17,9 @@ from runtime.llm.plan import Chunk, DecodeSet, StepPlan
 from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.checks import SUPPORTED, summary
-from runtime.torch_backend.executor import TorchExecutor, is_out_of_memory
+from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel
+from runtime.torch_backend.memory import is_out_of_memory
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Most relative error (L2, of a row of logits) between packed and plain; beyond what the plain model differs from itself."""

@@ -14,7 +14,8 @@ from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams, Sequence
-from runtime.torch_backend.executor import TorchExecutor, is_out_of_memory
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.memory import is_out_of_memory
 from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
