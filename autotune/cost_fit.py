@@ -195,6 +195,7 @@ def _covariance(shape: Shape, coefficients: Floats, data: Measured) -> Floats:
     usual = max(1.4826 * float(np.median(np.abs(residual))), 1e-4)
     rows = (derivatives / data.seconds[:, None] * data.weights[:, None])[:, free] * coefficients[free]
     relative = np.linalg.pinv(rows.T @ rows) * usual**2
+    relative = (relative + relative.T) / 2  # an inverse is symmetric only to rounding
     covariance = np.zeros((len(coefficients), len(coefficients)))
     covariance[np.ix_(free, free)] = relative * np.outer(coefficients[free], coefficients[free])
     return covariance

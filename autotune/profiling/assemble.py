@@ -112,9 +112,9 @@ def twin_points(findings: Findings) -> list[Point]:
 
 
 def pareto_points(findings: Findings) -> list[Point]:
-    """The best of the simulated trials that no other beats, by goodput; a front in four measures has too many for a file."""
-    front = sorted(pareto(points(findings.simulated)), key=lambda p: p.goodput.mean, reverse=True)
-    return front[:_MOST_PARETO]
+    """What no other simulated setting beats, at the rate of the comparison and under fresh seeds; by goodput."""
+    front = pareto(findings.finalists or points(findings.simulated))
+    return sorted(front, key=lambda p: p.goodput.mean, reverse=True)[:_MOST_PARETO]
 
 
 def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:

@@ -44,7 +44,8 @@ class Findings:
     """What a session has found so far.
 
     ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``runs``: what was measured
-    on the hardware; ``twins``: the simulation of each of those; ``failures``: (number, cause) of simulated trials;
+    on the hardware; ``twins``: the simulation of each of those; ``finalists``: the simulation of the settings
+    worth measuring, at the rate of the comparison; ``failures``: (number, cause) of simulated trials;
     ``unmeasured``: what failed on the hardware, and why. ``expected``: share of the offered rate each validated setting is
     believed to serve in SLO, measurement and simulation taken together. ``capacity`` None: not looked for.
 
@@ -59,6 +60,7 @@ class Findings:
     simulated: list[Run] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     twins: list[Run] = field(default_factory=list)
+    finalists: list[Point] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     unmeasured: list[tuple[Stage, Knobs, str]] = field(default_factory=list)
     expected: Mapping[Knobs, float] = field(default_factory=dict)

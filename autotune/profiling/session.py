@@ -19,7 +19,7 @@ from autotune.profiling.setup import Setup
 from autotune.profiling.stages.calibrating import calibrate
 from autotune.profiling.stages.capacity import find_capacity
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.simulating import settle_rate, simulate
+from autotune.profiling.stages.simulating import settle_rate, simulate, to_knee
 from autotune.profiling.stages.twins import simulate_twins
 from autotune.profiling.stages.validating import validate
 from autotune.profiling.study import SweepStudy
@@ -80,6 +80,7 @@ class Session:
                 found.setup = Setup.model_validate(known)
             context.reporter.ready(found.setup)
             simulate(context, found.setup, space)
+            found.setup = to_knee(context, found.setup)
             validate(context, found.setup)
             find_capacity(context, found.setup)
         except Interrupted:

@@ -38,7 +38,8 @@ class Setup(Part):
     ``rate``: mean requests/s at which settings are compared; ``offered_rate``: what comes in a window; ``fitted``: where the
     search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the hardware while it serves,
     in units of what the cost model says. ``validation_seeds``: those the hardware meets, in order;
-    ``simulated_seeds``: those of the long simulated loads, the first that of the search.
+    ``simulated_seeds``: those of the long simulated loads, the first that of the search; ``simulated_requests``: in each;
+    ``at_knee``: the setting that kept its promise up to ``rate`` before the search began.
     """
 
     length_scale: float
@@ -53,6 +54,8 @@ class Setup(Part):
     speed: float = 1.0
     validation_seeds: tuple[int, ...] = ()
     simulated_seeds: tuple[int, ...] = ()
+    simulated_requests: int = 2000
+    at_knee: KnobsField | None = None
     slo: SLOField
     slo_from: str
     fitted: KnobsField

@@ -15,8 +15,12 @@ from autotune.workload import Workload
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 
-REQUESTS = 400
-"""Requests in a simulated window, at least: a share of them is known to 1.5%, and settings meet the same ones."""
+REQUESTS = 2000
+"""Requests in a long simulated window. Their lengths vary so much that the load of fewer is not the mean load, and a
+queue that grows by a few percent of it takes about as many to be seen."""
+
+_FEWEST_REQUESTS = 300
+_REQUESTS_A_SECOND = 12_000  # simulated, on a slow machine
 
 _WARM_UP = 0.15  # of the window
 
@@ -44,7 +48,7 @@ class EngineShape:
 class Simulator:
     """Measures settings in simulation. Plain data, so that worker processes can have it.
 
-    ``workload``: with its lengths scaled; ``shortest_s``, ``warmup_s``: the window and warm-up of the hardware.
+    ``workload``: with its lengths scaled; ``requests``: in a long load's window; ``warmup_s``: that of the hardware.
     """
 
     cost: CostModel
@@ -52,7 +56,7 @@ class Simulator:
     workload: Workload
     slo: SLO
     vocab_size: int
-    shortest_s: float
+    requests: int
     warmup_s: float
 
     @classmethod
@@ -60,7 +64,7 @@ class Simulator:
         """Of ``setup``'s load, on hardware as fast as ``setup.speed`` says."""
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
-        return cls(cost, shape, setup.apply(workload), setup.slo, vocab_size, setup.window_s, setup.warmup_s)
+        return cls(cost, shape, setup.apply(workload), setup.slo, vocab_size, setup.simulated_requests, setup.warmup_s)
 
     def long(self, knobs: Knobs, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
         """Under as many requests as tell settings apart, or as a finite workload has."""
@@ -68,14 +72,9 @@ class Simulator:
         return self.measure(knobs, rate, seed, window, warmup, stop=stop)
 
     def window(self, rate: float) -> tuple[float, float]:
-        """(warm-up, window) of :meth:`long`, s."""
-        window = max(self.shortest_s, REQUESTS / rate)
-        warmup = max(self.warmup_s, _WARM_UP * window)
-        if self.workload.finite:
-            there = sum(1 for _ in self.workload.arrivals(0)) / rate
-            if warmup + window > there:
-                warmup, window = self.warmup_s, max(self.shortest_s, there - self.warmup_s)
-        return warmup, window
+        """(warm-up, window) of :meth:`long`, s. At any rate it holds the same requests."""
+        window = self.requests / rate
+        return _WARM_UP * window, window
 
     def measure(
         self,
@@ -114,3 +113,13 @@ class Simulator:
         score = run.score
         found = self.measure(run.knobs, score.rate, score.seed, score.window_s, self.warmup_s)
         return Run(stage="simulation", label="twin", trial=-1, score=found)
+
+
+def requests_of(workload: Workload, trials: int, simulate_s: float | None) -> int:
+    """How many requests a long simulated load is to have, when ``trials`` of them are to be simulated in ``simulate_s``."""
+    wanted = float(REQUESTS)
+    if simulate_s is not None:
+        wanted = min(wanted, max(_FEWEST_REQUESTS, simulate_s * _REQUESTS_A_SECOND / trials))
+    if workload.finite:
+        wanted = min(wanted, (sum(1 for _ in workload.arrivals(0)) - 1) / (1 + _WARM_UP))
+    return int(wanted)

@@ -60,10 +60,9 @@ def calibration() -> Calibration:
 
 
 def findings(*runs: Run, **changes: Any) -> Findings:
-    values: dict[str, Any] = {
-        "setup": setup(), "runs": list(runs), "failures": [], "capacity": None, "stopped": False, "validated": (0, 0),
-        "spent_s": 60.0,
-    }  # fmt: skip
+    simulated = [run for run in runs if run.stage == "simulation"]
+    measured = [run for run in runs if run.stage != "simulation"]
+    values: dict[str, Any] = {"space": question().space, "setup": setup(), "simulated": simulated, "runs": measured}
     return Findings(**(values | changes))
 
 
@@ -75,10 +74,12 @@ def question(**changes: Any) -> Question:
     return Question(**(values | changes))
 
 
-def profile(found: Findings | None = None, **changes: Any) -> Profile:
+def profile(
+    found: Findings | None = None, asked: Question | None = None, *, price: float | None = None, **changes: Any
+) -> Profile:
     made = assemble(
         found or findings(run(SMALL, 40), run(LARGE, 30), run(VLLM, 20)),
-        question(),
+        asked or question(),
         name="tiny-cpu",
         command="autotune profile",
         spec="azure-conv",
@@ -94,6 +95,7 @@ def profile(found: Findings | None = None, **changes: Any) -> Profile:
         ),
         baseline=VLLM,
         points_file=Path("tiny-cpu.points.jsonl"),
+        price_per_hour=price,
     )  # fmt: skip
     return made.model_copy(update=changes)
 

@@ -6,12 +6,15 @@ import pytest
 
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import judge, sidecar
-from autotune.profiling.choice import alike, candidates, choose, highest_held, latency, refuted
+from autotune.profiling.choice import alike, choose, highest_held, latency, refuted
 from autotune.profiling.points import goodput_spread, pareto, point, points
+from autotune.profiling.space import make_space
+from autotune.profiling.stages.simulating import shortlist
+from autotune.profiling.stages.validating import confidence
 from autotune.score import Latency
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
-from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run
+from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup
 
 OTHER = Knobs(4, 0, 32, 32)
 
@@ -39,12 +42,12 @@ def test_runs_of_one_setting_are_pooled_and_kept_apart_by_stage_and_rate() -> No
             run(SMALL, 40, seed=1),
             run(LARGE, 30),
             run(SMALL, 20, seed=2),
-            run(SMALL, 40, "search"),
+            run(SMALL, 40, "simulation"),
             run(SMALL, 40, rate=5.0),
         ]
     )
     assert [(p.knobs, p.stage, p.rate) for p in made] == [
-        (SMALL, "validation", 10.0), (LARGE, "validation", 10.0), (SMALL, "search", 10.0), (SMALL, "validation", 5.0)
+        (SMALL, "validation", 10.0), (LARGE, "validation", 10.0), (SMALL, "simulation", 10.0), (SMALL, "validation", 5.0)
     ]  # fmt: skip
     both = made[0]
     assert (both.met, both.offered, both.attainment, both.seeds) == (60, 80, 0.75, (1, 2))
@@ -85,14 +88,23 @@ def test_latency_is_the_worst_p99_in_units_of_its_target() -> None:
     assert latency(point([run(SMALL, 0, ttft_ms=Latency(p50=None, p99=None))]), TARGETS) == float("inf")
 
 
-def test_candidates_are_the_best_of_each_kind_without_twins_and_with_the_yardstick() -> None:
+def test_alike_settings_are_not_worth_two_measurements() -> None:
     twin = Knobs(17, 0, 130, 130)
     assert alike(SMALL, twin) and not alike(SMALL, LARGE) and not alike(SMALL, SMALL.with_(max_wait_ms=5))
-    found = [at(SMALL, 40), at(twin, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 39)]
-    chosen = candidates(found, VLLM, TARGETS, 4)
-    assert [k for _, k in chosen] == [SMALL, LARGE, OTHER, VLLM]
-    assert chosen[-1][0] == "baseline"
-    assert candidates(found, VLLM, TARGETS, 2) == [("candidate", SMALL), ("baseline", VLLM)]
+
+
+def test_the_shortlist_has_the_best_of_each_kind_without_twins() -> None:
+    twin = Knobs(17, 0, 130, 130)
+    found = [at(SMALL, 40), at(twin, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 37)]
+    assert shortlist(found, setup(), 3) == [SMALL, LARGE, OTHER]
+    assert set(shortlist(found, setup(), 9)) == {SMALL, LARGE, OTHER, VLLM}
+
+
+def test_what_is_expected_outweighs_what_was_measured_once() -> None:
+    lucky, steady = at(SMALL, 40), at(LARGE, 39)
+    assert choose([lucky, steady], TARGETS)["balanced"].point is lucky
+    chosen = choose([lucky, steady], TARGETS, {SMALL: 0.8, LARGE: 0.95})["balanced"]
+    assert chosen.point is steady and "taken together" in chosen.why
 
 
 def test_pareto_drops_what_another_beats_in_everything() -> None:
@@ -149,20 +161,37 @@ def test_the_verdict_in_words() -> None:
     assert met and text.startswith("stopped before")
 
 
-def test_settings_are_compared_only_after_equal_seeds() -> None:
-    found = findings(
-        run(SMALL, 40, "search"), run(LARGE, 40, "search"),
-        run(SMALL, 30, seed=1), run(LARGE, 30, seed=1), run(VLLM, 30, seed=1), run(SMALL, 40, seed=2), run(LARGE, 40, seed=2),
-    )  # fmt: skip
+def test_settings_are_compared_at_one_rate_measured_if_there_is_any() -> None:
+    simulated = run(SMALL, 40, "simulation"), run(OTHER, 40, "simulation")
+    elsewhere = run(OTHER, 40, rate=5.0)
+    found = findings(*simulated, run(SMALL, 30, seed=1), run(LARGE, 30, seed=1), run(SMALL, 40, seed=2), elsewhere)
     assert {p.knobs for p in found.comparable()} == {SMALL, LARGE}
-    only = findings(run(SMALL, 40, "search"), run(LARGE, 40, "search"), run(SMALL, 30, seed=1))
-    assert {p.stage for p in only.comparable()} == {"search"}
+    assert {p.stage for p in findings(*simulated).comparable()} == {"simulation"}
+
+
+def test_only_what_was_allowed_is_recommended() -> None:
+    space = make_space(KnobLimits(), ["max_batch_size=64"])
+    found = findings(run(VLLM, 40), run(LARGE, 30), space=space)
+    assert found.settings()["balanced"].knobs == LARGE
+    assert findings(run(VLLM, 40), run(LARGE, 30)).settings()["balanced"].knobs == VLLM
+
+
+def test_confidence_in_words() -> None:
+    sure = confidence(0.87, 0.004, 0.03, 0.05, 6)
+    assert (sure.noise, sure.best, sure.regret) == (0.03, 0.87, 0.004)
+    assert sure.sentence.startswith("runs of one setting differ by 3.0%; of 6 settings measured the recommended one is")
+    assert "probability of 87%" in sure.sentence and "0.4% less" in sure.sentence
+    alone = confidence(1.0, 0.0, None, 0.05, 1)
+    assert alone.noise == 0.05 and alone.sentence.endswith("the only one measured")
 
 
 def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
     import json
 
-    lines = [json.loads(line) for line in sidecar(findings(run(), run(LARGE), failures=[(3, "oom")])).splitlines()]
-    assert [line["stage"] for line in lines] == ["validation", "validation", "search"]
+    found = findings(run(SMALL, 40, "simulation"), run(), run(LARGE), failures=[(3, "oom")])
+    found.unmeasured.append(("validation", OTHER, "gone"))
+    lines = [json.loads(line) for line in sidecar(found).splitlines()]
+    assert [line["stage"] for line in lines] == ["simulation", "validation", "validation", "simulation", "validation"]
     assert lines[0]["score"]["setting"]["token_budget"] == 128
-    assert lines[2] == {"stage": "search", "trial": 3, "failed": "oom"}
+    assert lines[3] == {"stage": "simulation", "trial": 3, "failed": "oom"}
+    assert lines[4]["failed"] == "gone" and lines[4]["setting"]["token_budget"] == 32

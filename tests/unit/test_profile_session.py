@@ -1,66 +1,41 @@
-"""Whole profiling runs on a paced engine: every stage, interrupted and taken up again, nothing measured twice."""
+"""Whole profiling runs in virtual time: every stage, interrupted and taken up again, nothing measured twice."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import autotune.profiling.session as sessions
-from autotune.evaluate import EvaluationError
+import autotune.profiling.stages.context as measuring
+from autotune.evaluate import EvaluationError, evaluate
 from autotune.profile import load_profile, save_profile
-from autotune.profiling.findings import Findings, Question
-from autotune.profiling.reporting import Silent
-from autotune.profiling.session import Session
-from autotune.profiling.space import make_space
-from autotune.profiling.study import open_study
-from autotune.profiling.timing import Schedule
+from autotune.profiling.assemble import sidecar
+from autotune.profiling.findings import Findings
+from autotune.profiling.points import Run
+from autotune.profiling.space import VLLM_LABEL, make_space
+from autotune.profiling.timing import CALIBRATION, CAPACITY, VALIDATION, Schedule
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO
-from tests.unit.paced import FACTS, LIMITS, WORKLOAD, paced
+from tests.unit.profiled_machine import (
+    LIMITS,
+    LONG,
+    SCHEDULE,
+    TARGETS,
+    WORKLOAD,
+    Padded,
+    Told,
+    machine,
+    question,
+    session,
+)
 from tests.unit.profiles import profile
 
-QUICK = Schedule(None, window_s=0.2, warmup_s=0.05, saturate_s=0.2)
-VLLM = Knobs(64, 0, 512, 512)
-
-
-class Told(Silent):
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.notes: list[str] = []
-
-    def stage(self, name: str) -> None:
-        self.stages.append(name)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def question(**changes: Any) -> Question:
-    values: dict[str, Any] = {
-        "workload": parse_workload(WORKLOAD), "slo": SLO(ttft_ms=200, tpot_ms=40), "rate": 60.0, "seed": 0, "trials": 5,
-        "budget_s": None, "space": make_space(LIMITS),
-    }  # fmt: skip
-    return Question(**(values | changes))
-
-
-def session(
-    journal: Path,
-    asked: Question,
-    stop: Callable[[], bool] | None = None,
-    schedule: Schedule = QUICK,
-    base: float = 0.003,
-    per_token: float = 0.0001,
-) -> tuple[Findings, Told]:
-    told = Told()
-    with paced(base=base, per_token=per_token) as engine, open_study(journal, {"q": 1}) as study:
-        found = Session(engine, FACTS, asked, study, told, stop=stop, schedule=schedule).run()
-        if not found.stopped:
-            study.finish(asked.trials, asked.budget_s)
-    return found, told
+VLLM = LIMITS.clamp(Knobs(1024, 0, 8192, 8192))
 
 
 @pytest.fixture
@@ -68,108 +43,265 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "a.journal"
 
 
-def test_every_stage_and_a_profile_at_the_end(journal: Path, tmp_path: Path) -> None:
-    found, told = session(journal, question(rate=None, slo=SLO(ttft_ms=300, tpot_ms=60)), per_token=0.002)
-    assert told.stages == ["calibrating", "searching", "validating", "capacity"]
-    search = [r for r in found.runs if r.stage == "search"]
-    assert len(search) == 5 and search[0].knobs == VLLM and search[0].label == "vLLM defaults"
-    assert {r.score.seed for r in search} == {0}
+@pytest.fixture(scope="module")
+def whole_told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Told]:
+    """One run left in peace, which finds its own rate under loads as long as that takes."""
+    asked = question(rate=None, sim_trials=24)
+    return session(tmp_path_factory.mktemp("whole") / "a.journal", asked, schedule=LONG)
+
+
+@pytest.fixture(scope="module")
+def whole(whole_told: tuple[Findings, Told]) -> Findings:
+    return whole_told[0]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """One at a rate that was given."""
+    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """What the hardware is asked from here on: (setting, seed, prompt seed) of each measurement."""
+    asked: list[tuple[str, int, int]] = []
+
+    def spy(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        result = evaluate(engine, knobs, *args, **options)
+        asked.append((str(knobs), options["seed"], options["prompt_seed"]))
+        return result
+
+    monkeypatch.setattr(measuring, "evaluate", spy)
+    return asked
+
+
+def truth(knobs: Knobs, rate: float) -> float:
+    """Share in SLO on the machine itself, without noise, over more requests than the profiler ever sees."""
+    load = parse_workload(WORKLOAD).at_rate(rate)
+    scores = [
+        evaluate(machine(noise=0.0), knobs, load, TARGETS, vocab_size=256, seed=seed, duration=40, warmup=4)
+        for seed in (501, 502)
+    ]
+    return sum(s.met for s in scores) / sum(s.offered for s in scores)
+
+
+def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told], tmp_path: Path) -> None:
+    found, told = whole_told
+    assert told.stages == ["calibrating", "simulating", "validating", "capacity"]
+    assert found.cost is not None and found.cost.facts.error < 0.1 and len(found.steps) == found.cost.facts.points
+    assert [run.trial for run in found.simulated] == list(range(24))
+    assert found.simulated[0].knobs == VLLM and found.simulated[0].label == VLLM_LABEL
     validated = [r for r in found.runs if r.stage == "validation"]
-    assert {r.score.seed for r in validated} == {1, 2}
-    assert VLLM in {r.knobs for r in validated}
+    assert VLLM in {r.knobs for r in validated} and len({r.knobs for r in validated}) >= 3
+    assert not {r.score.seed for r in validated} & {r.score.seed for r in found.simulated}
+    assert len(found.twins) == len(found.runs)
     assert found.capacity is not None and len(found.capacity.tried) >= 2
-    made = profile(found)
+    assert found.simulating_s == 0.0 and found.spent_s == found.hardware_s > 0  # none of the host's time
+    made = profile(found, question(), price=2.5)
     save_profile(made, tmp_path / "a.yaml")
     assert load_profile(tmp_path / "a.yaml") == made
     assert set(made.settings) == {"interactive", "balanced", "throughput"}
     assert made.settings["balanced"].point.stage == "validation"
+    assert made.confidence is not None and made.cost_model is not None and made.price_per_hour == 2.5
+    assert made.simulation is not None and made.simulation.trials == 24 and made.simulation.cpu_seconds > 0
+    twins = {p.knobs for p in made.simulated if p.label == "twin"}
+    assert twins == {p.knobs for p in made.points if p.stage == "validation"}
+    lines = [json.loads(line) for line in sidecar(found).splitlines()]
+    assert sum(line.get("kind") == "step" for line in lines) == len(found.steps)
+    assert [line["trial"] for line in lines if line.get("stage") == "simulation"] == list(range(24))
+
+
+def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings) -> None:
+    assert whole.setup is not None
+    rate = whole.setup.rate
+    grid = [
+        Knobs(b, 0, t, c)
+        for b, t, c in itertools.product((16, 48, 128, 256), (64, 128, 256, 512, 1024, 4096), (64, 256, 4096))
+        if c <= t
+    ]
+    shares = {knobs: truth(knobs, rate) for knobs in grid}
+    best = max(shares.values())
+    assert 0.5 <= best <= 0.99  # near the knee even the best cannot keep everything, and far above it nobody can
+    assert min(shares.values()) < 0.5 * best  # settings differ there
+    mine = truth(whole.settings()["balanced"].knobs, rate)
+    assert mine >= 0.96 * best
+
+
+def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
+    sure = whole.confidence
+    assert sure is not None
+    assert 0 <= sure.noise < 0.1 and 0 <= sure.best <= 1 and 0 <= sure.regret < 0.05
+    repeated = [(r.knobs, r.score.seed) for r in whole.runs if r.stage == "validation"]
+    assert len(repeated) > len(set(repeated))  # one setting met one and the same load twice
+    assert f"probability of {sure.best:.0%}" in sure.sentence
+    expected = whole.expected
+    assert expected[whole.settings()["balanced"].knobs] == max(expected.values())
+
+
+def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findings) -> None:
+    pairs = zip(whole.runs, whole.twins, strict=True)
+    errors = [abs(run.score.attainment - twin.score.attainment) for run, twin in pairs]
+    assert sorted(errors)[len(errors) // 2] < 0.08
 
 
 def test_common_arrivals_but_no_common_prompts(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[tuple[int, int]] = []
-    real = sessions.evaluate
-
-    def spy(*args: Any, **options: Any) -> Any:
-        seeds.append((options["seed"], options["prompt_seed"]))
-        return real(*args, **options)
-
-    monkeypatch.setattr(sessions, "evaluate", spy)
-    session(journal, question(trials=3))
-    assert [seed for seed, _ in seeds[:3]] == [0, 0, 0]
-    assert len({prompt for _, prompt in seeds}) == len(seeds)
+    asked = counted(monkeypatch)
+    found, _ = session(journal)
+    assert len({prompts for _, _, prompts in asked}) == len(asked)
+    assert {run.score.seed for run in found.simulated} == {found.simulated[0].score.seed}
 
 
-@pytest.mark.parametrize("after", [1, 4, 7, 10])
-def test_stopped_anywhere_the_same_question_goes_on(journal: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = 0
-    real = sessions.evaluate
+class StopAt:
+    """Asks to stop at the ``number``-th question from the moment a stage began."""
 
-    def count(*args: Any, **options: Any) -> Any:
-        nonlocal measured
-        result = real(*args, **options)
-        measured += 1
-        return result
+    def __init__(self, told: list[str], name: str, number: int) -> None:
+        self.told, self.name, self.left = told, name, number
 
-    monkeypatch.setattr(sessions, "evaluate", count)
-    first, _ = session(journal, question(), stop=lambda: measured >= after)
-    assert first.stopped and len(first.runs) == measured == after
-    assert profile(first).status == "stopped"
-    second, told = session(journal, question())
-    assert "calibrating" not in told.stages
-    assert not second.stopped
-    assert second.runs[: min(after, 5)] == first.runs[:5]  # what was measured is kept to the last digit
+    def __call__(self) -> bool:
+        if self.name in self.told:
+            self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("simulating", 60), ("validating", 3), ("validating", 200), ("validating", 600)],
+)
+def test_stopped_anywhere_the_same_question_goes_on(
+    journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = counted(monkeypatch)
+    stages: list[str] = []
+    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
+    first, _ = session(journal, stop=StopAt(stages, name, number))
+    assert first.stopped and stages[-1] == name
+    if first.settings():
+        assert profile(first, question()).status == "stopped"
+    stages.clear()
+    second, _ = session(journal)
+    assert "calibrating" not in stages and not second.stopped
+    assert second.simulated == given.simulated  # to the last digit
     assert all(run in second.runs for run in first.runs)
-    assert measured == len(second.runs) + len(second.failures) - sum(c == "interrupted" for _, c in second.failures)
-    assert second.spent_s > first.spent_s
+    done = [(r.knobs, r.score.rate, r.score.seed) for r in second.runs]
+    assert len(asked) == len(done)  # nothing measured twice
+    assert second.hardware_s > first.hardware_s > 0
 
 
-def test_a_failed_trial_is_told_and_costs_nothing_else(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = sessions.evaluate, 0
+def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:
+    calls = itertools.count()
+    found, _ = session(journal, stop=lambda: next(calls) > 200)
+    assert found.stopped and not found.settings() and found.cost is None
+    again, told = session(journal)
+    assert told.stages[0] == "calibrating" and again.settings()
 
-    def flaky(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise EvaluationError("request search-2-0 failed: out of memory")
-        return real(*args, **options)
 
-    monkeypatch.setattr(sessions, "evaluate", flaky)
-    found, told = session(journal, question())
-    assert found.failures == [(1, "request search-2-0 failed: out of memory")]
-    assert len([r for r in found.runs if r.stage == "search"]) == 5
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> None:
+    def flaky(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        if fails(knobs):
+            raise EvaluationError("request 7 failed: out of memory")
+        return evaluate(engine, knobs, *args, **options)
+
+    monkeypatch.setattr(measuring, "evaluate", flaky)
+
+
+def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda knobs: knobs == VLLM)
+    found, told = session(journal)
+    assert [(stage, knobs, cause) for stage, knobs, cause in found.unmeasured] == [
+        ("validation", VLLM, "request 7 failed: out of memory")
+    ]
     assert any("out of memory" in note for note in told.notes)
+    made = profile(found, question())
+    assert made.baseline is None and made.knobs != VLLM
+    assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
 
 
 def test_an_engine_that_always_fails_is_given_up(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **options: Any) -> Any:
-        raise EvaluationError("no")
-
-    monkeypatch.setattr(sessions, "evaluate", broken)
-    with pytest.raises(EvaluationError, match="no"):
-        session(journal, question())
+    failing(monkeypatch, lambda knobs: True)
+    with pytest.raises(EvaluationError, match="out of memory"):
+        session(journal)
 
 
-def test_a_budget_ends_it_on_time(journal: Path) -> None:
-    schedule = Schedule(6.0, window_s=0.2, warmup_s=0.05, saturate_s=0.2)
-    found, _ = session(journal, question(trials=None, budget_s=6.0), schedule=schedule)
-    assert len([r for r in found.runs if r.stage == "search"]) >= 3
-    assert found.spent_s < 6.0 * 1.35
+def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autotune.profiling.simulator import Simulator
+
+    real = Simulator.long
+
+    def picky(self: Simulator, knobs: Knobs, rate: float, seed: int, **options: Any) -> Any:
+        if knobs == VLLM:
+            raise EvaluationError("no room for it")
+        return real(self, knobs, rate, seed, **options)
+
+    monkeypatch.setattr(Simulator, "long", picky)
+    found, told = session(journal)
+    assert found.failures == [(0, "no room for it")] and len(found.simulated) == 11
+    assert any("trial 0 failed" in note for note in told.notes)
+
+
+def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
+    """The machine slows down after it was calibrated: the rate follows it, and the promise is still about kept."""
+
+    class Tired(Padded):
+        def predict(self, step: Any) -> float:
+            return super().predict(step) * (1.35 if serving else 1.0)
+
+    serving: list[int] = []
+    engine = machine(Tired())
+    told_stage = measuring.Context.measured
+
+    def measured(self: Any, *args: Any, **options: Any) -> Run | None:
+        serving.append(1)
+        return told_stage(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring.Context, "measured", measured)
+        found, told = session(journal, question(rate=None, sim_trials=24), engine=engine, schedule=LONG)
+    assert told.setup is not None and found.setup is not None
+    assert any("the hardware serves as at 7" in note for note in told.notes)
+    assert 0.5 < found.setup.rate / told.setup.rate < 0.9
+    best = max(p.attainment for p in found.comparable())
+    assert best > 0.75
+
+
+def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
+    found, _ = session(journal, question(rate=6.0))
+    assert {run.score.rate for run in (*found.simulated, *found.runs)} == {6.0}
+    assert found.capacity is not None and found.capacity.rate == 6.0 and len(found.capacity.tried) == 1
+
+
+def test_a_budget_bounds_the_hardware_and_ends_it_on_time(journal: Path) -> None:
+    budget = 60.0
+    schedule = Schedule(budget, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
+    found, _ = session(journal, question(budget_s=budget), schedule=schedule)
+    assert found.hardware_s < budget * (CALIBRATION + VALIDATION + CAPACITY) + 6
+    assert len([r for r in found.runs if r.stage == "validation"]) >= 3
+
+
+def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
+    found, _ = session(journal, question(trials=2))
+    measured = {r.knobs for r in found.runs if r.stage == "validation"}
+    assert len(measured) == 2 and VLLM in measured
 
 
 def test_pinned_knobs_stay_pinned(journal: Path) -> None:
-    found, _ = session(journal, question(space=make_space(LIMITS, ["max_batch_size=5"], ["token_budget=20:40"])))
-    for run in found.runs:
-        if run.knobs != VLLM:
-            assert run.knobs.max_batch_size == 5 and 20 <= run.knobs.token_budget <= 40
+    space = make_space(LIMITS, ["max_batch_size=24"], ["token_budget=100:400"])
+    found, _ = session(journal, question(space=space))
+    for run in (*found.simulated, *found.runs):
+        if run.label in (VLLM_LABEL, "vLLM defaults, small GPU", "SGLang defaults, small GPU"):
+            continue
+        assert run.knobs.max_batch_size == 24 and 100 <= run.knobs.token_budget <= 400
+    assert all(s.knobs.max_batch_size == 24 for s in found.settings().values())
 
 
 def test_an_slo_nobody_keeps_falls_short(journal: Path) -> None:
-    found, _ = session(journal, question(slo=SLO(tpot_ms=0.5, ttft_ms=1), trials=2))
-    made = profile(found)
+    found, _ = session(journal, question(slo=SLO(tpot_ms=0.5, ttft_ms=1)))
+    made = profile(found, question())
     assert not made.slo_met and "was not met" in made.verdict
 
 
-def test_the_search_prefers_what_serves_more_in_time(journal: Path) -> None:
-    """Steps cost 8 ms whatever they hold: small batches starve, and the profile must say so."""
-    found, _ = session(journal, question(trials=8, rate=150.0), base=0.008)
-    assert profile(found).knobs.max_batch_size >= 5  # four tokens of 8 ms: 5 at a time make the 150 requests/s
+def test_many_processes_simulate_the_same_settings_of_the_start(journal: Path, given: Findings) -> None:
+    found, _ = session(journal, question(workers=2, sim_trials=12), schedule=SCHEDULE)
+    start = [r for r in given.simulated if r.label != "search"]
+    assert [r.score for r in found.simulated[: len(start)]] == [r.score for r in start]
+    assert len(found.simulated) == 12

@@ -1,51 +1,49 @@
-"""The calibration's conclusions, each from known step costs, and its two measurements on a paced engine."""
+"""The calibration's conclusions, each from known step costs, and the request alone on a simulated engine."""
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from autotune.evaluate import Interrupted
-from autotune.profiling.calibrate import Calibrator
+from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import (
-    KNEE,
     MOST_RATE,
     TARGET_RATE,
-    StepCost,
+    Setup,
+    balanced_seeds,
     comparison_rate,
     default_slo,
-    fit_steps,
     fitted_knobs,
     length_scale,
     most_rate,
-    next_rate,
     rounded,
+    typical_step,
 )
 from autotune.profiling.timing import Meter, Schedule
+from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
-from runtime.clock import MonotonicClock, VirtualClock
+from runtime.clock import VirtualClock
 from runtime.errors import InputError
-from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO
-from tests.unit.paced import FACTS, WORKLOAD, paced
-from tests.unit.profiles import TARGETS, score, setup
-
-FAST = StepCost(base=0.005, per_prompt_token=0.0001, per_decode=0.0002)
-
-
-def step(prompt: int, decodes: int, seconds: float) -> StepRecord:
-    return StepRecord(
-        0.0, seconds, 1, decodes, 0, 1, prompt, 0, 0, 0, decodes, 0, 0, 0, 0, 0, 0, LimitedBy.DEMAND
-    )  # fmt: skip
+from runtime.step_model import StepFeatures
+from tests.unit.profiled_machine import FACTS, Padded, machine
+from tests.unit.profiles import TARGETS, setup
 
 
-def test_step_costs_are_found_again_and_hiccups_left_out() -> None:
-    steps = [step(p, d, FAST.step(p, d)) for p, d in itertools.product((0, 50, 200), (1, 8, 30))]
-    found = fit_steps([*steps, step(10, 10, 3.0)], [step(0, 1, FAST.step(0, 1))] * 5)
-    assert found.base == pytest.approx(FAST.base)
-    assert found.per_prompt_token == pytest.approx(FAST.per_prompt_token)
-    assert found.per_decode == pytest.approx(FAST.per_decode)
+@dataclass(frozen=True)
+class Linear:
+    base: float
+    per_prompt_token: float
+    per_decode: float
+
+    def predict(self, step: StepFeatures) -> float:
+        return self.base + self.per_prompt_token * step.prefill_tokens + self.per_decode * step.decodes
+
+
+FAST = Linear(base=0.005, per_prompt_token=0.0001, per_decode=0.0002)
 
 
 def test_lengths_shrink_by_powers_of_two_to_a_useful_rate_but_not_to_nothing() -> None:
@@ -59,7 +57,7 @@ def test_lengths_shrink_by_powers_of_two_to_a_useful_rate_but_not_to_nothing() -
 
 def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:
     assert default_slo(FAST, 150) == (TARGETS, "default")
-    slow = StepCost(base=0.04, per_prompt_token=0.001, per_decode=0.001)
+    slow = Linear(base=0.04, per_prompt_token=0.001, per_decode=0.001)
     slo, why = default_slo(slow, 150)
     assert slo == SLO(ttft_ms=1000, tpot_ms=100)
     assert why.startswith("default × 2: here a step of 8 decodes takes 48 ms, an average prompt 198 ms")
@@ -67,11 +65,11 @@ def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:
 
 def test_the_first_guess_keeps_its_step_within_tpot() -> None:
     guess = fitted_knobs(FAST, TARGETS, rate=20, mean_output=25)
-    assert FAST.step(guess.token_budget - guess.max_batch_size, guess.max_batch_size) < 1.6 * 0.05
+    assert FAST.predict(typical_step(guess.max_batch_size, guess.token_budget - guess.max_batch_size, 0)) < 1.6 * 0.05
     assert guess.chunk_size == guess.token_budget >= 2 * guess.max_batch_size
     loose = fitted_knobs(FAST, SLO(ttft_ms=500, tpot_ms=500), rate=20, mean_output=25)
     assert loose.token_budget > guess.token_budget and loose.max_batch_size > guess.max_batch_size
-    assert fitted_knobs(StepCost(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
+    assert fitted_knobs(Linear(base=1, per_prompt_token=1, per_decode=1), TARGETS, 1, 1).token_budget == 16
 
 
 def test_the_comparison_rate_brings_the_asked_load_in_the_very_window() -> None:
@@ -82,47 +80,51 @@ def test_the_comparison_rate_brings_the_asked_load_in_the_very_window() -> None:
         assert sum(a.prompt_tokens + a.output_tokens for a in arrivals) / 5.0 == pytest.approx(2000, rel=0.35)
 
 
-def test_the_search_for_the_knee() -> None:
-    low, high = KNEE
-    assert next_rate(10, score(met=int(40 * (low + high) / 2)), 20, [(10, 0.75)]) is None
-    assert next_rate(10, score(met=40), 20, [(10, 1.0)]) == pytest.approx(14)
-    down = next_rate(10, score(met=4, throughput=100.0), 20, [(10, 0.1)])
-    assert down == pytest.approx(4.25)  # 85% of the 5 requests/s whose tokens came out
-    assert next_rate(14, score(met=4), 20, [(10, 1.0), (14, 0.1)]) == pytest.approx(140**0.5)
+def calibrated(workload: str, **given: Any) -> tuple[Setup, SimulatedEngine]:
+    engine = machine(noise=0.0)
+    load, cost = parse_workload(workload), Padded()
+    alone = request_alone(engine, FACTS, seed=0, clock=engine.clock)
+    options: dict[str, Any] = {"seed": 0, "slo": None, "rate": None, "window_s": 3.0, "warmup_s": 0.5} | given
+    return draw_setup(engine, FACTS, load, cost, alone, **options), engine
 
 
-def test_it_measures_what_the_engine_was_made_to_do() -> None:
-    with paced(base=0.004, per_token=0.0001) as engine:
-        found = Calibrator(engine, FACTS, parse_workload(WORKLOAD), seed=0, clock=MonotonicClock()).run(
-            slo=None, rate=None, saturate_s=1.0, window_s=1.0, warmup_s=0.2
-        )
-        assert engine.view().running == engine.view().waiting == 0
-    assert found.calibration.alone_tpot_ms >= 4.1
-    assert found.calibration.step_base_ms > 3
+def test_it_draws_from_the_engine_what_it_was_made_to_do() -> None:
+    found, engine = calibrated("poisson:rate=40,prompt=12,output=4")
+    assert engine.view().running == engine.view().waiting == 0
+    one, full = Padded().predict(typical_step(1, 0, 140)), Padded().predict(typical_step(32, 0, 14))
+    assert found.calibration.alone_tpot_ms == pytest.approx(1000 * one, rel=0.02)
+    assert found.calibration.step_base_ms == pytest.approx(4.6, rel=0.1)
     assert found.length_scale == 1.0 and found.mean_prompt == 12
+    assert 0.4 / full < found.calibration.saturated_rate < 32 / 4 / full  # four steps a request at least, 32 at a time
     assert found.rate > 20 and found.rate_from == "calibration"
-    assert found.apply(parse_workload(WORKLOAD)).rate == pytest.approx(found.rate)
+    assert found.apply(parse_workload("poisson:rate=40,prompt=12,output=4")).rate == pytest.approx(found.rate)
     assert found.cap_prompt + found.cap_output <= FACTS.max_model_len
 
 
 def test_what_was_asked_for_is_taken() -> None:
-    with paced() as engine:
-        slo = SLO(e2e_ms=900)
-        found = Calibrator(engine, FACTS, parse_workload(WORKLOAD + ",length=1/2"), seed=0, clock=MonotonicClock()).run(
-            slo=slo, rate=7.5, saturate_s=0.4, window_s=1.0, warmup_s=0.2
-        )
+    slo = SLO(e2e_ms=900)
+    found, _ = calibrated("poisson:rate=40,prompt=12,output=4,length=1/2", slo=slo, rate=7.5)
     assert (found.slo, found.slo_from, found.rate, found.rate_from) == (slo, "given", 7.5, "user")
     assert found.length_scale == 0.5 and found.mean_prompt == 6
 
 
 def test_it_stops_when_told() -> None:
-    with paced() as engine:
-        calibrator = Calibrator(
-            engine, FACTS, parse_workload(WORKLOAD), seed=0, clock=MonotonicClock(), stop=lambda: True
-        )
-        with pytest.raises(Interrupted):
-            calibrator.run(slo=None, rate=None, saturate_s=5.0, window_s=1.0, warmup_s=0.2)
-        assert engine.view().running == engine.view().waiting == 0
+    engine = machine()
+    with pytest.raises(Interrupted):
+        request_alone(engine, FACTS, seed=0, clock=engine.clock, stop=lambda: True)
+    assert engine.view().running == engine.view().waiting == 0
+
+
+def test_seeds_are_taken_whose_windows_are_average() -> None:
+    load = parse_workload("azure-conv:length=1/8").at_rate(20.0)
+
+    def off(seed: int) -> float:
+        inside = [a for a in load.arrivals(seed, duration=4.5) if a.time >= 0.5]
+        return abs(len(inside) / 80 - 1)
+
+    chosen = balanced_seeds(load, 1, 3, 0.5, 4.0)
+    assert len(set(chosen)) == 3 and chosen == balanced_seeds(load, 1, 3, 0.5, 4.0)
+    assert sum(map(off, chosen)) < sum(map(off, range(1, 25))) / 8 / 2
 
 
 def test_a_setup_knows_what_its_window_brings() -> None:
@@ -135,9 +137,16 @@ def test_a_budget_is_divided_and_kept() -> None:
     assert 1 < short.window_s < long.window_s
     assert Schedule.of(None).until(0.5) is None and long.until(0.5) == 300
     clock = VirtualClock()
-    meter = Meter(clock, spent_before=10.0)
-    clock.advance(5.0)
-    assert meter.spent == 15.0
+    host = VirtualClock()
+    meter = Meter(clock, host, hardware_s=10.0)
+    with meter.hardware():
+        clock.advance(5.0)
+        host.advance(99.0)
+        assert meter.hardware_s == 15.0
+    clock.advance(7.0)  # nobody held it
+    with meter.simulating():
+        host.advance(2.0)
+    assert (meter.hardware_s, meter.simulating_s) == (15.0, 2.0)
     assert meter.fits(None, 99) and meter.fits(20.0, 4.0) and not meter.fits(20.0, 12.0)
     meter.took(2.0)
     assert meter.typical(12.0) == 2.0 and meter.fits(20.0, 12.0)

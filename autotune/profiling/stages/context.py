@@ -71,8 +71,10 @@ class Context:
         except Interrupted:
             raise
         except EvaluationError as error:
-            self.found.unmeasured.append((stage, knobs, str(error)))
-            self.reporter.note(f"{stage} of {knobs} failed: {error}")
+            failure = (stage, knobs, str(error))
+            if failure not in self.found.unmeasured:
+                self.found.unmeasured.append(failure)
+                self.reporter.note(f"{stage} of {knobs} failed: {error}")
             return None
         self.keep_time()
         run = Run.model_validate(found)

@@ -12,20 +12,21 @@ from autotune.profiling.choice import alike, latency
 from autotune.profiling.points import Run, point, points
 from autotune.profiling.pool import Outcome
 from autotune.profiling.setup import Setup, balanced_seeds, rounded
-from autotune.profiling.simulator import Simulator
+from autotune.profiling.simulator import Simulator, requests_of
 from autotune.profiling.space import VLLM_LABEL, SearchSpace, is_yardstick, starting_points
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.rate import knee, neighbours, panel
+from autotune.profiling.stages.rate import Attained, knee, neighbours, panel
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from autotune.score import Score
 from runtime.knobs import Knobs
 
-FINALISTS = 28
+FINALISTS = 20
 """Settings simulated again under seeds that the search has not seen: whoever was best among hundreds was also lucky."""
 
 FRESH_SEEDS = 2
 VALIDATION_SEEDS = 6
 _REFINEMENTS = 3
+_TO_RAISE = 10
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,14 @@ class Finalist:
 def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     """``setup`` at the rate where settings are compared, and with the seeds that simulation and hardware will meet."""
     question = context.question
-    setup = moved(context, setup)
+    load = setup.apply(question.workload)
+    count = requests_of(load, question.sim_trials, context.schedule.simulate_s)
+    setup = setup.model_copy(update={"simulated_requests": count})
+    warmup, window = context.simulator(setup).window(setup.rate)
+    seeds = balanced_seeds(load, question.seed + 1001, 1 + FRESH_SEEDS, warmup, window)
+    setup = setup.model_copy(update={"simulated_seeds": tuple(seeds)})
     if question.rate is None:
-        simulator, seed = context.simulator(setup), setup.simulated_seeds[0]
-
-        def attained(knobs: Knobs, rate: float) -> float:
-            context.check()
-            context.reporter.progress(0.0, "", f"looking for the rate, {rate:.3g} req/s", None)
-            return simulator.long(knobs, rate, seed).attainment
-
+        attained = _attained(context, setup)
         best = knee(panel(space, setup.fitted), attained, setup.rate, setup.most_rate)
         before, left = None, _REFINEMENTS
         while best is not None and best != before and left:
@@ -59,20 +59,41 @@ def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
             best = knee(neighbours(space, best.knobs), attained, best.rate, setup.most_rate, best)
         if best is not None:
             rate = rounded(min(best.rate, setup.most_rate))
-            setup = moved(context, setup.model_copy(update={"rate": rate}))
+            setup = setup.model_copy(update={"rate": rate, "at_knee": best.knobs})
+    setup = moved(context, setup)
     context.study.put("setup", setup.model_dump(mode="json"))
     return setup
 
 
+def to_knee(context: Context, setup: Setup) -> Setup:
+    """``setup`` at the rate up to which the best of the trials keep their promise, by what is known now."""
+    if context.question.rate is not None:
+        return setup
+    best = shortlist(points(context.found.simulated), setup, _TO_RAISE)
+    with context.meter.simulating():
+        found = knee(best, _attained(context, setup), setup.rate, setup.most_rate)
+    rate = setup.rate if found is None else rounded(min(found.rate, setup.most_rate))
+    return setup if rate == setup.rate else moved(context, setup.model_copy(update={"rate": rate}))
+
+
 def moved(context: Context, setup: Setup) -> Setup:
-    """``setup``, whose rate has changed, with what it brings into a window, and with seeds that suit it."""
+    """``setup``, whose rate has changed, with what it brings into a window, and seeds to validate under that suit it."""
     question = context.question
     setup = setup.at(setup.rate, question.workload, question.seed)
-    load, first = setup.apply(question.workload), question.seed + 1
-    seeds = balanced_seeds(load, first, VALIDATION_SEEDS, setup.warmup_s, setup.window_s)
-    warmup, window = context.simulator(setup).window(setup.rate)
-    long = balanced_seeds(load, first + 1000, 1 + FRESH_SEEDS, warmup, window)
-    return setup.model_copy(update={"validation_seeds": tuple(seeds), "simulated_seeds": tuple(long)})
+    load = setup.apply(question.workload)
+    seeds = balanced_seeds(load, question.seed + 1, VALIDATION_SEEDS, setup.warmup_s, setup.window_s)
+    return setup.model_copy(update={"validation_seeds": tuple(seeds)})
+
+
+def _attained(context: Context, setup: Setup) -> Attained:
+    simulator, seed = context.simulator(setup), setup.simulated_seeds[0]
+
+    def attained(knobs: Knobs, rate: float) -> float:
+        context.check()
+        context.reporter.progress(0.0, "", f"looking for the rate, {rate:.3g} req/s", None)
+        return simulator.long(knobs, rate, seed).attainment
+
+    return attained
 
 
 @dataclass(frozen=True)
@@ -114,13 +135,17 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
         note = "" if best is None else f"best {best.score.goodput:.1f} req/s in SLO"
         context.reporter.progress(min(1.0, share), f"{done} trials", note, left)
 
+    starting = starting_points(space, setup.fitted)
+    if setup.at_knee is not None and all(setup.at_knee != knobs for _, knobs in starting):
+        starting.append(("at the knee", setup.at_knee))
+
     def trials(stop: Callable[[], bool] | None, enough: Callable[[], bool]) -> list[SimulatedTrial]:
         return simulate_trials(
             context.study,
             objective,
             space,
             identity={"rate": setup.rate, "window": objective.simulator.window(setup.rate)},
-            starting=starting_points(space, setup.fitted),
+            starting=starting,
             trials=question.sim_trials,
             seed=question.seed,
             workers=question.workers,
@@ -169,7 +194,8 @@ def finalists(context: Context, setup: Setup) -> list[Finalist]:
     with context.meter.simulating():
         for knobs in chosen:
             context.check()
-            made.append(_finalist(labels[knobs], knobs, simulator, setup))
+            made.append(finalist(labels[knobs], knobs, simulator, setup))
+    context.found.finalists = [final.point for final in made]
     return made
 
 
@@ -199,7 +225,8 @@ def baseline_of(finals: Sequence[Finalist]) -> Finalist | None:
     return next((f for f in finals if f.label == VLLM_LABEL), None)
 
 
-def _finalist(label: str, knobs: Knobs, simulator: Simulator, setup: Setup) -> Finalist:
+def finalist(label: str, knobs: Knobs, simulator: Simulator, setup: Setup) -> Finalist:
+    """One setting under the fresh seeds."""
     runs = [
         Run(stage="simulation", label=label, trial=-1, score=simulator.long(knobs, setup.rate, fresh))
         for fresh in setup.simulated_seeds[1:]

@@ -8,7 +8,7 @@ or the time is over.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from autotune.evaluate import EvaluationError
@@ -16,37 +16,37 @@ from autotune.profile_parts import Confidence
 from autotune.profiling.belief import Belief, Observation, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
 from autotune.profiling.points import Run
-from autotune.profiling.setup import Setup, rounded
+from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.simulating import Finalist, baseline_of, finalists, moved
+from autotune.profiling.stages.simulating import Finalist, baseline_of, finalist, finalists, to_knee
 from autotune.profiling.timing import CALIBRATION, VALIDATION
+from autotune.score import Score
 from runtime.slo import SLO
 
 WORTH = 0.001
 """Share of goodput a measurement must be expected to gain to be made."""
 
-OFF_BY = 0.12
-"""Share of promises by which hardware and simulation may differ before the rate is put right."""
+OFF_BY = 0.02
+"""Share by which the hardware's speed may differ from what the simulation took it for before the rate is put right."""
 
 _MOST_RUNS, _MOVES = 24, 2
-_SPEEDS, _BISECTIONS = (0.3, 3.0), 7
+_SPEEDS, _BISECTIONS = (0.3, 3.0), 8
 
 
 def validate(context: Context, setup: Setup) -> None:
     """Measure; what is expected of each setting, the confidence and the rate, put right, go into ``context.found``."""
     context.reporter.stage("validating")
     finals = finalists(context, setup)
-    first: Run | None = None
     for _ in range(_MOVES):
         first = _measure(context, setup, best_of(finals, setup.slo), 0, noisy=True)
-        speed = None if first is None else _speed(context, setup, first)
-        if speed is None:
+        speed = setup.speed if first is None else speed_of(context, setup, first)
+        if abs(speed / setup.speed - 1) <= OFF_BY:
             break
-        rate = rounded(min(setup.rate * speed / setup.speed, setup.most_rate))
-        context.reporter.note(
-            f"the hardware serves {speed / setup.speed - 1:+.0%} against the simulation: comparing at {rate:.3g} req/s"
-        )
-        setup = context.found.setup = moved(context, setup.model_copy(update={"rate": rate, "speed": speed}))
+        rate = setup.rate if context.question.rate is not None else setup.rate * speed / setup.speed
+        setup = to_knee(context, setup.model_copy(update={"speed": speed, "rate": min(rate, setup.most_rate)}))
+        context.found.setup = setup
+        told = f"the hardware serves as at {speed:.0%} of its calibrated speed"
+        context.reporter.note(f"{told}: comparing at {setup.rate:.3g} req/s")
         finals = finalists(context, setup)
     _Race(context, setup, finals).run()
 
@@ -56,7 +56,7 @@ class _Race:
 
     def __init__(self, context: Context, setup: Setup, finals: list[Finalist]) -> None:
         self._context, self._setup, self._finals = context, setup, finals
-        self._simulator = context.simulator(setup)
+        self._speeds: defaultdict[int, list[float]] = defaultdict(list)
         self._belief = Belief(
             [f.point.attainment for f in finals],
             [_behaviour(f) for f in finals],
@@ -95,7 +95,9 @@ class _Race:
         for index in (quick, full):
             if not any(alike(finals[index].knobs, finals[known].knobs) for known in order):
                 order.append(index)
-        order = list(dict.fromkeys(order))[:trials]
+        if trials is not None:  # one that was the best until the speed was known has been measured too
+            other = {run.knobs for run in self._context.found.runs if run.stage == "validation"} - {finals[best].knobs}
+            order = order[: max(1, trials - len(other))]
         return [order[0], *order]
 
     def _next(self, end: float | None) -> int | None:
@@ -120,12 +122,20 @@ class _Race:
         run = _measure(self._context, self._setup, final, number, noisy=index == self._noisy)
         self._counts[index] += 1
         if run is None:
-            self._failed[index] = self._context.found.unmeasured[-1][2]
+            causes = [cause for _, knobs, cause in self._context.found.unmeasured if knobs == final.knobs]
+            self._failed[index] = causes[-1]
             return
+        self._speeds[index].append(math.log(speed_of(self._context, self._setup, run) / self._setup.speed))
+        speeds = self._speeds[index]
+        setup = self._setup.model_copy(
+            update={"speed": self._setup.speed * math.exp(sum(speeds) / (len(speeds) + 1))}  # half-way for one run
+        )
         with self._context.meter.simulating():
-            twin = self._simulator.twin(run)
+            simulator = self._context.simulator(setup)
+            twin = simulator.twin(run)
+            again = finalist(final.label, final.knobs, simulator, setup)
         difference = run.score.attainment - twin.score.attainment
-        self._belief.observe(Observation(index, difference))
+        self._belief.observe(Observation(index, difference), simulated=again.point.attainment)
 
     def _conclude(self) -> None:
         """What is believed and how sure it is, as far as it has come."""
@@ -198,25 +208,27 @@ def _measure(context: Context, setup: Setup, final: Finalist, number: int, *, no
     )
 
 
-def _speed(context: Context, setup: Setup, run: Run) -> float | None:
-    """How fast the hardware is, in units of the cost model's machine, if it is so far off that the rate is wrong; else None.
+def speed_of(context: Context, setup: Setup, run: Run) -> float:
+    """How fast the hardware was in ``run``, in units of the cost model's machine.
 
-    By bisection: the speed at which the simulation of the same requests keeps as many promises.
+    By bisection: the speed at which the simulation of the same requests has the same typical latencies. Those tell a
+    few percent where shares of a short window tell nothing, because all promises are kept in both.
     """
-    if context.question.rate is not None:
-        return None
+    low, high = _SPEEDS
     with context.meter.simulating():
-        here = context.simulator(setup).twin(run).score.attainment
-        if abs(here - run.score.attainment) <= OFF_BY:
-            return None
-        low, high = _SPEEDS
         for _ in range(_BISECTIONS):
             context.check()
             middle = math.sqrt(low * high)
-            moved_setup = setup.model_copy(update={"speed": middle})
-            share = context.simulator(moved_setup).twin(run).score.attainment
-            low, high = (middle, high) if share < run.score.attainment else (low, middle)
+            twin = context.simulator(setup.model_copy(update={"speed": middle})).twin(run)
+            slow = _latency(twin.score) > _latency(run.score)
+            low, high = (middle, high) if slow else (low, middle)
     return math.sqrt(low * high)
+
+
+def _latency(score: Score) -> float:
+    """Typical latency of a request, on a scale of logarithms."""
+    values = (score.tpot_ms.p50, score.e2e_ms.p50)
+    return sum(math.log(v) for v in values if v)
 
 
 def _behaviour(final: Finalist) -> list[float]:

@@ -1,0 +1,96 @@
+"""A machine to profile in virtual time: additive step times, which rise in steps, where the fitted model is smooth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.profile import ModelFacts
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.reporting import Silent
+from autotune.profiling.session import Session
+from autotune.profiling.setup import Setup
+from autotune.profiling.space import make_space
+from autotune.profiling.study import open_study
+from autotune.profiling.timing import Schedule
+from autotune.simulate import SimulatedEngine
+from autotune.workload import parse_workload
+from runtime.clock import VirtualClock
+from runtime.knobs import KnobLimits
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures
+
+TARGETS = SLO(ttft_ms=300, tpot_ms=18)
+LIMITS = KnobLimits(max_batch_size=256, max_wait_ms=50, token_budget=4096, chunk_size=4096)
+WORKLOAD = "azure-conv:length=1/8"
+FACTS = ModelFacts(
+    name="fake", architecture="none", parameters=1, dtype="float32", random_weights=True, seed=0, max_model_len=4096,
+    vocab_size=256, kv_bytes_per_token=1,
+)  # fmt: skip
+SCHEDULE = Schedule(None, window_s=3.0, warmup_s=0.5, calibrate_s=3.0, simulate_s=0.3)  # loads of 300 requests
+LONG = replace(SCHEDULE, calibrate_s=6.0, simulate_s=2.0)  # 1000 requests at 24 trials
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Everything adds up; decodes are padded to a multiple of 8 and prompt tokens to one of 32."""
+
+    base: float = 4e-3
+    slow: float = 1.0
+
+    def predict(self, step: StepFeatures) -> float:
+        decodes = -(-step.decodes // 8) * 8
+        tokens = -(-step.prefill_tokens // 32) * 32
+        reads = step.decode_context + step.prefill_context
+        return self.slow * (self.base + 8e-5 * decodes + 9e-5 * tokens + 1.5e-7 * reads + 1e-8 * step.prefill_attention)
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.notes: list[str] = []
+        self.done: list[tuple[str, str]] = []
+        self.setup: Setup | None = None
+
+    def stage(self, name: str) -> None:
+        self.stages.append(name)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def ready(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def stage_done(self, count: str, note: str) -> None:
+        self.done.append((count, note))
+
+
+def machine(truth: Any = None, *, noise: float = 0.02, seed: int = 3, kv_tokens: int = 60_000) -> SimulatedEngine:
+    return SimulatedEngine(truth or Padded(), kv_tokens=kv_tokens, limits=LIMITS, noise=noise, seed=seed)
+
+
+def question(**changes: Any) -> Question:
+    values: dict[str, Any] = {
+        "workload": parse_workload(WORKLOAD), "slo": TARGETS, "rate": 35.0, "seed": 0, "trials": None,
+        "budget_s": None, "space": make_space(LIMITS), "sim_trials": 12,
+    }  # fmt: skip
+    return Question(**(values | changes))
+
+
+def session(
+    journal: Path,
+    asked: Question | None = None,
+    *,
+    engine: Any = None,
+    stop: Callable[[], bool] | None = None,
+    schedule: Schedule = SCHEDULE,
+) -> tuple[Findings, Told]:
+    told, asked = Told(), asked or question()
+    with open_study(journal, {"q": 1}) as study:
+        host = VirtualClock()  # stands still: what the host takes to simulate must show nowhere
+        found = Session(engine or machine(), FACTS, asked, study, told, stop=stop, schedule=schedule, host=host).run()
+        if not found.stopped:
+            study.finish(asked.trials, asked.budget_s)
+    return found, told

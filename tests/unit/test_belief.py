@@ -1,0 +1,92 @@
+"""What is believed of finalists: corrected by measurements, sure as far as the noise lets it be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.profiling.belief import Belief, Observation, repeat_noise
+
+
+def belief(simulated: list[float], apart: float = 3.0) -> Belief:
+    return Belief(simulated, [[apart * i] for i in range(len(simulated))], quantum=0.005)
+
+
+def test_an_error_common_to_all_changes_no_ranking() -> None:
+    found = belief([0.9, 0.8, 0.7])
+    found.observe(Observation(0, -0.2))
+    found.observe(Observation(1, -0.2))
+    assert found.choice() == 0
+    assert found.mean[2] == pytest.approx(0.5, abs=0.05)  # expected of one that was never measured
+
+
+def test_measurements_overrule_the_simulation() -> None:
+    found = belief([0.9, 0.88])
+    for _ in range(3):
+        found.observe(Observation(0, -0.15))
+        found.observe(Observation(1, 0.0))
+    assert found.choice() == 1
+    sure = found.sureness(1)
+    assert sure.best > 0.95 and sure.regret < 0.005
+    assert found.sureness(0).best < 0.05 and found.sureness(0).regret > 0.05
+
+
+def test_noise_makes_unsure() -> None:
+    quiet, loud = belief([0.9, 0.88]), belief([0.9, 0.88])
+    for found, spread in ((quiet, 0.002), (loud, 0.15)):
+        for sign in (1, -1, 1, -1):
+            found.observe(Observation(0, sign * spread))
+            found.observe(Observation(1, sign * spread))
+    assert loud.noise > 5 * quiet.noise
+    assert quiet.sureness(0).best > loud.sureness(0).best
+    assert quiet.sureness(0).regret < loud.sureness(0).regret
+
+
+def test_settings_that_behave_alike_share_their_errors() -> None:
+    near, far = belief([0.9, 0.88, 0.88], apart=0.05), belief([0.9, 0.88, 0.88], apart=5.0)
+    for found in (near, far):
+        for _ in range(3):
+            found.observe(Observation(0, 0.0))
+            found.observe(Observation(1, -0.2))
+    assert near.mean[2] < far.mean[2]
+
+
+def test_the_next_measurement_is_where_something_can_be_learned() -> None:
+    found = belief([0.9, 0.89, 0.3])
+    found.observe(Observation(0, 0.0))
+    index, gain = found.next([0, 1, 2])
+    assert index == 1 and gain > 0.001  # the rival, not the hopeless one
+    assert found.next([0, 2])[1] < gain
+    for _ in range(12):
+        found.observe(Observation(0, 0.0))
+        found.observe(Observation(1, -0.1))
+    assert found.next([0, 1, 2])[1] < 0.001  # nothing left worth a measurement
+
+
+def test_what_the_simulation_learned_replaces_what_it_said() -> None:
+    found = belief([0.9, 0.8])
+    found.observe(Observation(0, 0.0), simulated=0.6)
+    found.observe(Observation(1, 0.0), simulated=0.8)
+    assert found.choice() == 1
+
+
+def test_the_probability_is_that_of_draws_from_the_truth() -> None:
+    """Worlds are drawn as the belief supposes; in those, the choice is the best about as often as it says."""
+    rng = np.random.default_rng(5)
+    said, right = [], 0
+    for _ in range(150):
+        simulated = rng.uniform(0.8, 0.86, 4)
+        truth = simulated + rng.normal(0, 0.1) + rng.normal(0, 0.03, 4)
+        found = belief(list(simulated))
+        for index in (0, 1, 2, 3, 0, 1):
+            found.observe(Observation(index, float(truth[index] - simulated[index] + rng.normal(0, 0.03))))
+        choice = found.choice()
+        said.append(found.sureness(choice).best)
+        right += truth[choice] == truth.max()
+    assert right / 150 == pytest.approx(np.mean(said), abs=0.12)
+
+
+def test_noise_is_that_of_repeats_alone() -> None:
+    assert repeat_noise([("a", 10.0), ("b", 20.0)]) is None
+    assert repeat_noise([("a", 10.0), ("a", 10.0), ("b", 99.0)]) == 0.0
+    assert repeat_noise([("a", 9.0), ("a", 11.0)]) == pytest.approx(0.1 * 2**0.5)
