@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.bench import Comparison, Contender, Failure, Result, compare, controlled, defaults, fixed, measure, turns
+from autotune.bench.loads import setup_for
 from autotune.evaluate import Recorder
 from autotune.profile import ModelFacts, write_whole
-from autotune.profiling.calibrate import Calibrator
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.undisturbed import UndisturbedClock, others
 from runtime.clock import Clock, MonotonicClock
@@ -78,9 +78,7 @@ class Growing:
 
 def saturated(engine: Engine, facts: ModelFacts, workload: Workload, seconds: float, clock: Clock) -> float:
     """Requests/s of the workload that the engine serves when it is kept full."""
-    calibrator = Calibrator(engine, facts, workload, seed=991, clock=clock)
-    found = calibrator.run(slo=None, rate=1.0, saturate_s=seconds, window_s=1.0, warmup_s=0.0)
-    return found.calibration.saturated_rate
+    return setup_for(engine, facts, workload, seed=991, clock=clock, budget_s=seconds).calibration.saturated_rate
 
 
 def decoding(engine: Engine, vocab_size: int, count: int = 8, tokens: int = 100) -> list[float]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autotune.cost_model import fit_cost_model
 from autotune.evaluate import Served
 from autotune.profile import ModelFacts, Profile
-from autotune.profiling.calibrate import Calibrator
+from autotune.profiling.calibrate import draw_setup, request_alone
+from autotune.profiling.setup import Setup
+from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
-from runtime.clock import MonotonicClock
+from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
 
 SHARE = 0.8
-"""Offered load, in units of what a saturated engine serves, when no rate is given: high, and yet it can be served."""
+"""Offered load, in units of what a full engine serves, when no rate is given: high, and yet it can be served."""
 
-_SATURATE_S = 5.0
+CALIBRATE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,45 @@ def calibrated(
     *,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
-    saturate_s: float = _SATURATE_S,
+    budget_s: float = CALIBRATE_S,
 ) -> Load:
-    """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what saturates the engine."""
+    """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine."""
     workload = parse_workload(spec)
-    calibrator = Calibrator(engine, model, workload, seed=seed, clock=MonotonicClock(), stop=stop, advance=advance)
-    setup = calibrator.run(slo=slo, rate=rate or 1.0, saturate_s=saturate_s, window_s=1.0, warmup_s=0.0)
+    setup = setup_for(
+        engine,
+        model,
+        workload,
+        slo=slo,
+        seed=seed,
+        stop=stop,
+        advance=advance,
+        budget_s=budget_s,
+        clock=MonotonicClock(),
+    )
     chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
     return Load(
         spec=spec,
         workload=setup.model_copy(update={"rate": chosen}).apply(workload),
         slo=setup.slo,
         slo_from=setup.slo_from,
-        rate_from="given" if rate else f"{SHARE:.0%} of what saturates the engine",
+        rate_from="given" if rate else f"{SHARE:.0%} of what fills the engine",
     )
+
+
+def setup_for(
+    engine: Served,
+    model: ModelFacts,
+    workload: Workload,
+    *,
+    seed: int,
+    clock: Clock,
+    slo: SLO | None = None,
+    stop: Callable[[], bool] | None = None,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+    budget_s: float = CALIBRATE_S,
+) -> Setup:
+    """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
+    alone = request_alone(engine, model, seed=seed, clock=clock, stop=stop)
+    steps = measure_steps(engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance)
+    cost = fit_cost_model(steps)
+    return draw_setup(engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0)
