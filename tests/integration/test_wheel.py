@@ -89,7 +89,7 @@ class Installed:
         copy.write_bytes(data[: data.rfind(b"\n") + 1])
         storage = JournalStorage(JournalFileBackend(str(copy)))
         trials = [trial for study in storage.get_all_studies() for trial in storage.get_all_trials(study._study_id)]
-        return {trial.number: trial.value for trial in trials if trial.state is TrialState.COMPLETE}
+        return {trial._trial_id: trial.value for trial in trials if trial.state is TrialState.COMPLETE}
 
     def profile(self, name: str) -> Profile:
         return load_profile(self.folder / f"{name}.yaml")
