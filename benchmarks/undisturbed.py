@@ -43,4 +43,7 @@ class UndisturbedClock:
         return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     def now(self) -> float:
-        return time.monotonic() - self.waited - self._offset
+        while True:
+            waited, now = self.waited, time.monotonic()
+            if self.waited == waited:  # else the thread was kept waiting between the two, and they do not belong together
+                return now - waited - self._offset

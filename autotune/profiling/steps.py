@@ -173,6 +173,8 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
     for begun, steps, served in stretches:
         pace = _pace_at(begun, anchors) / usual
         for record, seconds in steps:
+            if seconds <= 0:  # a clock was set back
+                continue
             if served:
                 kind = (-1, record.chunks, *(_rough(n) for n in (record.decodes, record.prefill_tokens)))
             else:
