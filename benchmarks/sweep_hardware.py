@@ -58,7 +58,7 @@ class Additive:
     """Nothing overlaps; decode attention reads at full bandwidth only from ``saturating`` sequences on."""
 
     part: Roofline
-    saturating: float = 12.0
+    saturating: float = 4.0
 
     def predict(self, step: StepFeatures) -> float:
         part = self.part
@@ -112,22 +112,21 @@ class Stalling:
 class Tiled:
     """GEMMs compute whole tiles of rows, decode graphs are padded to a ladder, mixed steps run without a graph.
 
-    ``wave``: every so many tiles another wave of blocks begins, and tiles missing from it cost half. ``chunk``: launching
-    the attention of one more prompt.
+    Past ``wave`` rows tiles are computed in twos. ``chunk``: launching the attention of one more prompt.
     """
 
     part: Roofline
-    wave: int = 6
+    wave: int = 1024
     eager: float = 2.5e-3
     chunk: float = 6e-5
 
     def predict(self, step: StepFeatures) -> float:
         part = self.part
         if step.prefill_tokens:
-            tiles = math.ceil(tokens_of(step) / _TILE)
-            rows, launch = _TILE * (tiles + 0.5 * (-tiles % self.wave)), self.eager + self.chunk * step.chunks
+            tile = _TILE if tokens_of(step) <= self.wave else 2 * _TILE
+            rows, launch = tile * math.ceil(tokens_of(step) / tile), self.eager + self.chunk * step.chunks
         else:
-            rows, launch = float(_padded(step.decodes)), 0.0
+            rows, launch = _padded(step.decodes), 0.0
         memory = (part.weights + kv_bytes(part, step)) / part.bandwidth
         compute = part.flop_token * rows / part.peak + part.pair_flop * pairs_of(step) / (0.6 * part.peak)
         return part.overhead + launch + max(memory, compute)
