@@ -50,6 +50,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["profile", "--model", model, *QUICK, "--budget", "10s", "--json"])
     captured = capsys.readouterr()
+    assert captured.out, captured.err
     told = json.loads(captured.out)  # one JSON object and nothing else
     assert code == (0 if told["slo_met"] else 1), captured.err
     assert told["file"] == "small-cpu.yaml" and told["status"] == "complete"

@@ -31,7 +31,7 @@ def find_capacity(context: Context, setup: Setup) -> None:
         rate = simulated_capacity(context, setup, choice.knobs) or rate
     end = context.schedule.until(CALIBRATION, VALIDATION, CAPACITY)
     for number in range(_CHECKS):
-        if number and not context.meter.fits(end, context.run_guess):
+        if number and not context.in_time(end):
             break
         rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
         if any(p.rate == rate for p in tried):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
 from autotune.profile_parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
@@ -16,6 +16,8 @@ from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
 from runtime.knobs import Knobs
+
+_USED = 0.95  # of the budget, when no measurement is begun any more
 
 
 @dataclass
@@ -47,6 +49,20 @@ class Context:
         assert self.found.cost is not None
         shape = EngineShape.of(self.engine)
         return Simulator.of(self.found.cost, shape, self.question.workload, setup, self.model.vocab_size)
+
+    def in_time(self, end: float | None) -> bool:
+        """Whether one more measurement fits before ``end`` of the hardware's time, and into the budget as a whole.
+
+        Simulating takes time of a live engine's budget too; of one in virtual time it takes none.
+        """
+        budget = self.schedule.budget_s
+        left = budget is None or isinstance(self.engine, Simulated) or self.spent_s < _USED * budget
+        return left and self.meter.fits(end, self.run_guess)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of hardware and of simulating so far."""
+        return self.meter.hardware_s + self.meter.simulating_s
 
     @property
     def run_guess(self) -> float:

@@ -27,6 +27,7 @@ FRESH_SEEDS = 2
 VALIDATION_SEEDS = 6
 _REFINEMENTS = 3
 _TO_RAISE = 10
+_LEAST = 4  # trials that TPE proposes, at least
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,20 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     before = context.meter.simulating_s
     since = context.host.now()
     best: Run | None = None
+    starting = starting_points(space, setup.fitted)
+    if setup.at_knee is not None and all(setup.at_knee != knobs for _, knobs in starting):
+        starting.append(("at the knee", setup.at_knee))
+    settled, least = 0, len(starting) + _LEAST  # however slow the machine
 
     def spent() -> float:
         return before + context.host.now() - since
 
+    def enough() -> bool:
+        return schedule.simulate_s is not None and spent() > schedule.simulate_s and settled >= least
+
     def show(done: int, trial: SimulatedTrial | None) -> None:
-        nonlocal best
+        nonlocal best, settled
+        settled = done
         if trial is not None and trial.failed is not None:
             context.reporter.note(f"trial {trial.number} failed ({trial.knobs}): {trial.failed}")
         elif trial is not None:
@@ -134,10 +143,6 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
         left = spent() * (1 - share) / share if share > 0 else None
         note = "" if best is None else f"best {best.score.goodput:.1f} req/s in SLO"
         context.reporter.progress(min(1.0, share), f"{done} trials", note, left)
-
-    starting = starting_points(space, setup.fitted)
-    if setup.at_knee is not None and all(setup.at_knee != knobs for _, knobs in starting):
-        starting.append(("at the knee", setup.at_knee))
 
     def trials(stop: Callable[[], bool] | None, enough: Callable[[], bool]) -> list[SimulatedTrial]:
         return simulate_trials(
@@ -156,7 +161,7 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
 
     with context.meter.simulating():
         try:
-            made = trials(context.stop, lambda: schedule.simulate_s is not None and spent() > schedule.simulate_s)
+            made = trials(context.stop, enough)
         except Interrupted:
             _keep(context, trials(None, lambda: True))  # what there is already
             raise

@@ -102,7 +102,7 @@ class _Race:
 
     def _next(self, end: float | None) -> int | None:
         context, done = self._context, self._counts.total()
-        if done >= _MOST_RUNS or (done >= 2 and not context.meter.fits(end, context.run_guess)):
+        if done >= _MOST_RUNS or (done >= 2 and not context.in_time(end)):
             return None
         if self._opening:
             return self._opening.pop(0)
