@@ -194,7 +194,10 @@ def _covariance(shape: Shape, coefficients: Floats, data: Measured) -> Floats:
     residual = (told / data.seconds - 1) * data.weights
     usual = max(1.4826 * float(np.median(np.abs(residual))), 1e-4)
     rows = (derivatives / data.seconds[:, None] * data.weights[:, None])[:, free] * coefficients[free]
-    relative = np.linalg.pinv(rows.T @ rows) * usual**2
+    _, scales, directions = np.linalg.svd(rows, full_matrices=False)
+    known = scales > 1e-6 * scales.max(initial=0.0)  # along the others the points say nothing
+    wide = directions[known] / scales[known, None] * usual
+    relative = wide.T @ wide  # so that rounding makes no variance negative
     relative = (relative + relative.T) / 2  # an inverse is symmetric only to rounding
     covariance = np.zeros((len(coefficients), len(coefficients)))
     covariance[np.ix_(free, free)] = relative * np.outer(coefficients[free], coefficients[free])

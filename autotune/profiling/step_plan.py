@@ -32,16 +32,16 @@ ANCHOR_STEPS = 16
 _ANCHOR = [64] * 8
 _BETWEEN, _BEHIND = 2, 4  # decode steps before and after each prompt
 _OUTPUT = 512  # tokens a request may put out before it is cancelled
-_LADDERS, _ALONE, _MIXED, _BURSTS = 0.4, 0.25, 0.25, 0.1  # shares of what a round computes
+_LADDERS, _ALONE, _MIXED, _BURSTS, _SERVING = 0.25, 0.2, 0.2, 0.1, 0.25  # shares of what a round computes
 _DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that computes prompts at least
 _PIECE = 0.04  # of a round: the longest step while a script fills up
 _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
-_SERVED = ((3, 200), (8, 96), (24, 48))  # (sequences, context)
-_SERVED_STEPS = 40
-_UNLIKE = 0.7  # coefficient of variation of the lengths of sequences that decode together
+_SERVED = ((3, 384), (8, 192), (20, 96), (48, 48), (12, 512), (32, 256))  # (sequences, context), as many as fit
+_SERVED_STEPS = 32
+_UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
 
 Filling = Generator[None, StepRecord, list[str]]
 Wave = tuple[Sequence[int], int]
@@ -92,7 +92,7 @@ class StepPlan:
         for batch, context in _SERVED:
             context = min(context, max(1, self._longest // 2))
             batch = self._fit(batch, context)
-            if batch > 1:
+            if batch > 1 and (batch + _SERVED_STEPS / 2) * context <= self._tokens(_SERVING):
                 made.append(partial(self._serving, batch, context))
         return made
 
