@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-sweep bench-controller bench-trace-fit clean
+.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-trace-fit clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
+	@echo "make bench-fidelity    what the simulator says of six workloads, against what the live engine does"
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
 	@echo "make bench-controller  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
@@ -68,6 +69,9 @@ bench-overhead: $(STAMP)
 
 bench-simulator: $(STAMP)
 	$(PY) -m benchmarks.simulator $(ARGS)
+
+bench-fidelity: $(STAMP)
+	$(PY) -m benchmarks.fidelity $(ARGS)
 
 bench-sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.sweep $(ARGS)

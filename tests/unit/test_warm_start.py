@@ -128,7 +128,7 @@ def test_control_with_a_profile_begins_warm(tmp_path: Path) -> None:
     with control(engine, slo="ttft=500ms,tpot=30ms", profile=path) as attached:
         assert isinstance(attached.controller, PredictiveController)
         assert attached.controller.model.ready
-        engine.run(poisson(15, 2, 1000, 200, seed=1))
+        engine.play(poisson(15, 2, 1000, 200, seed=1))
         assert attached.controller.model.error < 0.15
     assert warm_model(None) is None
     assert warm_model(loaded.model_copy(update={"cost_model": None})) is None
@@ -145,7 +145,7 @@ def test_a_warm_start_spares_the_first_requests(tmp_path: Path) -> None:
         """(requests that missed, longest gap between two tokens)."""
         engine = SimulatedEngine(slow_cpu, knobs=Knobs(64, 0, 8192, 8192))
         with control(engine, slo=slo, profile=profile, pinned=wide):
-            records = engine.run(load)
+            records = engine.play(load)
         return sum(bool(slo.violated(r)) for r in records), max(max(r.itl) for r in records)
 
     (missed, gap), (missed_cold, gap_cold) = served(path), served(None)

@@ -1,0 +1,79 @@
+"""Calibrating a real model on the live engine: the steps of serving that follow are as the cost model says."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from autotune.cost_model import CostModel, fit_cost_model
+from autotune.profile_parts import ModelFacts
+from autotune.profiling.step_driver import samples
+from autotune.profiling.steps import features, measure_steps_and_pace
+from benchmarks.undisturbed import UndisturbedClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.engine import Engine
+from runtime.records import RequestRecord, StepRecord
+from runtime.request import SamplingParams
+from tests.integration.small_model import CONTEXT, VOCABULARY, small_model
+
+pytestmark = pytest.mark.integration
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+def serve(engine: Engine, lengths: Sequence[int]) -> list[StepRecord]:
+    """The steps of prompts of these lengths, all at once."""
+    log, rng = Steps(), random.Random(9)
+    unsubscribe = engine.subscribe(log)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths]
+    streams = [engine.submit(p, SamplingParams(max_tokens=4 + i % 9, ignore_eos=True)) for i, p in enumerate(prompts)]
+    for stream in streams:
+        stream.result(60)
+    unsubscribe()
+    return log.records
+
+
+def test_served_steps_take_what_the_calibrated_model_says() -> None:
+    limits = KnobLimits(max_batch_size=32, token_budget=256, chunk_size=256)
+    loaded = small_model().loaded
+    facts = ModelFacts(
+        name="small", architecture="llama", parameters=1, dtype="float32", random_weights=True, seed=0, max_model_len=CONTEXT,
+        vocab_size=VOCABULARY, kv_bytes_per_token=1,
+    )  # fmt: skip
+    clock, told = UndisturbedClock(), []  # the steps of so small a model are shorter than what other processes take
+    known = set(threading.enumerate())
+    with Engine(loaded, limits=limits, kv_tokens=8192, threads=1, clock=clock) as engine:
+        clock.follow(next(t for t in threading.enumerate() if t.name.startswith("engine ") and t not in known))
+        found = measure_steps_and_pace(
+            engine, facts, budget_s=6.0, seed=1, clock=clock, advance=lambda share, note: told.append(share)
+        )
+        cost: CostModel = fit_cost_model(found.points, seconds=found.seconds)
+        engine.set_knobs(Knobs(24, 0, 128, 64))
+        records = serve(engine, [random.Random(i).randint(4, 150) for i in range(60)])
+    assert found.seconds < 30 and 0.5 < told[-1] <= 1.0
+    assert {p.region for p in found.points} == {"decode", "prefill", "prefix", "mixed", "served"}
+    assert max(p.prefill_tokens for p in found.points) <= 256
+    assert cost.facts.learner is not None
+    # a machine that does other work: what a typical step takes is as told, within what such work does to it
+    assert cost.facts.error < 0.25
+    ratios = [cost.predict(features(s.record)) / s.seconds for s in samples(records, set())]
+    assert 0.6 < statistics.median(ratios) < 1.6
+    # and it tells small steps from large ones
+    ordered = sorted(samples(records, set()), key=lambda s: s.record.tokens)
+    few, many = ordered[: len(ordered) // 4], ordered[-len(ordered) // 4 :]
+    assert statistics.median(cost.predict(features(s.record)) for s in few) < statistics.median(
+        cost.predict(features(s.record)) for s in many
+    )
