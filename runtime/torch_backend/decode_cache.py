@@ -21,6 +21,7 @@ from torch import Tensor
 from runtime.torch_backend.attention import Terms, softmax_weights
 from runtime.torch_backend.inputs import DecodeRows, Ints
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
+from runtime.torch_backend.memory import prefer_huge_pages
 
 PADDING = 1536 << 10  # bytes of padding in a layer's rows of a class beyond which a class of their own is cheaper
 GROWTH = 64  # tokens of room that a class gets at least when it is made or full
@@ -213,6 +214,8 @@ class DecodeCache:
         if store is None or store[1].shape[:2] != (flat, cls.capacity):
             keys = key.new_empty((flat, dim, cls.capacity) if transposed else (flat, cls.capacity, dim))
             values = value.new_empty(flat, cls.capacity, value_dim)
+            for part in (keys, values):
+                prefer_huge_pages(part, now=False)
             if store is not None:
                 _grown(keys, store[0], 2 if transposed else 1)
                 _grown(values, store[1], 1)

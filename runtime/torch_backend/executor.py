@@ -214,11 +214,12 @@ class TorchExecutor:
         """Logits of the rows in ``keep``. One row at least goes through the head, to spare models an empty input."""
         wanted = keep if len(keep) else torch.zeros(1, dtype=torch.int64, device=self.device)
         fewer = len(wanted) < tokens.shape[1]
-        if fewer and self._prunes:
+        chain = self._chain if self._chain is not None and self._chain.applies else None
+        if fewer and self._prunes and (chain is not None or self._chain is None):
             step.wanted, fewer = wanted, False  # the last layer leaves out the others
         with self._model.running(step):
-            if self._chain is not None:
-                logits = self._chain(tokens[:1], tokens[1:], wanted if fewer else None)[0]
+            if chain is not None:
+                logits = chain(tokens[:1], tokens[1:], wanted if fewer else None)[0]
             else:
                 extra = {"logits_to_keep": wanted} if fewer and self._keeps_logits else {}
                 out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)

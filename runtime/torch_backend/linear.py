@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.torch_backend.memory import prefer_huge_pages
+
 log = logging.getLogger(__name__)
 
 ROWS = 32  # rows of input the layout is chosen for; others run too
 WORTH = 0.95  # of the plain time; above this the layout is not worth having
 COPY_SHARE = 0.1  # of available memory that copies of tied weights may take
 _SAMPLE_BYTES = 64 << 20
+_HUGE_NOW = 1 << 30  # bytes of weights that are moved to huge pages at load; that takes a few seconds
 
 
 class PackedLinear(nn.Module):
@@ -39,6 +42,7 @@ class PackedLinear(nn.Module):
         self.dtype = linear.weight.dtype
         self._packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
         self._plain: Tensor | None = None
+        self.nbytes = linear.weight.nbytes
         self._op: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         self.training = linear.training
 
@@ -56,6 +60,10 @@ class PackedLinear(nn.Module):
         if packed is None or x.dtype != self.dtype:
             return F.linear(x, self.weight, self.bias)
         return self._op(x, packed, self.bias, "none", [], "")
+
+    def prefer_huge_pages(self, now: bool) -> None:
+        if self._packed is not None:
+            prefer_huge_pages(self._packed, now)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -77,7 +85,7 @@ def pack_linears(model: nn.Module) -> int:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     spare = int(psutil.virtual_memory().available * COPY_SHARE)
     verdicts: dict[Any, bool] = {}
-    packed = 0
+    packed: list[PackedLinear] = []
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is not nn.Linear or not _packable(child):
@@ -91,11 +99,15 @@ def pack_linears(model: nn.Module) -> int:
             if verdicts[kind]:
                 if tied:
                     spare -= child.weight.nbytes
-                setattr(parent, name, PackedLinear(child))
-                packed += 1
+                packed.append(PackedLinear(child))
+                setattr(parent, name, packed[-1])
+    seen = 0
+    for linear in packed:  # when all are in place, since neighbours share pages
+        seen += linear.nbytes
+        linear.prefer_huge_pages(now=seen <= _HUGE_NOW)
     if packed:
-        log.info("%d linear layers packed for oneDNN (%d shapes looked at)", packed, len(verdicts))
-    return packed
+        log.info("%d linear layers packed for oneDNN (%d shapes looked at)", len(packed), len(verdicts))
+    return len(packed)
 
 
 def _packable(linear: nn.Linear) -> bool:

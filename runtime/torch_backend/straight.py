@@ -27,8 +27,15 @@ class StraightModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.model
+        self._model = model
         self._embed, self._layers, self._norm = base.embed_tokens, base.layers, base.norm
         self._rotary, self._head = base.rotary_emb, model.lm_head
+
+    @property
+    def applies(self) -> bool:
+        """Whether the model's own forward is still what a chain stands for: nobody has replaced it or hooked into it."""
+        model = self._model
+        return "forward" not in model.__dict__ and not model._forward_hooks and not model._forward_pre_hooks
 
     def __call__(self, ids: Tensor, positions: Tensor, wanted: Tensor | None) -> Tensor:
         """Logits ``[1, rows, vocab]`` of ``ids [1, tokens]`` at ``positions [1, tokens]``.
