@@ -25,6 +25,7 @@ from runtime.torch_backend.linear import pack_linears
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
 from runtime.torch_backend.sampling import Sampler
+from runtime.torch_backend.soundness import unsound_chunks
 from runtime.torch_backend.straight import StraightModel, straight
 
 Work = Sequence | Chunk
@@ -143,7 +144,7 @@ class TorchExecutor:
             prepared = time.process_time()
             logits = self._forward(ids, keep, step)
             computed = time.process_time()
-            done = self._sample(logits, sampling)
+            done = self._sample(logits, sampling, unsound_chunks(plan.chunks, step))
         timers = self.timers
         timers.prepare_s += prepared - started
         timers.forward_s += computed - prepared
@@ -228,12 +229,11 @@ class TorchExecutor:
         return logits[: len(keep)]
 
     def _sample(
-        self, logits: Tensor, sequences: list[Sequence]
+        self, logits: Tensor, sequences: list[Sequence], failed: list[tuple[Sequence, BaseException]]
     ) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
         if not sequences:
-            return [], []
+            return [], failed
         tokens: list[Token] = []
-        failed: list[tuple[Sequence, BaseException]] = []
         for sequence, sampled in zip(sequences, self.sampler.sample(logits, sequences), strict=True):
             if isinstance(sampled, Token):
                 tokens.append(sampled)
@@ -272,7 +272,8 @@ class TorchExecutor:
         try:
             with torch.inference_mode():
                 ids, keep, inputs, sampling = self._prepare_part(rows, chunks, step)
-                tokens, failed = self._sample(self._forward(ids, keep, inputs), sampling)
+                logits = self._forward(ids, keep, inputs)
+                tokens, failed = self._sample(logits, sampling, unsound_chunks(chunks, inputs))
         except Exception as error:
             cause = error
         else:

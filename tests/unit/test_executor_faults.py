@@ -98,6 +98,35 @@ def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_b
     ]
 
 
+@FAST
+def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_shared(fast: bool) -> None:
+    loaded = tiny()
+    [prompt] = _clean([60])
+    [expected] = _expected(loaded, [(prompt, 6)])
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast)
+    knobs = Knobs(max_batch_size=4, token_budget=24, chunk_size=24)
+    core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=knobs, output=OutputProcessor())
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    weight = loaded.model.get_input_embeddings().weight
+    right = weight.detach().clone()
+    with torch.no_grad():
+        weight[prompt[20]] = float("nan")
+    core.add(Request("first", tuple(prompt), params, 6, 0.0))
+    result = core.step(1.0).result
+    assert result is not None
+    [(failed, error)] = result.failed
+    assert failed.request.id == "first"
+    assert isinstance(error, StepFailedError)
+    assert "NaN (or infinite) keys or values between prompt tokens 0 and 23" in str(error)
+    with torch.no_grad():
+        weight.copy_(right)
+    second = core.add(Request("second", tuple(prompt), params, 6, 2.0))
+    now = 2.0
+    while core.has_work:
+        now = core.step(now).end
+    assert second.output == expected
+
+
 @pytest.mark.parametrize(
     "error",
     [
