@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.attach import control
-from autotune.cost_model import CostModel
+from autotune.cost_model import CostModel, serving_cost
 from autotune.evaluate import evaluate
 from autotune.profile import Profile
 from autotune.score import Score
@@ -53,29 +53,36 @@ class Scenario:
         """The machine, the load and the promise of ``profile``, but for what is given.
 
         The profile's length scale and caps apply to any workload that brings no length scale of its own. ``speeds``: how many
-        times as fast the machine is in :data:`SPEEDS`. Raises :class:`InputError`, which calls the profile ``name``.
+        times as fast the machine is in :data:`SPEEDS`; ``kv_tokens``: rounded down to whole blocks. Raises
+        :class:`InputError`, which calls the profile ``name``.
         """
         if profile.cost_model is None:
             raise InputError(
                 f"{name} holds no cost model, so nothing can be simulated from it; make it anew with autotune profile"
             )
-        cost = CostModel.from_facts(profile.cost_model)
+        cost = serving_cost(profile)
         if speeds:
             cost = cost.scaled(**speeds)
         facts, engine = profile.workload, profile.engine
         load = parse_workload(workload or facts.spec)
-        pool = kv_tokens or engine.kv_pool.tokens
+        block = engine.kv_pool.block_size
+        asked = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
+        pool = asked // block * block  # a pool is whole blocks
         room = min(pool, profile.model.max_model_len)
         cap_output = min(facts.cap_output or room, max(1, room // 4))
         cap_prompt = min(facts.cap_prompt or room, room - cap_output)
         if cap_prompt < 1:
-            raise InputError(f"kv_tokens is {pool}; it must hold a prompt and its answer")
+            least = block * math.ceil(2 / block)
+            raise InputError(
+                f"--kv-tokens is {asked}; it must be a whole number of at least {least}: blocks of {block} tokens that "
+                "hold a prompt and its answer"
+            )
         own = load.length_scale != 1.0
         return cls(
             cost=cost,
             limits=engine.limits,
             kv_tokens=pool,
-            block_size=engine.kv_pool.block_size,
+            block_size=block,
             prefix_cache=engine.prefix_cache,
             workload=load.scaled(
                 length=1.0 if own else facts.length_scale, cap_prompt=cap_prompt, cap_output=cap_output

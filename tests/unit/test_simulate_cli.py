@@ -145,6 +145,14 @@ def test_a_smaller_pool_preempts() -> None:
     assert small.completed_rate < large.completed_rate
 
 
+@pytest.mark.parametrize("tokens", [16, 20, 31, 40])
+def test_no_request_is_larger_than_the_blocks_of_a_small_pool(tokens: int) -> None:
+    world = scenario(kv_tokens=tokens)
+    assert world.kv_tokens == tokens // 16 * 16
+    found = world.measure(Knobs(), 5.0, 0, requests=20)
+    assert found.offered == 20 and found.completed_rate > 0
+
+
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +299,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str
         (["--controller", "pid"], "--controller is 'pid'; it must be one of "),
         (["--token-budget", "0"], "--token-budget is 0; it must be a whole number between 1 and "),
         (["--seeds", "0"], "invalid value for '--seeds'"),
-        (["--kv-tokens", "1"], "kv_tokens is 1; it must hold a prompt and its answer"),
+        (["--kv-tokens", "15"], "--kv-tokens is 15; it must be a whole number of at least 16: blocks of 16 tokens"),
     ],
 )  # fmt: skip
 def test_wrong_options(path: str, capsys: pytest.CaptureFixture[str], options: list[str], text: str) -> None:
