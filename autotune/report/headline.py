@@ -10,7 +10,7 @@ from autotune.profiling.fingerprint import describe
 from autotune.profiling.table import cheapest
 from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.section import Table
-from autotune.report.standing import standing
+from autotune.report.standing import limit, standing
 from autotune.report.wording import asked, number, percent, plus_minus, ratio
 from runtime.knobs import KNOBS
 
@@ -81,8 +81,10 @@ def _status(evidence: Evidence) -> tuple[str, str]:
         return f"SLO not met{stopped}", "bad"
     if profile.capacity is None or profile.status == "stopped":
         return f"SLO not missed so far{stopped}", "unsure"
-    held = next((p.offered_rate for p in profile.capacity.tried if p.rate == profile.capacity.rate), None)
-    return ("SLO kept" if held is None else f"SLO kept up to {number(held)} req/s"), "good"
+    kept, missed = limit(evidence)
+    if kept is not None and missed:
+        return f"SLO kept at {number(kept.offered_rate)} req/s, missed at {number(missed[0].offered_rate)}", "unsure"
+    return ("SLO kept" if kept is None else f"SLO kept up to {number(kept.offered_rate)} req/s"), "good"
 
 
 def _sure(evidence: Evidence) -> str:

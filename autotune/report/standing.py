@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autotune.profile import Point
 from autotune.report.evidence import Evidence
 from autotune.report.wording import number, plus_minus
 
@@ -56,3 +57,15 @@ def standing(evidence: Evidence) -> Standing:
     apart = clear or base.low > point.goodput.high
     within = "" if apart else ", a difference within what repeated runs spread"
     return Standing(ratio, clear, f"{rate}, {more}", f"{more} on this same engine ({plus_minus(baseline)}){within}")
+
+
+def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:
+    """The point at the highest rate that kept the SLO, and those at lower rates that fell short of it, by rate."""
+    profile = evidence.profile
+    if profile.capacity is None:
+        return None, []
+    tried = sorted(profile.capacity.tried, key=lambda p: p.offered_rate)
+    kept = next((p for p in tried if p.rate == profile.capacity.rate), None)
+    if kept is None:
+        return None, []
+    return kept, [p for p in tried if p.offered_rate < kept.offered_rate and p.attainment < profile.slo.attainment]

@@ -50,6 +50,17 @@ def error(share: float) -> str:
     return f"{share * 100:.1f}%" if share < 0.0995 else f"{share * 100:.0f}%"
 
 
+DOUBTFUL = 0.1
+"""A typical error above which simulated or modelled figures are nothing to rely on."""
+
+
+def off(what: str, middle: float, worst: float | None) -> str:
+    """A title that says how far ``what`` (plural) are off, and warns where that is far: errors as shares."""
+    far = "" if worst is None else f", at worst by {error(worst)}"
+    said = f"typically off by {error(middle)} (median){far}"
+    return f"{what} are {said}" if middle <= DOUBTFUL else f"{what} are not to be relied on: {said}"
+
+
 def ratio(scale: float) -> str:
     """A length scale: 0.125 is 1/8."""
     fraction = Fraction(scale).limit_denominator(1024)

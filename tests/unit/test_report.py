@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import run
+from autotune.cost_model import CostModel
 from autotune.profile import Capacity, Profile, Spread, load_profile, save_profile
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
-from autotune.report.panels import pareto
+from autotune.report.headline import headline
+from autotune.report.panels import capacity, pareto, sensitivity, steps, twins
 from autotune.report.panels.steps import regions
 from autotune.report.section import Section
 from autotune.report.standing import standing
-from autotune.report.sweep import around, sweep
-from autotune.report.wording import defaults, names, number
+from autotune.report.sweep import Sweep, around, sweep
+from autotune.report.wording import defaults, names, number, off
 from runtime.knobs import KNOBS, Knobs
 from tests.report_profile import report_profile
 from tests.sample_profile import sample_point, sample_profile
@@ -122,9 +124,9 @@ def test_the_sidecar_is_read_in_whole(evidence: Evidence) -> None:
     assert len(evidence.steps) == 36 and len(evidence.failures) == 2 and evidence.lacking == ()
     chosen = evidence.recommended.point
     assert [r.score.seed for r in evidence.runs_of(chosen)] == list(chosen.seeds) == [1, 2, 3]
-    twins = evidence.twins()
-    assert {p.knobs for p, _ in twins} == {p.knobs for p in evidence.compared}
-    assert all(a.stage == "validation" and b.stage == "simulation" and a.knobs == b.knobs for a, b in twins)
+    pairs = evidence.twins()
+    assert {p.knobs for p, _ in pairs} == {p.knobs for p in evidence.compared}
+    assert all(a.stage == "validation" and b.stage == "simulation" and a.knobs == b.knobs for a, b in pairs)
 
 
 def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path: Path) -> None:
@@ -313,6 +315,78 @@ def test_text_can_be_read_in_both_schemes(text: str) -> None:
                 high, low = sorted((luminance(colours[name]), luminance(colours[ground])), reverse=True)
                 contrast = (high + 0.05) / (low + 0.05)
                 assert contrast >= least, f"{name} on {ground}: {contrast:.2f}"
+
+
+def slower(evidence: Evidence, speed: float) -> Profile:
+    """The profile with a cost model that is ``speed`` times as fast in everything."""
+    facts = evidence.profile.cost_model
+    assert facts is not None
+    return changed(
+        evidence, cost_model=CostModel.from_facts(facts).scaled(compute=speed, bandwidth=speed, overhead=speed).facts
+    )
+
+
+def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidence) -> None:
+    found = replace(evidence, profile=slower(evidence, 0.1))
+    swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
+    assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
+    made = sensitivity.section(found, swept)
+    assert made.title.startswith("At this rate the simulation keeps nothing in SLO") and made.plots
+    for plot in made.plots:
+        assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
+    bare = replace(found, runs=())
+    bare = replace(bare, profile=bare.profile.model_copy(update={"simulated": ()}))
+    assert (without := sensitivity.section(bare, swept)).absent is not None and "keeps nothing" in without.absent
+    here = found.recommended.knobs.as_dict()
+    elsewhere = {
+        name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
+        for name, values in swept.by_knob.items()
+    }
+    at_choice = sensitivity.section(found, Sweep(elsewhere, 100, True))
+    assert "keeps nothing in SLO at the choice itself" in at_choice.title
+
+
+def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
+    assert (
+        off("Modelled step times", 0.021, 0.08)
+        == "Modelled step times are typically off by 2.1% (median), at worst by 8.0%"
+    )
+    warned = off("Simulated goodput figures", 0.9, 2.8)
+    assert (
+        warned == "Simulated goodput figures are not to be relied on: typically off by 90% (median), at worst by 280%"
+    )
+    far = tuple(
+        p.model_copy(update={"goodput": Spread(mean=0.1 * p.goodput.mean, low=0, high=1, runs=(0.1,))})
+        for p in evidence.profile.simulated
+    )
+    made = twins.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
+    assert "not to be relied on: typically off by 9" in made.title and "within" not in made.title
+    wrong = replace(
+        evidence,
+        profile=changed(evidence, cost_model=None),
+        steps=tuple(
+            s.model_copy(update={"predicted": (1.4 if n else 3.8) * s.seconds}) for n, s in enumerate(evidence.steps)
+        ),
+    )
+    title = steps.section(wrong).title
+    assert "not to be relied on: typically off by 40% (median), at worst by 280%" in title
+
+
+def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -> None:
+    found = evidence.profile.capacity
+    assert found is not None and found.rate is not None
+    low = min(found.tried, key=lambda p: p.rate)
+    worse = low.model_copy(update={"met": 0, "attainment": 0.0, "attainment_low": 0.0})
+    tried = tuple(worse if p is low else p for p in found.tried)
+    top = max(p.rate for p in tried)
+    profile = evidence.profile.model_copy(
+        update={"capacity": Capacity(knobs=found.knobs, rate=top, tried=tried), "slo_met": True}
+    )
+    doubtful = replace(evidence, profile=profile)
+    title, missed = capacity.section(doubtful).title, number(low.offered_rate)
+    assert "up to" not in title and missed in title and "not certain" in title
+    head = headline(doubtful)
+    assert head.tone == "unsure" and f"missed at {missed}" in head.status
 
 
 # -- profiles that lack things ------------------------------------------------------------------------------------------

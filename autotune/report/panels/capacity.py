@@ -5,8 +5,9 @@ from __future__ import annotations
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
+from autotune.report.standing import limit
 from autotune.report.wording import asked as promise
-from autotune.report.wording import ms, number, percent
+from autotune.report.wording import listed, ms, number, percent
 
 KEY, TOPIC = "capacity", "How much it carries"
 
@@ -34,12 +35,16 @@ def section(evidence: Evidence) -> Section:
     y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
     label = Label(0.93 * min(xs), 100 * asked, f"asked: {promise(asked)}", "@target")
     view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
-    kept = next((p for p in tried if p.rate == found.rate), None)
-    title = (
-        f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
-        if kept is not None
-        else "The SLO was not kept at any rate tried"
-    )
+    kept, missed = limit(evidence)
+    if kept is None:
+        title = "The SLO was not kept at any rate tried"
+    elif missed:
+        below = listed(number(p.offered_rate) for p in missed)
+        title = (
+            f"The SLO was kept at {number(kept.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
+        )
+    else:
+        title = f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
     lead = (
         "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the promise may be bad "
         "luck, and one above it good luck."

@@ -18,16 +18,24 @@ KEY, TOPIC = "sensitivity", "Each knob around the choice"
 _FEWEST = 8  # trials that say something
 _NOTHING = 0.01  # changes of goodput below it are no change
 _BINS = 9
+_NOTHING_KEPT = (
+    "At this rate the simulation keeps nothing in SLO, whatever a knob is set to, so it cannot tell what a knob does."
+)
 _ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
 
 
 def section(evidence: Evidence, swept: Sweep | None) -> Section:
-    if swept is not None:
+    if swept is not None and (tops := _goodputs(swept)) and max(tops) > 0:
         return _from_sweep(evidence, swept)
     trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
-    if len(trials) < _FEWEST:
-        return absent(KEY, TOPIC, _why(evidence.profile, len(trials)))
-    return _from_trials(evidence, trials)
+    nothing = "" if swept is None else _NOTHING_KEPT
+    if len(trials) < _FEWEST or (nothing and not any(t.goodput > 0 for t in trials)):
+        return absent(KEY, TOPIC, nothing or _why(evidence.profile, len(trials)))
+    return _from_trials(evidence, trials, nothing)
+
+
+def _goodputs(swept: Sweep) -> list[float]:
+    return [score.goodput for values in swept.by_knob.values() for _, score in values]
 
 
 def _why(profile: Profile, trials: int) -> str:
@@ -40,7 +48,7 @@ def _why(profile: Profile, trials: int) -> str:
 def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
     here = evidence.recommended.knobs
     losses = {s.name: _losses(s, here, swept.by_knob[s.name]) for s in KNOBS if s.name in swept.by_knob}
-    top = max(score.goodput for values in swept.by_knob.values() for _, score in values)
+    top = max(_goodputs(swept))
     plots = [
         _panel(spec, swept.by_knob[spec.name], here, top, losses[spec.name])
         for spec in KNOBS
@@ -48,11 +56,12 @@ def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
     ]
     most = max(losses, key=lambda name: max(losses[name].values(), default=0.0))
     worst = max(losses[most].values(), default=0.0)
-    title = (
-        f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
-        if worst >= _NOTHING
-        else "No knob changes goodput by 1% when it is halved or doubled"
-    )
+    if not any(losses.values()):
+        title = "The simulation keeps nothing in SLO at the choice itself, so it cannot tell what a knob does to it"
+    elif worst >= _NOTHING:
+        title = f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
+    else:
+        title = "No knob costs 1% of goodput when it is halved or doubled"
     lead = (
         "One knob turned at a time, the others held at the recommended setting; simulated with this profile's cost model, "
         f"{swept.requests} requests a point, the same arrivals for all. Hover for latencies."
@@ -141,7 +150,7 @@ def _better(evidence: Evidence, swept: Sweep) -> str:
     here = evidence.recommended.knobs
     base = [s.goodput for values in swept.by_knob.values() for _, s in values if s.setting == here.as_dict()]
     found = [(s.goodput, name, value) for name, values in swept.by_knob.items() for value, s in values]
-    if not base or not found or max(found)[0] <= 1.03 * base[0]:
+    if not base or base[0] <= 0 or not found or max(found)[0] <= 1.03 * base[0]:
         return ""
     gain, name, value = max(found)
     return (
@@ -160,7 +169,7 @@ def _hover(spec: KnobSpec, value: float, score: Score) -> str:
     )
 
 
-def _from_trials(evidence: Evidence, trials: list[Trial]) -> Section:
+def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Section:
     here = evidence.recommended.knobs
     top = max(t.goodput for t in trials) or 1.0
     enough = len(trials) >= _ENVELOPE
@@ -184,12 +193,14 @@ def _from_trials(evidence: Evidence, trials: list[Trial]) -> Section:
         f"Every dot is one of {len(trials)} {how} settings; the other knobs differ from dot to dot, so only the upper edge"
         f"{' (the line)' if enough else ''} speaks of the knob itself. "
     )
-    lead += (
+    lead += nothing or (
         "This profile holds no cost model to turn one knob at a time with."
         if evidence.profile.cost_model is None
         else "The load is not to be had here, so one knob at a time could not be simulated."
     )
     title = "Where good settings lie" if plots else TOPIC
+    if nothing and plots:
+        title = "At this rate the simulation keeps nothing in SLO: where good settings lie, by the trials"
     return Section(KEY, TOPIC, title, lead, tuple(plots))
 
 

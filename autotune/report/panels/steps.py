@@ -8,7 +8,7 @@ from autotune.profile_parts import RegionError, StepPoint
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, layout, log_axis, note, plain
 from autotune.report.section import Section, Table, absent
-from autotune.report.wording import error, number
+from autotune.report.wording import error, number, off
 from runtime.records import percentile
 
 KEY, TOPIC = "steps", "Measured against modelled step time"
@@ -32,10 +32,7 @@ def section(evidence: Evidence) -> Section:
     found = facts.regions if facts is not None and facts.regions else regions(steps)
     middle = facts.error if facts is not None else statistics.median(_off(s) for s in steps)
     count = facts.points if facts is not None else len(steps)
-    worst = max(found, key=lambda r: r.median) if found else None
-    title = f"The model predicts a step within {error(middle)}"
-    if worst is not None and len(found) > 1:
-        title += f"; at worst ({worst.region}) within {error(worst.median)}"
+    title = off("Modelled step times", middle, max((_off(s) for s in steps), default=None))
     family = (
         f"Family {facts.family}, fitted to {count} kinds of steps" if facts is not None else f"{count} kinds of steps"
     )

@@ -11,7 +11,7 @@ from autotune.profile import Point
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, line, log_axis, plain
 from autotune.report.section import Section, absent
-from autotune.report.wording import error, names, number, short_setting
+from autotune.report.wording import error, names, number, off, short_setting
 
 KEY, TOPIC = "twins", "Simulated against measured"
 _ROW, _FRAME = 26, 90  # pixels
@@ -49,7 +49,7 @@ def section(evidence: Evidence) -> Section:
     )
     offs = [abs(b.goodput.mean / a.goodput.mean - 1) for a, b in twins if a.goodput.mean > 0]
     title = (
-        f"Simulated goodput within {error(statistics.median(offs))} of measured"
+        off("Simulated goodput figures", statistics.median(offs), max(offs))
         if offs
         else "Nothing was in SLO either way"
     )
@@ -111,8 +111,8 @@ def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None
               "itemdoubleclick": False}  # fmt: skip
     made = layout(x, y, showlegend=True, legend=legend)
     offs = [abs(b / a - 1) for a, b in zip(measured, simulated, strict=True) if a > 0]
-    off = f"{metric.name}: {error(statistics.median(offs))} off" if offs else metric.name
-    return Plot(f"twins-{metric.key}", off, f"{TOPIC}. {off}.", [View("", data, made)], _FRAME + _ROW * len(known))
+    said = f"{metric.name}: typically {error(statistics.median(offs))} off" if offs else metric.name
+    return Plot(f"twins-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _ROW * len(known))
 
 
 def _cut(name: str, most: int = 30) -> str:
@@ -120,12 +120,12 @@ def _cut(name: str, most: int = 30) -> str:
 
 
 def _hover(metric: _Metric, name: str, point: Point, measured: float, simulated: float) -> str:
-    off = f"{simulated / measured - 1:+.1%}" if measured > 0 else "–"
+    change = f"{simulated / measured - 1:+.1%}" if measured > 0 else "–"
     return "<br>".join(
         (
             f"<b>{plain(name)}</b>",
             short_setting(point.knobs),
             f"measured {number(measured)} {metric.unit}",
-            f"simulated {number(simulated)} {metric.unit} ({off})",
+            f"simulated {number(simulated)} {metric.unit} ({change})",
         )
     )
