@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from autotune.controllers.guardrails import Guardrails
-from autotune.controllers.protocol import Controller
+from autotune.controllers.protocol import Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
 from autotune.status import Status
 from autotune.steering import SteeringServer
@@ -62,8 +62,9 @@ class Control:
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
     ) -> None:
-        if not (math.isfinite(interval_s) and interval_s > 0):
-            raise ValueError(f"interval_s is {interval_s}; it must be above 0")
+        if not (isinstance(interval_s, int | float) and math.isfinite(interval_s) and interval_s > 0):
+            raise ValueError(f"interval_s is {interval_s!r}; it must be a number of seconds above 0")
+        check_controller(controller)
         guardrails.check(engine.limits)
         self.controller = controller
         self.slo = slo

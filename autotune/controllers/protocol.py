@@ -39,3 +39,10 @@ class Controller(Protocol):
     def budget(self, view: SchedulerView) -> int:
         """The token budget of the coming step, at most ``view.knobs.token_budget``."""
         ...
+
+
+def check_controller(controller: object) -> None:
+    """Raise ``ValueError`` if ``controller`` lacks a part of :class:`Controller`."""
+    parts = ("name", "observe_step", "observe_request", "decide", "budget")
+    if missing := [part for part in parts if not hasattr(controller, part)]:
+        raise ValueError(f"controller is {controller!r}; a Controller has {', '.join(missing)} as well")

@@ -16,7 +16,7 @@ from runtime.llm.gather import complete_all, progress_bar
 from runtime.llm.intake import Intake, ServedModel
 from runtime.llm.loop import EngineLoop
 from runtime.llm.output import Detokenizer, OutputProcessor
-from runtime.llm.parts import parts_of
+from runtime.llm.parts import MAX_KV_TOKENS, check_types, parts_of
 from runtime.llm.plan import Executor
 from runtime.llm.prefix import token_hasher
 from runtime.llm.scheduler import Scheduler
@@ -80,6 +80,10 @@ class Engine(TunableEngine):
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if kv_tokens is not None and kv_tokens > MAX_KV_TOKENS:
+            raise ValueError(f"kv_tokens is {kv_tokens}; it must be at most {MAX_KV_TOKENS}")
+        classes = tuple(classes)
+        check_types(knobs=knobs, limits=limits, seed=seed, classes=classes)
         if prefix_cache not in (True, False, "tenant"):
             raise ValueError(f'prefix_cache is {prefix_cache!r}; it must be True, False or "tenant"')
         limits = limits or KnobLimits()

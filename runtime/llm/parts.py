@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.clock import Clock
 from runtime.errors import ModelError
-from runtime.knobs import KnobLimits
+from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.intake import ServedModel
 from runtime.llm.plan import Executor
+from runtime.slo import RequestClass
 
 if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
+
+MAX_KV_TOKENS = 1 << 31  # beyond it the list of blocks alone would take gigabytes
+_SEEDS = 1 << 63
 
 
 class Parts(NamedTuple):
@@ -49,7 +53,7 @@ def parts_of(
     import torch
 
     from runtime.torch_backend.executor import TorchExecutor
-    from runtime.torch_backend.kv_pool import default_kv_blocks
+    from runtime.torch_backend.kv_pool import check_pool, default_kv_blocks
     from runtime.torch_backend.loading import LoadedModel, load_model
     from runtime.torch_backend.self_test import self_test
 
@@ -62,9 +66,28 @@ def parts_of(
     else:
         raise ModelError(f"model is a {type(model).__name__}; it must be a name or what load_model returned")
     self_test(loaded)
-    kv_blocks = default_kv_blocks(loaded, block_size) if kv_tokens is None else kv_tokens // block_size
+    if kv_tokens is None:
+        kv_blocks = default_kv_blocks(loaded, block_size)
+    else:
+        kv_blocks = kv_tokens // block_size
+        check_pool(loaded, kv_tokens)
     return Parts(
         loaded,
         TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, limits=limits, seed=seed, clock=clock),
         kv_blocks,
     )
+
+
+def check_types(
+    *, knobs: Knobs | None, limits: KnobLimits | None, seed: int, classes: tuple[RequestClass, ...]
+) -> None:
+    """Raise ``ValueError`` naming the first of these that is something else than the engine takes."""
+    if knobs is not None and not isinstance(knobs, Knobs):
+        raise ValueError(f"knobs is {knobs!r}; it must be Knobs(max_batch_size=…, token_budget=…, …)")
+    if limits is not None and not isinstance(limits, KnobLimits):
+        raise ValueError(f"limits is {limits!r}; it must be KnobLimits(max_batch_size=…, token_budget=…, …)")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -_SEEDS <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed!r}; it must be a whole number of 64 bits, such as 0")
+    for one in classes:
+        if not isinstance(one, RequestClass):
+            raise ValueError(f"classes holds {one!r}; each must be a RequestClass(name, slo, …)")

@@ -113,3 +113,18 @@ def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
             f"one block of {block_size} tokens takes {loaded.kv_bytes_per_token * block_size}"
         )
     return int(min(blocks, 4096 * -(-loaded.max_model_len // block_size)))
+
+
+def check_pool(loaded: Loaded, tokens: int) -> None:
+    """Raise ``ValueError`` if a pool of ``tokens`` does not fit into the whole memory of the model's device."""
+    needed = tokens * loaded.kv_bytes_per_token
+    if loaded.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(loaded.device).total_memory
+    else:
+        memory = psutil.virtual_memory().total
+    if needed > memory:
+        most = memory // loaded.kv_bytes_per_token
+        raise ValueError(
+            f"kv_tokens is {tokens}; the KV pool would take {needed / 2**30:.0f} GiB, and {loaded.device} has "
+            f"{memory / 2**30:.0f}; it must be below {most}"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,25 @@ def test_a_budget_that_is_no_number_is_a_controller_that_breaks() -> None:
     records = engine.play(LOAD[:5])
     assert all(r.completed for r in records)
     assert attached.status().ended and any("ValueError" in d.cause for d in attached.decisions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"controller": object()},
+            "controller is <object .*; a Controller has name, observe_step, observe_request, decide",
+        ),
+        ({"interval_s": "a"}, "interval_s is 'a'; it must be a number of seconds above 0"),
+        ({"interval_s": math.inf}, "interval_s is inf; it must be"),
+    ],
+)
+def test_what_control_cannot_be_made_of(options: dict[str, Any], message: str) -> None:
+    engine = SimulatedEngine(h200)
+    with pytest.raises(ValueError, match=message):
+        control(engine, slo=SLO_, **options)
+    with control(engine, slo=SLO_):  # the lease was not taken
+        pass
 
 
 def test_a_request_is_judged_by_the_promise_of_its_class() -> None:

@@ -184,6 +184,12 @@ def test_the_promise_can_be_changed_and_is_checked() -> None:
         ({"ordering": None}, "ordering is None; it must be one of priority, fcfs"),
         ({"slo": "tpot=50"}, "no unit"),
         ({"knobs": Knobs(token_budget=9000)}, "token_budget is 9000"),
+        ({"kv_tokens": 10**15}, "kv_tokens is 1000000000000000; it must be at most 2147483648"),
+        ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be a whole number of 64 bits"),
+        ({"classes": [1]}, "classes holds 1; each must be a RequestClass"),
+        ({"limits": Knobs()}, r"limits is Knobs\(.*; it must be KnobLimits"),
+        ({"knobs": 5}, "knobs is 5; it must be Knobs"),
     ],
 )
 def test_what_an_engine_cannot_be_made_of(options: dict[str, Any], message: str) -> None:
