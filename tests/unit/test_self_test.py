@@ -80,7 +80,6 @@ def test_attention_that_forgets_a_term(
 
 
 def test_decode_rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(A wrong slot shows only when a row is read back from the pool: the executor's own tests see to that.)"""
     from runtime.torch_backend.inputs import DecodeRows
 
     right = DecodeRows.positions.fget
@@ -88,6 +87,16 @@ def test_decode_rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(DecodeRows, "positions", property(lambda self: right(self) + 1))
     message = refusal(loaded_model())
     assert "decode" in message or "fails in a packed batch" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_rows_written_to_the_wrong_slots(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """On a CPU this shows only where a row is read back from the pool."""
+    from runtime.torch_backend.inputs import DecodeRows
+
+    right = DecodeRows.slots
+    monkeypatch.setattr(DecodeRows, "slots", lambda self, positions: right(self, positions) ^ 1)
+    assert "packed logits differ from the model's own (decode" in refusal(loaded_model(dtype=dtype))
 
 
 def test_too_few_hooked_layers() -> None:
