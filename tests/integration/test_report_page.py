@@ -6,13 +6,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.profile import load_profile
-from autotune.report import compose, gather, html
+from autotune.cost_model import CostModel
+from autotune.profile import Setting, load_profile
+from autotune.report import Evidence, compose, gather, html
 from tests.report_profile import report_profile
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,27 @@ SQUEEZED = """() => [...document.querySelectorAll(
     .filter(one => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== 'inline')
     .map(one => one.tagName + '.' + one.className + ': ' + one.textContent.trim().slice(0, 60))"""
 
+FLAT = """() => [...document.querySelectorAll('.plot')].filter(plot => {
+    const ys = plot.data.filter(trace => trace.mode === 'markers').flatMap(trace => [...trace.y]);
+    return ys.length > 1 && ys.every(y => y === 0);
+}).map(plot => plot.id)"""
+
+SHORTENED = """() => [...document.querySelectorAll('.plot svg text, header.page *')]
+    .filter(one => !one.children.length && one.textContent.trim().endsWith('…')).map(one => one.textContent)"""
+
+ON_A_RULE = """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
+    const rules = [...plot.querySelectorAll('.shapelayer path')].map(path => path.getBoundingClientRect())
+        .filter(box => Math.min(box.width, box.height) < 3);
+    return [...plot.querySelectorAll('.annotation-text-g text')].filter(text => {
+        const a = text.getBoundingClientRect();
+        return rules.some(b => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
+            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5);
+    }).map(text => plot.id + ': ' + text.textContent);
+})"""
+
+SCROLLED = """() => [...document.querySelectorAll('header.page .scroll')]
+    .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.getAttribute('aria-label'))"""
+
 STACKED = """() => {
     const blocks = [...document.querySelectorAll('header.page > *, .tile, nav a')], found = [];
     blocks.forEach((one, n) => blocks.slice(n + 1).forEach(other => {
@@ -86,7 +109,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A full profile; the same without its sidecar and under names that are long; and the oldest one that ships."""
+    """A full profile; one of a disturbed machine; one without its sidecar and under long names; and the oldest that ships."""
     folder = tmp_path_factory.mktemp("pages")
     full = report_profile(folder, trials=150)
     shipped = ROOT / "profiles" / "cpu-2core-tiny.yaml"
@@ -99,10 +122,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "verdict": "<b>not bold</b> " + "and-so-on" * 20,
         }
     )
+    made["disturbed"] = disturbed(made["full"])
     made["long"] = gather(long, folder / "elsewhere" / "p.yaml")
     for name, evidence in made.items():
         (folder / f"{name}.html").write_text(html(compose(evidence)), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in made}
+
+
+def disturbed(evidence: Evidence) -> Evidence:
+    """One setting best for two purposes and somebody's defaults besides; a model of a machine too slow to keep anything."""
+    profile, base = evidence.profile, evidence.profile.baseline
+    assert base is not None and profile.cost_model is not None
+    defaults = Setting(knobs=base.knobs, why="of those measured", point=base)
+    slow = CostModel.from_facts(profile.cost_model).scaled(compute=0.1, bandwidth=0.1, overhead=0.1)
+    settings = {"interactive": defaults, "balanced": profile.settings["balanced"], "throughput": defaults}
+    return replace(evidence, profile=profile.model_copy(update={"settings": settings, "cost_model": slow.facts}))
 
 
 @contextmanager
@@ -141,10 +175,15 @@ def check_whole(page: Any) -> None:
         assert page.evaluate(OVERLAPPING, selector) == [], selector
     assert page.evaluate(SQUEEZED) == []
     assert page.evaluate(STACKED) == []
+    assert page.evaluate(FLAT) == [], "plots that show nothing but zeros"
+    assert page.evaluate(SHORTENED) == [], "names cut short"
+    assert page.evaluate(ON_A_RULE) == [], "words on a line"
+    if page.viewport_size["width"] < 540:
+        assert page.evaluate(SCROLLED) == [], "settings to be scrolled sideways"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["full", "shipped", "long"])
+@pytest.mark.parametrize("name", ["full", "shipped", "long", "disturbed"])
 def test_it_is_whole_at_every_width(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     with opened(browser, pages[name], width) as page:
         check_whole(page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from textwrap import wrap
 from typing import NamedTuple
 
 from autotune.profile import Point
@@ -14,7 +15,7 @@ from autotune.report.section import Section, absent
 from autotune.report.wording import error, names, number, off, short_setting
 
 KEY, TOPIC = "twins", "Simulated against measured"
-_ROW, _FRAME = 26, 90  # pixels
+_FRAME, _ROW, _LINE, _NARROW = 90, 10, 16, 14  # pixels, and the letters in a line of a name where there is least room
 
 
 class _Metric(NamedTuple):
@@ -112,10 +113,17 @@ def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None
     made = layout(x, y, showlegend=True, legend=legend)
     offs = [abs(b / a - 1) for a, b in zip(measured, simulated, strict=True) if a > 0]
     said = f"{metric.name}: typically {error(statistics.median(offs))} off" if offs else metric.name
-    return Plot(f"twins-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _ROW * len(known))
+    return Plot(
+        f"twins-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _tall(known) * len(known)
+    )
 
 
-def _cut(name: str, most: int = 30) -> str:
+def _tall(known: list[tuple[str, Point, float, float]]) -> int:
+    """Pixels of a row that has room for the longest name, which the page breaks into lines."""
+    return _ROW + _LINE * max(len(wrap(_cut(name), _NARROW)) for name, *_ in known)
+
+
+def _cut(name: str, most: int = 60) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 

@@ -14,13 +14,20 @@
     return value;
   }
 
+  // A text in lines of at most so many letters, but for words that are longer.
+  function wrapped(text, most) {
+    return text.split(" ").reduce((lines, word) => {
+      const last = lines.pop();
+      return last === undefined ? [word] : last.length + 1 + word.length <= most ? [...lines, last + " " + word] : [...lines, last, word];
+    }, []);
+  }
+
   // Fewer ticks where there is less room.
   function thinned(axis, room) {
     let ticks = axis.tickvals ? axis.tickvals.map((value, n) => [value, axis.ticktext[n]]) : [];
     if (!axis.tickvals) return;
     if (axis.type !== "log") {
-      const most = Math.max(10, Math.floor(room / 17));
-      axis.ticktext = axis.ticktext.map((text) => (text.length > most && !text.includes("&") ? text.slice(0, most - 1) + "…" : text));
+      axis.ticktext = axis.ticktext.map((text) => wrapped(text, Math.max(14, Math.floor(room / 17))).join("<br>"));
       return;
     }
     const [low, high] = axis.range;
@@ -64,11 +71,17 @@
         if (trace.error_x) lines.push([xa.d2p(x - trace.error_x.arrayminus[n] + share * (trace.error_x.array[n] + trace.error_x.arrayminus[n])), ya.d2p(trace.y[n])]);
       }
     }));
+    (view.layout.shapes || []).filter((shape) => shape.type === "line").forEach((shape) => {
+      for (let share = 0; share <= 1; share += 0.01)
+        lines.push(shape.xref === "paper" ? [share * xa._length, ya.d2p(shape.y0)] : [xa.d2p(shape.x0), share * ya._length]);
+    });
     const font = style.getPropertyValue("--font").trim();
     return view.labels.map((label) => {
-      const x = xa.d2p(label.x), y = ya.d2p(label.y), w = width(label.text, font, label.bold), h = 18;
+      const text = wrapped(label.text, Math.max(14, Math.floor(xa._length / 16)));
+      const w = Math.max(...text.map((one) => width(one, font, label.bold))), h = 2 + 16 * text.length;
+      const x = xa.d2p(label.x), y = ya.d2p(label.y), shown = text.map(escaped).join("<br>");
       let best = null;
-      for (const far of [0, 14, 30, 50, 75, 105])
+      for (const far of [0, 14, 30, 50, 75, 105, 140, 180])
         for (const [dx, dy] of [[1, 0], [1, -1], [1, 1], [-1, 0], [-1, -1], [-1, 1], [0, -1], [0, 1]]) {
           const cx = x + dx * (w / 2 + 9 + (dy ? 0.5 : 1) * far), cy = y + dy * (h / 2 + 7 + far);
           const box = [cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2];
@@ -83,7 +96,7 @@
       return {
         x: xa.type === "log" ? Math.log10(label.x) : label.x, y: label.y, ax: best.cx - x, ay: best.cy - y,
         showarrow: true, arrowhead: 0, arrowwidth: 1, arrowcolor: best.far ? styled("@line", style) : "rgba(0,0,0,0)",
-        standoff: 6, borderpad: 1, text: label.bold ? "<b>" + escaped(label.text) + "</b>" : escaped(label.text),
+        standoff: 6, borderpad: 1, text: label.bold ? "<b>" + shown + "</b>" : shown,
         font: { size: 12, color: styled(label.colour, style) },
       };
     });
