@@ -8,10 +8,9 @@ import statistics
 from pathlib import Path
 
 from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, SimulationFacts, Software
-from autotune.profiling.choice import refuted
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import pareto, points
-from autotune.profiling.setup import Setup
+from autotune.profiling.verdict import judge
 from runtime.knobs import Knobs
 
 _MOST_PARETO = 24
@@ -117,38 +116,6 @@ def pareto_points(findings: Findings) -> list[Point]:
     return sorted(front, key=lambda p: p.goodput.mean, reverse=True)[:_MOST_PARETO]
 
 
-def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
-    """Whether the SLO's share is kept at some rate that was tried, and the sentence that says it."""
-    setup: Setup | None = findings.setup
-    assert setup is not None
-    share = f"{setup.slo.attainment * 100:g}%"
-    if findings.capacity is None:
-        kept = not refuted(balanced, setup.slo)
-        return kept, (
-            f"stopped before the highest rate that keeps {share} was looked for; at {balanced.offered_rate:.3g} req/s offered, "
-            f"the balanced setting kept {_share(balanced)}"
-        )
-    tried = findings.capacity.tried
-    if findings.capacity.rate is None:
-        best = max(tried, key=lambda p: p.attainment, default=balanced)
-        return False, (
-            f"the SLO was not met at any rate tried: at best {_share(best)} at {best.offered_rate:.3g} req/s, "
-            f"where {share} are asked; ask for less (--slo), or for shorter requests"
-        )
-    at = next(p for p in tried if p.rate == findings.capacity.rate)
-    if at.attainment >= setup.slo.attainment and at.rate >= setup.most_rate:
-        return True, (
-            f"balanced keeps {share} in SLO at {at.offered_rate:.3g} req/s (measured {_share(at)}), "
-            "the most that can be offered here: the machine may do more"
-        )
-    if at.attainment >= setup.slo.attainment:
-        return True, f"balanced keeps {share} in SLO up to about {at.offered_rate:.3g} req/s (measured {_share(at)})"
-    return True, (
-        f"balanced may keep {share} in SLO up to about {at.offered_rate:.3g} req/s: {_share(at)} is too short a measurement "
-        "to tell; a longer --budget tells more"
-    )
-
-
 def sidecar(findings: Findings) -> str:
     """One JSON line for each kind of step, each simulated trial and each run; what failed, with its cause, at the end."""
     lines = [json.dumps({"kind": "step", **step.model_dump(mode="json")}) for step in findings.steps]
@@ -159,7 +126,3 @@ def sidecar(findings: Findings) -> str:
         for stage, knobs, cause in findings.unmeasured
     ]
     return "".join(line + "\n" for line in lines)
-
-
-def _share(p: Point) -> str:
-    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"

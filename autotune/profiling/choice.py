@@ -77,15 +77,26 @@ def refuted(point: Point, slo: SLO) -> bool:
     return misses > 0 and float(binom.sf(misses - 1, point.offered, 1 - slo.attainment)) < SIGNIFICANCE
 
 
-def highest_held(tried: Sequence[Point], slo: SLO) -> tuple[float | None, float]:
-    """The highest rate not missed below every rate that was (None: none), and the rate to try next.
+def tells(point: Point, slo: SLO) -> bool:
+    """Whether this point has requests enough to say that the share is kept, and kept it.
 
+    Enough: a share that is just kept brings one miss among them. If none came, three times as many misses as promised
+    are ruled out (the rule of three: 95% upper bound 3/n); of 100% promised, 3%.
+    """
+    return point.attainment >= slo.attainment and point.offered * max(1 - slo.attainment, 0.01) >= 1 - 1e-9
+
+
+def highest_held(tried: Sequence[Point], slo: SLO) -> tuple[Point | None, float]:
+    """The point of the highest rate not missed below every rate that was (None: none), and the rate to try next.
+
+    Rates are those that came in: with few requests they may be far from, and in another order than, those asked for.
     Up while the share is kept, down (or to what was served in SLO, if less) while it is not, then in between.
     """
-    missed = [p.rate for p in tried if refuted(p, slo)]
-    held = max((p.rate for p in tried if not refuted(p, slo) and p.rate < min(missed, default=inf)), default=None)
+    missed = [p.offered_rate for p in tried if refuted(p, slo)]
+    below = [p for p in tried if not refuted(p, slo) and p.offered_rate < min(missed, default=inf)]
+    held = max(below, key=lambda p: p.offered_rate, default=None)
     if held is None:
-        lowest = min((p for p in tried if refuted(p, slo)), key=lambda p: p.rate)
-        served = lowest.rate * lowest.attainment
-        return None, max(lowest.rate / 3, min(_SLOWER * lowest.rate, 0.95 * served))
-    return held, (held * min(missed)) ** 0.5 if missed else held * _FASTER
+        lowest = min((p for p in tried if refuted(p, slo)), key=lambda p: p.offered_rate)
+        rate = lowest.offered_rate or lowest.rate
+        return None, max(rate / 3, min(_SLOWER * rate, 0.95 * rate * lowest.attainment))
+    return held, (held.offered_rate * min(missed)) ** 0.5 if missed else held.offered_rate * _FASTER

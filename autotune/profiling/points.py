@@ -39,17 +39,26 @@ def points(runs: Iterable[Run]) -> list[Point]:
 
 
 def point(runs: Sequence[Run]) -> Point:
-    """Runs of one setting at one rate. Shares are pooled; percentiles are the median of each run's own."""
+    """Runs of one setting at one rate. Shares are pooled; percentiles are the median of each run's own.
+
+    Runs of one seed met the same requests: together they count once, by their mean, as 55 requests met twice are not
+    110 requests met.
+    """
     scores = [run.score for run in runs]
-    met, offered = sum(s.met for s in scores), sum(s.offered for s in scores)
+    seeds: dict[int, list[Score]] = {}
+    for score in scores:
+        seeds.setdefault(score.seed, []).append(score)
+    offered = round(sum(_mean(same, lambda s: s.offered) for same in seeds.values()))
+    met = min(offered, round(sum(_mean(same, lambda s: s.met) for same in seeds.values())))
+    window = sum(_mean(same, lambda s: s.window_s) for same in seeds.values())
     low, high = wilson_interval(met, offered)
-    blocks = [(score.window_s, score.blocks) for score in scores]
+    blocks = [(_mean(same, lambda s: s.window_s), _mean_blocks(same)) for same in seeds.values()]
     return Point(
         knobs=runs[0].knobs,
         stage=runs[0].stage,
         label=runs[0].label,
         rate=scores[0].rate,
-        offered_rate=_round(offered / sum(s.window_s for s in scores)),
+        offered_rate=_round(offered / window),
         seeds=tuple(s.seed for s in scores),
         offered=offered,
         met=met,
@@ -68,7 +77,7 @@ def point(runs: Sequence[Run]) -> Point:
     )
 
 
-def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[int, int]]]], runs: tuple[float, ...]) -> Spread:
+def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]], runs: tuple[float, ...]) -> Spread:
     """The mean goodput and its 95% percentile-bootstrap interval over one-second blocks.
 
     Requests of a burst are late together, so single requests are no independent sample; seconds nearly are (a block
@@ -106,6 +115,16 @@ def _merits(p: Point) -> tuple[float, ...]:
     worst = float("inf")
     latencies = (worst if value is None else value for value in (p.ttft_p99_ms, p.tpot_p99_ms))
     return (p.goodput.mean, p.throughput.mean, *(-value for value in latencies))
+
+
+def _mean(scores: Sequence[Score], get: Callable[[Score], float]) -> float:
+    return statistics.fmean(get(score) for score in scores)
+
+
+def _mean_blocks(same: Sequence[Score]) -> list[tuple[float, float]]:
+    """Requests offered and met of each second, means over runs of the same requests."""
+    seconds = zip(*(score.blocks for score in same), strict=False)
+    return [(statistics.fmean(o for o, _ in runs), statistics.fmean(m for _, m in runs)) for runs in seconds]
 
 
 def _median(scores: Sequence[Score], get: Callable[[Score], float | None]) -> float | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from autotune.profile import Capacity, Point
-from autotune.profiling.assemble import judge, sidecar
-from autotune.profiling.choice import alike, choose, highest_held, latency, refuted
+from autotune.profiling.assemble import sidecar
+from autotune.profiling.choice import alike, choose, highest_held, latency, refuted, tells
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
 from autotune.profiling.stages.simulating import shortlist
 from autotune.profiling.stages.validating import confidence
+from autotune.profiling.verdict import judge
 from autotune.score import Latency
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
@@ -54,6 +55,17 @@ def test_runs_of_one_setting_are_pooled_and_kept_apart_by_stage_and_rate() -> No
     assert both.attainment_low < 0.75 < both.attainment_high
     assert both.goodput.mean == 7.5 and both.goodput.runs == (10.0, 5.0)
     assert both.offered_rate == 10.0
+
+
+def test_the_same_requests_met_twice_count_once() -> None:
+    once = point([run(SMALL, 40, seed=1)])
+    twice = point([run(SMALL, 40, seed=1), run(SMALL, 40, seed=1)])
+    assert (twice.met, twice.offered, twice.attainment_low) == (40, 40, once.attainment_low)
+    assert twice.offered_rate == once.offered_rate and twice.seeds == (1, 1)
+    assert tells(point([run(SMALL, 60, offered=60, seed=1)] * 2), TARGETS) is False
+    apart = point([run(SMALL, 40, seed=1), run(SMALL, 36, seed=1), run(SMALL, 40, seed=2)])
+    assert (apart.met, apart.offered) == (78, 80)
+    assert apart.goodput.mean == 9.75 and apart.goodput.runs == (10.0, 9.0, 10.0)
 
 
 def test_the_goodput_interval_follows_the_bursts_not_the_requests() -> None:
@@ -134,28 +146,61 @@ def test_nothing_offered_shows_nothing_kept() -> None:
     assert refuted(empty, TARGETS)
 
 
+def brought(offered_rate: float, met: int, offered: int = 40, rate: float | None = None) -> Point:
+    """A point of ``offered`` requests that came at ``offered_rate``, asked for as ``rate``."""
+    measured = run(SMALL, met, offered=offered, rate=rate or offered_rate, window_s=offered / offered_rate)
+    return point([measured])
+
+
 def test_the_next_rate_goes_up_while_kept_down_while_not_then_between() -> None:
-    kept, missed = at(SMALL, 40, rate=10.0), at(SMALL, 20, rate=12.0)
-    assert highest_held([kept], TARGETS) == (10.0, pytest.approx(11.5))
-    assert highest_held([kept, missed], TARGETS) == (10.0, pytest.approx(120**0.5))
+    kept, missed = brought(10.0, 40), brought(12.0, 20)
+    assert highest_held([kept], TARGETS) == (kept, pytest.approx(11.5))
+    assert highest_held([kept, missed], TARGETS) == (kept, pytest.approx(120**0.5))
     assert highest_held([missed], TARGETS) == (None, pytest.approx(0.95 * 6))
-    lucky = at(SMALL, 40, rate=14.0)
-    assert highest_held([kept, missed, lucky], TARGETS)[0] == 10.0  # above a rate that was missed: luck
-    hopeless = at(SMALL, 0, rate=9.0)
+    lucky = brought(14.0, 40)
+    assert highest_held([kept, missed, lucky], TARGETS)[0] is kept  # above a rate that was missed: luck
+    hopeless = brought(9.0, 0)
     assert highest_held([hopeless], TARGETS) == (None, pytest.approx(3.0))
 
 
+def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
+    held, missed = brought(31.07, 55, 55, rate=31.9), brought(29.4, 48, 52, rate=41.4)
+    best, following = highest_held([held, missed], TARGETS)
+    assert best is None and following < 29.4
+    lower = brought(24.0, 60, 60, rate=23.0)
+    best, following = highest_held([held, missed, lower], TARGETS)
+    assert best is lower and 24.0 < following < 29.4
+    capacity = Capacity(knobs=SMALL, rate=None, tried=(held, missed))
+    met, text = judge(findings(capacity=capacity), held)
+    assert not met and "at best 92.3% of 52" in text and "at 29.4 req/s" in text and "luck" in text
+
+
+@pytest.mark.parametrize(
+    ("met", "offered", "expected"),
+    [(7, 7, False), (99, 99, False), (100, 100, True), (99, 100, True), (394, 400, False)],
+)
+def test_only_requests_enough_tell_that_a_share_is_kept(met: int, offered: int, expected: bool) -> None:
+    assert tells(point([run(SMALL, met, offered=offered)]), TARGETS) is expected
+
+
 def test_the_verdict_in_words() -> None:
-    kept, missed = at(SMALL, 40, rate=8.0), at(SMALL, 20, rate=12.0)
-    short = at(SMALL, 39, rate=8.0)
-    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=8.0, tried=(missed, kept))), kept)
-    assert met and text.startswith("balanced keeps 99% in SLO up to about 10 req/s (measured 100.0% of 40")
-    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=8.0, tried=(short,))), short)
+    def verdict(rate: float | None, *tried: Point) -> tuple[bool, str]:
+        return judge(findings(capacity=Capacity(knobs=SMALL, rate=rate, tried=tried)), tried[0])
+
+    kept, missed = brought(8.0, 200, 200), brought(12.0, 20)
+    met, text = verdict(8.0, missed, kept)
+    assert met and text.startswith("balanced keeps 99% in SLO up to about 8 req/s (measured 100.0% of 200")
+    assert text.endswith("; at 12 req/s only 50.0% of 40)")
+    met, text = verdict(8.0, kept)
+    assert met and text.startswith("balanced keeps 99% in SLO up to at least 8 req/s")
+    met, text = verdict(5.0, brought(5.0, 7, 7))
+    assert met and "keeps" not in text
+    assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% are kept")
+    met, text = verdict(8.0, brought(8.0, 39))
     assert met and "may keep 99%" in text and "97.5% of 40" in text
-    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=None, tried=(missed,))), missed)
+    met, text = verdict(None, missed)
     assert not met and text.startswith("the SLO was not met at any rate tried: at best 50.0% of 40")
-    fast = at(SMALL, 40, rate=300.0)
-    met, text = judge(findings(capacity=Capacity(knobs=SMALL, rate=300.0, tried=(fast,))), fast)
+    met, text = verdict(300.0, brought(298.0, 400, 400, rate=300.0))
     assert met and "the most that can be offered here" in text
     met, text = judge(findings(capacity=None, stopped=True), kept)
     assert met and text.startswith("stopped before")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from autotune.profile_parts import Capacity
 from autotune.profiling.choice import highest_held, refuted
 from autotune.profiling.points import point
-from autotune.profiling.setup import Setup, rounded
+from autotune.profiling.setup import Setup, balanced_seeds, rounded
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import CALIBRATION, CAPACITY, VALIDATION
 from runtime.knobs import Knobs
 
 _CHECKS = 3
 _PRECISION = 1.03
+_SEEDS, _APART = 101, 100  # beyond the seeds of validation
 _RANGE = 12.0  # the capacity is looked for down to that fraction of the comparison's rate
 
 
@@ -26,7 +27,7 @@ def find_capacity(context: Context, setup: Setup) -> None:
     context.reporter.stage("capacity")
     tried = [choice.point]
     held, rate = highest_held(tried, setup.slo)
-    found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
+    found.capacity = Capacity(knobs=choice.knobs, rate=None if held is None else held.rate, tried=tuple(tried))
     with context.meter.simulating():
         rate = simulated_capacity(context, setup, choice.knobs) or rate
     end = context.schedule.until(CALIBRATION, VALIDATION, CAPACITY)
@@ -36,15 +37,25 @@ def find_capacity(context: Context, setup: Setup) -> None:
         rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
         if any(p.rate == rate for p in tried):
             break
-        run = context.measured("capacity", choice.point.label, choice.knobs, setup, rate, question.seed + 101 + number)
+        seed = _seed(context, setup, rate, number)
+        run = context.measured("capacity", choice.point.label, choice.knobs, setup, rate, seed)
         if run is None:
             break
         tried.append(point([run]))
         held, rate = highest_held(tried, setup.slo)
-        found.capacity = Capacity(knobs=choice.knobs, rate=held, tried=tuple(tried))
+        found.capacity = Capacity(knobs=choice.knobs, rate=None if held is None else held.rate, tried=tuple(tried))
         note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
-    context.reporter.stage_done(f"{len(tried) - 1} rates", "" if held is None else f"about {held:.3g} req/s")
+    context.reporter.stage_done(
+        f"{len(tried) - 1} rates", "" if held is None else f"about {held.offered_rate:.3g} req/s"
+    )
+
+
+def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
+    """One whose window brings about the rate asked for, of candidates that no other check shares."""
+    load = setup.model_copy(update={"rate": rate}).apply(context.question.workload)
+    first = context.question.seed + _SEEDS + number * _APART
+    return balanced_seeds(load, first, 1, setup.warmup_s, setup.window_s)[0]
 
 
 def simulated_capacity(context: Context, setup: Setup, knobs: Knobs) -> float | None:
