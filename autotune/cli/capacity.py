@@ -10,7 +10,6 @@ from typer import Argument, Option
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
-from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import SettingCapacity
@@ -48,14 +47,22 @@ def capacity(
     from autotune.cli.display import Display, make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.evaluate import Interrupted
-    from autotune.simulate.capacity import Search, UnboundedError
-    from autotune.simulate.tables import capacity_data, capacity_table, cheapest_sentence
+    from autotune.simulate.capacity import Search
+    from autotune.simulate.tables import (
+        capacity_data,
+        capacity_table,
+        cheapest_sentence,
+        interval_words,
+        unbounded_sentence,
+    )
 
     console = make_console(stderr=as_json)
     console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)
     scenario, start = asked.scenario, asked.profile.workload.rate
     display = Display(console, "")
     known: dict[str, SettingCapacity] = {}
+    best: SettingCapacity | None = None
+    stopped = False
     with stop_on_interrupt() as stop:
         search = Search(
             scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
@@ -64,30 +71,34 @@ def capacity(
             for name, setting in asked.settings.items():
                 display.stage(name)
                 known[name] = found = search.capacity(name, setting, start, shared.progress(display))
-                display.stage_done("", f"{found.rate:.3g} req/s" if found.rate else "none")
-                start = found.rate or start
-            best = max(known.values(), key=lambda one: one.rate)
+                display.stage_done("", shared.capacity_words(found))
             if asked.price is not None:
                 display.stage("others")
                 best = search.best(known, asked.others, shared.progress(display))
                 display.stage_done("", "")
         except Interrupted:
-            return INTERRUPTED
-        except UnboundedError as error:
-            raise InputError(str(error)) from None
+            stopped = True
         finally:
             display.close()
-    console.print()
-    console.print(capacity_table(list(known.values()), best, asked.price), soft_wrap=True)
-    console.print(
-        f"highest rate at which {scenario.slo.attainment:g} of {requests} requests keep {scenario.slo}, "
-        f"to {search.precision:.0%}; mean and 95% interval over {seeds} seed{'s' if seeds > 1 else ''}",
-        style="dim", markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    if asked.price is not None:
+    if known:
+        console.print()
+        shown = list(known.values())
+        console.print(capacity_table(shown, best or max(shown, key=lambda one: one.order), asked.price), soft_wrap=True)
+        console.print(
+            f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests keep {scenario.slo}, "
+            f"to {search.precision:.0%}; {interval_words(seeds)}",
+            style="dim", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        endless = unbounded_sentence(shown, scenario.slo, requests)
+        if endless is not None:
+            console.print(endless, markup=False, highlight=False, soft_wrap=True)
+    if best is not None and asked.price is not None:
         console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
     if as_json:
         settings = [capacity_data(one, asked.price) for one in known.values()]
-        cheapest = None if asked.price is None else capacity_data(best, asked.price)
-        print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest}))
+        cheapest = None if best is None else capacity_data(best, asked.price)
+        print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
+    if stopped:
+        shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None)
+        return INTERRUPTED
     return DONE if any(one.rate for one in known.values()) else FELL_SHORT

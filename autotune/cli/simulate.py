@@ -31,7 +31,9 @@ def simulate(
     profile: Annotated[str, Option(help=shared.PROFILE_HELP, show_default=False)],
     workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
     slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
-    rate: Annotated[float | None, Option(help="Requests/s.  (default: the profile's)")] = None,
+    rate: Annotated[
+        float | None, Option(help="Requests/s.  (default: the one --workload names, or else the profile's)")
+    ] = None,
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
     scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
@@ -56,12 +58,13 @@ def simulate(
     from autotune.simulate.tables import capacity_data, cheapest_sentence, point_data, simulated_table
 
     console = make_console(stderr=as_json)
-    console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)
-    offered = rate or asked.profile.workload.rate
+    offered, whose = asked.offered(rate)
+    console.print(asked.head((offered, whose)), markup=False, highlight=False, soft_wrap=True)
     scenario, taken = asked.scenario, tuple(range(seed, seed + seeds))
     display = Display(console, "")
     points: list[Point] = []
     best: SettingCapacity | None = None
+    stopped = False
     with stop_on_interrupt() as stop:
         display.stage("simulating")
         done, total, begun = 0, len(asked.settings) * seeds, time.monotonic()
@@ -85,20 +88,24 @@ def simulate(
                 best = search.best(known, asked.others, shared.progress(display))
                 display.stage_done("", "")
         except Interrupted:
-            return INTERRUPTED
+            stopped = True
         finally:
             display.close()
-    console.print()
-    console.print(simulated_table(points, scenario.slo, asked.price, console.width), soft_wrap=True)
-    console.print(
-        f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
-        f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval",
-        style="dim", markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    if points:
+        console.print()
+        console.print(simulated_table(points, scenario.slo, asked.price, console.width), soft_wrap=True)
+        console.print(
+            f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
+            f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval over requests",
+            style="dim", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if best is not None and asked.price is not None:
         console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = [point_data(p, asked.price) for p in points]
         cheapest = None if best is None else capacity_data(best, asked.price)
-        print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest}))
+        print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}))
+    if stopped:
+        shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None)
+        return INTERRUPTED
     return DONE if any(p.attainment >= scenario.slo.attainment for p in points) else FELL_SHORT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from autotune.cli.display import Display
     from autotune.profile import Profile
+    from autotune.simulate.capacity import SettingCapacity
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
 
@@ -46,7 +48,7 @@ class Asked:
         from autotune.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, parse_speeds
-        from autotune.workload import parse_workload
+        from autotune.workload import named_options, parse_workload
         from runtime.slo import SLO
 
         if controller is not None and controller not in CONTROLLERS:
@@ -64,10 +66,12 @@ class Asked:
         scenario = checked(
             "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
-        self.spec = workload or self.profile.workload.spec
-        self.settings: dict[str, Knobs] = {str(name): s.knobs for name, s in self.profile.settings.items()}
-        if overrides:
-            self.settings = {"asked": self.profile.knobs.with_(**overrides)}
+        facts = self.profile.workload
+        self.spec = workload or facts.spec
+        self.foreign = workload is not None and workload.strip() != facts.spec
+        self.named = named_options(workload) if workload is not None else set()
+        self.rate = parse_workload(workload).rate if workload is not None and self.named & {"rate", "time"} else None
+        self.settings = {"asked": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
             self.scenario = self.scenario.room_for(setting)
@@ -85,22 +89,36 @@ class Asked:
                 found[name if name not in found else f"{name} {len(found)}"] = knobs
         return found
 
-    def head(self) -> str:
-        """What is simulated, in two lines."""
+    def offered(self, asked: float | None) -> tuple[float, str]:
+        """The rate to simulate and whose it is: ``asked`` (--rate), or the one --workload names, or the profile's."""
+        if asked is not None:
+            return asked, "--rate"
+        if self.rate is not None:
+            return self.rate, "the workload's"
+        return self.profile.workload.rate, "the profile's"
+
+    def head(self, offered: tuple[float, str] | None = None) -> str:
+        """What is simulated, in two lines; ``offered``: at which rate, and whose it is."""
         from autotune.cli.display import ratio
         from autotune.profiling.fingerprint import describe
         from autotune.version import __version__
 
         profile, load = self.profile, self.scenario.workload
         assert profile.cost_model is not None  # or there were no scenario
-        lengths = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}"
+        own = not self.foreign or "length" in self.named
+        whose = "" if own else " (the profile's)"
+        lengths = "" if load.length_scale == 1 else f", lengths × {ratio(load.length_scale)}{whose}"
+        rate = ""
+        if offered is not None:
+            another = "; --rate for another" if self.foreign and offered[1] == "the profile's" else ""
+            rate = f" at {offered[0]:.4g} req/s ({offered[1]}{another})"
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
             f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
             f"error {profile.cost_model.error:.1%}\n"
-            f"workload {self.spec}{lengths} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}{control}"
+            f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}{control}"
         )
 
     def data(self) -> dict[str, Any]:
@@ -117,6 +135,24 @@ class Asked:
             "controller": self.controller,
             "price_per_hour": self.price,
         }
+
+
+def capacity_words(found: SettingCapacity) -> str:
+    return "unbounded" if found.unbounded else f"{found.rate:.3g} req/s" if found.rate else "none"
+
+
+def say_stopped(done: int, total: int, *, pricing: bool) -> None:
+    """On stderr, after what was found: a table that looks whole is not."""
+    lacking = f"{done} of {total} settings are done" if done < total else "all settings are done"
+    print(f"stopped: {lacking}{', the cheapest was not looked for' if pricing else ''}", file=sys.stderr)
+
+
+def _by_knobs(profile: Profile) -> dict[str, Knobs]:
+    """The profile's settings, those of equal knobs as one: ``interactive, throughput``."""
+    names: dict[Knobs, list[str]] = {}
+    for name, setting in profile.settings.items():
+        names.setdefault(setting.knobs, []).append(str(name))
+    return {", ".join(those): knobs for knobs, those in names.items()}
 
 
 def progress(display: Display) -> Callable[[float, bool], None]:

@@ -1,7 +1,9 @@
 """The highest rate at which a setting holds the SLO, by bisection in simulation, seed by seed; and which setting has the highest.
 
 One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
-steps, and a bisection finds where it crosses what was promised. A capacity is the rate at which those requests came, not the
+steps, and a bisection finds where it crosses what was promised. The rates tried lie on a fixed grid, equal steps of at most the
+precision, and each interval is halved at its roundest number, so that where the search begins changes nothing but its length
+(unless the share crosses the promise twice, whole octaves apart). A capacity is the rate at which those requests came, not the
 long-run mean of the workload: of a bursty one, a few thousand requests may come much faster or slower than that. Seeds differ;
 their mean and its 95% interval (Student's t) are what is known of the capacity.
 """
@@ -18,27 +20,21 @@ from scipy.stats import t as student
 
 from autotune.score import Score
 from autotune.simulate.scenario import Scenario
-from runtime.errors import AutotuneError
 from runtime.knobs import Knobs
 
 PRECISION: Final = 0.01
-_REACH: Final = 2.0**20  # from where the search begins, in both directions
+_REACH: Final = 20  # octaves from where the search begins, in both directions
 _ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
-_NEAR: Final = 1.2  # the first step from where another seed ended
 
 Told = Callable[[float, bool], None]
 """``told(rate, held)``: hears of each simulation."""
 
 
-class UnboundedError(AutotuneError):
-    """The SLO is held at any rate, so there is no highest one."""
-
-
 class SeedCapacity(NamedTuple):
     """What one seed says. ``rate``: the highest mean rate of the workload that held (0: none did), with its ``score``.
 
-    ``failed``: the next one that did not hold; ``tried``: how many simulations it took; ``answer``: mean output tokens of
-    its requests.
+    ``failed``: the next one that did not hold, inf when all that were tried did; ``tried``: how many simulations it took;
+    ``answer``: mean output tokens of its requests.
     """
 
     seed: int
@@ -69,13 +65,25 @@ class SettingCapacity:
 
     @property
     def rate(self) -> float:
-        """Mean over the seeds, requests/s."""
+        """Mean over the seeds, requests/s. Where :attr:`unbounded`, a rate that held and no more."""
         return statistics.fmean(self.rates)
 
     @property
+    def order(self) -> tuple[bool, float]:
+        """The better setting has the higher one."""
+        return self.unbounded, self.rate
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether some seed's requests keep the SLO however close together they come."""
+        return any(s.failed == math.inf for s in self.seeds)
+
+    @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of the mean; of a single seed nothing is known but its precision."""
+        """95% interval of the mean; of a single seed, the bracket of its bisection: nothing is known of other seeds."""
         rates = self.rates
+        if self.unbounded:
+            return min(rates), math.inf
         if len(rates) < 2:
             only = self.seeds[0]
             return rates[0], rates[0] * only.failed / only.rate if only.rate else 0.0
@@ -105,16 +113,12 @@ class Search:
     stop: Callable[[], bool] | None = None
 
     def capacity(self, label: str, knobs: Knobs, start: float, told: Told = lambda rate, held: None) -> SettingCapacity:
-        """The capacity of ``knobs``, looked for around ``start`` requests/s.
-
-        Raises :class:`UnboundedError` when so few requests hold the SLO however close together they come.
-        """
+        """The capacity of ``knobs``, looked for around ``start`` requests/s."""
         found: list[SeedCapacity] = []
-        step = 2.0
         for seed in self.seeds:
-            found.append(self._of_seed(knobs, seed, start, step, told))
-            if found[-1].rate:
-                start, step = found[-1].rate, _NEAR
+            found.append(self._of_seed(knobs, seed, start, told))
+            if found[-1].rate and found[-1].failed < math.inf:
+                start = found[-1].rate
         return SettingCapacity(label, knobs, tuple(found))
 
     def best(
@@ -127,17 +131,17 @@ class Search:
 
         The others are first asked for a little more than the best so far; only those that hold it are looked at closely.
         """
-        best = max(known.values(), key=lambda one: one.rate)
+        best = max(known.values(), key=lambda one: one.order)
         tried = {one.knobs for one in known.values()}
         for label, knobs in others.items():
-            if knobs in tried:
+            if knobs in tried or best.unbounded:
                 continue
             tried.add(knobs)
             bar = best.seeds[0].rate * (1 + self.precision)  # the same requests, only a little closer together
             if bar and not self._holds(knobs, bar, self.seeds[0], told)[0]:
                 continue
             one = self.capacity(label, knobs, bar or 1.0, told)
-            best = max(best, one, key=lambda found: found.rate)
+            best = max(best, one, key=lambda found: found.order)
         return best
 
     def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score]:
@@ -148,28 +152,35 @@ class Search:
         told(rate, held)
         return held, score
 
-    def _of_seed(self, knobs: Knobs, seed: int, start: float, step: float, told: Told) -> SeedCapacity:
-        low, best, high = 0.0, None, math.inf
-        rate, tried = start, 0
+    def _of_seed(self, knobs: Knobs, seed: int, start: float, told: Told) -> SeedCapacity:
+        octave = 2 ** math.ceil(math.log2(math.log(2) / math.log1p(self.precision)))  # steps of the grid in an octave
+        number = begin = octave * round(math.log2(start))  # of the rate 2 ** (number / octave)
+        low, high, best = -math.inf, math.inf, None
+        step, tried = octave, 0
         answer = self.scenario.mean_answer(seed, self.requests)
-        while high > low * (1 + self.precision):
-            held, score = self._holds(knobs, rate, seed, told)
+        while high - low > 1:
+            held, score = self._holds(knobs, 2 ** (number / octave), seed, told)
             tried += 1
             if held:
-                low, best = rate, score
+                low, best = number, score
             else:
-                high = rate
-            if not low:
-                if score.steps.mean_running < _ALONE or high < start / _REACH:
-                    return SeedCapacity(seed, 0.0, high, None, tried, answer)
-                rate, step = high / step, min(step * step, 16.0)
+                high = number
+            if low == -math.inf:
+                if score.steps.mean_running < _ALONE or high < begin - _REACH * octave:
+                    return SeedCapacity(seed, 0.0, 2 ** (high / octave), None, tried, answer)
+                number, step = number - step, min(2 * step, 4 * octave)
             elif high == math.inf:
-                if low > start * _REACH:
-                    raise UnboundedError(
-                        f"{self.requests} requests hold the SLO {self.scenario.slo} however close together they come: "
-                        "there is no highest rate; simulate more requests"
-                    )
-                rate, step = low * step, min(step * step, 4.0)
-            else:
-                rate = math.sqrt(low * high)
-        return SeedCapacity(seed, low, high, best, tried, answer)
+                if low >= begin + _REACH * octave:
+                    break
+                number, step = number + step, min(2 * step, 2 * octave)
+            elif high - low > 1:
+                number = _roundest(int(low), int(high))
+        return SeedCapacity(seed, 2 ** (low / octave), 2 ** (high / octave), best, tried, answer)
+
+
+def _roundest(low: int, high: int) -> int:
+    """The number between the two (``high - low > 1``) that most powers of two divide: the middle, if both are round."""
+    unit = 1 << (high - low).bit_length()
+    while (found := (low // unit + 1) * unit) >= high:
+        unit >>= 1
+    return found

@@ -15,7 +15,7 @@ from autotune.evaluate import evaluate
 from autotune.profile import Profile
 from autotune.score import Score
 from autotune.simulate.engine import SimulatedEngine
-from autotune.workload import Workload, parse_workload
+from autotune.workload import Workload, named_options, parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -77,7 +77,7 @@ class Scenario:
                 f"--kv-tokens is {asked}; it must be a whole number of at least {least}: blocks of {block} tokens that "
                 "hold a prompt and its answer"
             )
-        own = load.length_scale != 1.0
+        own = "length" in named_options(load.name)
         return cls(
             cost=cost,
             limits=engine.limits,
@@ -143,10 +143,11 @@ class Scenario:
         engine = self.engine(knobs)
         warmup, window = self.window(rate, seed, requests)
         with control(engine, slo=self.slo, controller=controller) if controller else nullcontext():
-            return evaluate(
+            found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
             )  # fmt: skip
+        return found.model_copy(update={"rate": rate})  # as it was asked for, not as the scaled workload rounds it
 
 
 def parse_speeds(text: str) -> dict[str, float]:

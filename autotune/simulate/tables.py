@@ -15,7 +15,6 @@ from autotune.simulate.capacity import SettingCapacity
 from runtime.knobs import KNOBS, Knobs
 from runtime.slo import SLO
 
-PER_MILLION = "/M tokens"
 _WIDE = 130  # columns of the full table
 
 
@@ -27,7 +26,7 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
     wide = width >= _WIDE
     titles = ["in SLO", "goodput/s", "tok/s", *(("TTFT p50",) if wide else ()), "TTFT p99"]
     titles += [*(("TPOT p50",) if wide else ()), "TPOT p99", "E2E p99", *(("preempted",) if wide else ())]
-    drawn = _table(titles + ([PER_MILLION] if price is not None else []), gap=2 if wide else 1)
+    drawn = _table(titles + (["/M at this rate"] if price is not None else []), gap=2 if wide else 1)
     for point in points:
         figures = [
             f"{point.attainment:.1%} ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})",
@@ -49,33 +48,54 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
 def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None) -> Table:
     """One row a setting: the highest rate at which it holds the SLO, and what it does there."""
     titles = ["capacity, req/s", "tok/s", "TTFT p99", "TPOT p99", "running"]
-    drawn = _table(titles + ([PER_MILLION] if price is not None else []))
+    drawn = _table(titles + (["/M tokens at capacity"] if price is not None else []))
     rows = list(found) + ([best] if best not in found else [])
     for one in rows:
         low, high = one.interval
         scores = one.scores
         ttft, tpot = (_middle(getattr(s, name).p99 for s in scores) for name in ("ttft_ms", "tpot_ms"))
         figures = [
-            f"{one.rate:.3g} ({low:.3g}–{high:.3g})" if one.rate else "none",
-            f"{one.throughput:.0f}",
+            "unbounded" if one.unbounded else f"{one.rate:.3g} ({low:.3g}–{high:.3g})" if one.rate else "none",
+            "–" if one.unbounded else f"{one.throughput:.0f}",
             _ms(ttft),
             _ms(tpot),
             "–" if (running := _middle(s.steps.mean_running for s in scores)) is None else f"{running:.1f}",
         ]
         if price is not None:
-            figures.append(_price(price, one.throughput))
+            figures.append("–" if one.unbounded else _price(price, one.throughput))
         _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "")
     return drawn
 
 
 def cheapest_sentence(best: SettingCapacity, slo: SLO, price: float) -> str:
     """Which setting holds the SLO for the least money, and for how much; or that none does."""
+    if best.unbounded:
+        return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
     cost = per_million(price, best.throughput)
     if cost is None or not best.rate:
         return f"no setting holds {slo}, at whatever price"
     return (
         f"cheapest setting that holds {slo}: {best.label} ({best.knobs}), {money(cost)} per million output tokens "
-        f"at its capacity of {best.rate:.3g} req/s, {money(price)} an hour"
+        f"at its own capacity of {best.rate:.3g} req/s, {money(price)} an hour"
+    )
+
+
+def interval_words(seeds: int) -> str:
+    """What the interval of a capacity over ``seeds`` seeds is."""
+    if seeds == 1:
+        return "( ) is between which rates the search ended for this one seed; how much seeds differ takes more --seeds"
+    return f"mean and 95% interval over {seeds} seeds"
+
+
+def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int) -> str | None:
+    """What it means that some setting's capacity has no bound; None where all have one."""
+    endless = [one for one in found if one.unbounded]
+    if not endless:
+        return None
+    return (
+        f"unbounded: no rate tried missed {slo} ({', '.join(one.label for one in endless)}; up to "
+        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests keep it however close together they come; "
+        "more --requests may not"
     )
 
 
@@ -84,14 +104,16 @@ def capacity_data(one: SettingCapacity, price: float | None) -> dict[str, Any]:
     return {
         "label": one.label,
         "knobs": one.knobs.as_dict(),
-        "capacity": one.rate or None,
+        "capacity": None if one.unbounded else one.rate or None,
+        "unbounded": one.unbounded,
         "capacity_low": low,
-        "capacity_high": high,
+        "capacity_high": None if one.unbounded else high,
+        "interval": "bisection" if len(one.seeds) == 1 else "95%",
         "seeds": [
             {"seed": s.seed, "capacity": s.offered, "mean_rate": s.rate, "simulations": s.tried} for s in one.seeds
         ],
-        "throughput": one.throughput,
-        "price_per_million": None if price is None else per_million(price, one.throughput),
+        "throughput": None if one.unbounded else one.throughput,
+        "price_per_million": None if price is None or one.unbounded else per_million(price, one.throughput),
     }  # fmt: skip
 
 

@@ -36,6 +36,14 @@ def parse_workload(text: str) -> Workload:
         raise InputError(f'workload "{text}": {error}') from error
 
 
+def named_options(text: str) -> set[str]:
+    """Which options the spelling of a workload that :func:`parse_workload` takes gives itself: ``rate``, ``length``, …"""
+    text = text.strip()
+    head, _, rest = text.partition(":")
+    _, parts = _split(rest if head.strip() in NAMES else text)
+    return {part.split("=", 1)[0] for part in parts}
+
+
 def _parse(text: str) -> Workload:
     head, colon, rest = text.partition(":")
     if not colon and "," in text and text.split(",")[0].strip() in NAMES:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from autotune.evaluate import Interrupted, evaluate
 from autotune.price import per_million
 from autotune.profile import Profile, save_profile
 from autotune.simulate import SimulatedEngine
-from autotune.simulate.capacity import Search, UnboundedError
+from autotune.simulate.capacity import Search
 from autotune.simulate.scenario import Scenario, parse_speeds
 from autotune.workload import parse_workload
 from benchmarks.simulator import h200
@@ -171,11 +173,11 @@ def test_capacity_is_where_the_share_crosses_the_promise() -> None:
     assert len(told) == sum(s.tried for s in found.seeds) < 40
 
 
-@pytest.mark.parametrize("start", [0.01, 1e4])
-def test_where_the_search_begins_hardly_matters(start: float) -> None:
+@pytest.mark.parametrize("start", [0.01, 17.0, 41.3, 1e4])
+def test_where_the_search_begins_does_not_matter(start: float) -> None:
     knobs = Knobs(256, 0, 1024, 1024)
-    found, usual = (Search(scenario(), (0,), 300).capacity("it", knobs, s).rate for s in (start, 30.0))
-    assert found == pytest.approx(usual, rel=0.02)
+    found, usual = (Search(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
+    assert found.rates == usual.rates and [s.failed for s in found.seeds] == [s.failed for s in usual.seeds]
 
 
 def test_what_one_request_alone_misses_no_rate_holds() -> None:
@@ -183,9 +185,11 @@ def test_what_one_request_alone_misses_no_rate_holds() -> None:
     assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
 
 
-def test_a_promise_that_no_number_of_requests_breaks_is_an_error() -> None:
-    with pytest.raises(UnboundedError, match="30 requests hold"):
-        Search(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30).capacity("it", Knobs(), 10.0)
+def test_a_promise_that_no_number_of_requests_breaks_has_no_bound() -> None:
+    search = Search(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
+    found = search.capacity("it", Knobs(), 10.0)
+    assert found.unbounded and found.rate > 1e6 and found.interval == (found.rate, math.inf)
+    assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}) is found
 
 
 def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> None:
@@ -256,14 +260,99 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     assert found["cheapest"]["price_per_million"] <= min(s["price_per_million"] for s in found["settings"])
     assert run(["simulate", "--profile", path, "--workload", EVEN, "--price", "60/day", "--rate", "5", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "/M tokens" in out and "cheapest setting that holds ttft=500ms,tpot=30ms@99%: " in out
+    assert "/M at this rate" in out and "…" not in out and "at its own capacity of" in out
+    assert "cheapest setting that holds ttft=500ms,tpot=30ms@99%: " in out
 
 
 def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["capacity", path, "--workload", EVEN, "--token-budget", "512", *QUICK]) == 0
     out = capsys.readouterr().out
     assert "asked" in out and "capacity, req/s" in out and "balanced" not in out
-    assert "highest rate at which 0.99 of 100 requests keep ttft=500ms,tpot=30ms@99%" in out
+    assert "highest rate at which 99% of 100 requests keep ttft=500ms,tpot=30ms@99%" in out
+    assert "mean and 95% interval over 2 seeds" in out
+
+
+def test_one_seed_has_no_interval_over_seeds(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["capacity", path, "--workload", EVEN, "--token-budget", "512", "--requests", "100", "--seeds", "1"]
+    assert run([*options, "--json"]) == 0
+    captured = capsys.readouterr()
+    (found,) = json.loads(captured.out)["settings"]
+    assert found["interval"] == "bisection" and found["capacity_high"] / found["capacity_low"] <= 1.01
+    assert "95%" not in captured.err and "( ) is between which rates the search ended for this one seed" in captured.err
+    assert told(capsys, *options[:-4])["settings"][0]["interval"] == "95%"
+
+
+def test_a_promise_that_every_rate_keeps_is_no_bad_input(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("capacity", path, "--workload", EVEN, "--slo", "tpot=1000s", "--token-budget", "512", "--price", "1/h")
+    (found,) = told(capsys, *options)["settings"]
+    assert found["unbounded"] and found["capacity"] is found["capacity_high"] is found["price_per_million"] is None
+    assert run([*options, *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "unbounded: no rate tried missed tpot=1000000ms@99% (asked; up to " in out and "have no price" in out
+
+
+def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = profiled()
+    settings = profile.settings | {"throughput": profile.settings["interactive"]}
+    save_profile(profile.model_copy(update={"settings": settings}), tmp_path / "twice.yaml")
+    for verb in (["simulate", "--rate", "5", "--profile"], ["capacity"]):
+        found = told(capsys, *verb, str(tmp_path / "twice.yaml"), "--workload", EVEN)["settings"]
+        assert [one["label"] for one in found] == ["interactive, throughput", "balanced"]
+
+
+def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verb = ["simulate", "--profile", path, "--token-budget", "512", *QUICK]
+    for workload, more, rate, words in (
+        (EVEN + ",rate=5", [], 5.0, "at 5 req/s (the workload's) "),
+        (EVEN + ",rate=5", ["--rate", "4"], 4.0, "at 4 req/s (--rate) "),
+        (EVEN, [], profiled().workload.rate, "req/s (the profile's; --rate for another) "),
+    ):
+        run([*verb, "--workload", workload, *more, "--json"])
+        captured = capsys.readouterr()
+        found = json.loads(captured.out)
+        assert found["rate"] == found["settings"][0]["rate"] == rate and words in captured.err
+    run(verb)
+    assert "req/s (the profile's) " in capsys.readouterr().out
+
+
+def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = profiled().workload.model_copy(update={"length_scale": 0.5})
+    save_profile(profiled(workload=facts), tmp_path / "half.yaml")
+    for workload, words in ((EVEN, "lengths × 1/2 (the profile's) "), (EVEN + ",length=1", "length=1 at ")):
+        run(
+            [
+                "simulate",
+                "--profile",
+                str(tmp_path / "half.yaml"),
+                "--token-budget",
+                "512",
+                "--workload",
+                workload,
+                *QUICK,
+            ]
+        )
+        assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["simulate", "capacity"])
+def test_what_was_found_before_a_stop_is_shown(
+    path: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes once the second setting is under way."""
+    measure, interactive = Scenario.measure, profiled().settings["interactive"].knobs
+
+    def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
+        if knobs != interactive:
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(self, knobs, *rest, **options)
+
+    monkeypatch.setattr(Scenario, "measure", interrupted)
+    where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
+    assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
+    assert captured.err.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest was not looked for"
 
 
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:
