@@ -10,18 +10,16 @@ from autotune.attached import Control, Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
+from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile, load_profile
 from runtime.slo import SLO
-from runtime.step_model import Knowledge, StepLearner
+from runtime.step_model import StepLearner
 
 
 def warm_model(profile: Profile | None) -> StepLearner | None:
     """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
-    facts = None if profile is None or profile.cost_model is None else profile.cost_model.learner
-    if facts is None:
-        return None
-    known = Knowledge(facts.unit_s, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
-    return StepLearner.warm_start(known)
+    known = None if profile is None else serving_knowledge(profile)
+    return None if known is None else StepLearner.warm_start(known)
 
 
 def control(

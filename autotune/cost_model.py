@@ -11,12 +11,16 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from autotune.cost_fit import Fitted, fit
 from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
 from autotune.profile_parts import CostFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
-from runtime.step_model import StepFeatures, StepLearner
+from runtime.step_model import Knowledge, StepFeatures, StepLearner
+
+if TYPE_CHECKING:
+    from autotune.profile import Profile
 
 _FIRST_TABLE = 1024
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
@@ -139,6 +143,32 @@ class CostModel:
         self._compute += [
             sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
         ]
+
+
+def serving_speed(profile: Profile) -> float:
+    """How fast the profile's machine was while it served, in units of what its cost model says."""
+    return 1.0 if profile.simulation is None else profile.simulation.speed
+
+
+def serving_cost(profile: Profile) -> CostModel:
+    """What a step costs on the profile's machine while it serves: its cost model at :func:`serving_speed`.
+
+    Whatever predicts from a profile goes by this; only a comparison with the calibration itself (``autotune check``) goes by
+    the cost model as it was fitted. Raises ``ValueError`` when the profile holds none.
+    """
+    if profile.cost_model is None:
+        raise ValueError("the profile holds no cost model")
+    cost, speed = CostModel.from_facts(profile.cost_model), serving_speed(profile)
+    return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+
+def serving_knowledge(profile: Profile) -> Knowledge | None:
+    """What the online learner begins with, at :func:`serving_speed`; None when the profile knows nothing."""
+    facts = None if profile.cost_model is None else profile.cost_model.learner
+    if facts is None:
+        return None
+    unit = facts.unit_s / serving_speed(profile)
+    return Knowledge(unit, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
 
 
 def fit_cost_model(points: Sequence[StepPoint], *, seconds: float = 0.0) -> CostModel:

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.profile_fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+from autotune.profile_fields import AboveZero, Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
 
@@ -112,6 +112,10 @@ class SimulationFacts(Part):
     pareto: Count = Field(description="settings on its Pareto front")
     goodput_error: Amount | None = Field(
         description="median of |simulated − measured| / measured over the validated points"
+    )
+    speed: AboveZero = Field(
+        default=1.0,
+        description="of the machine while it served, in units of what the cost model says; simulations go by it",
     )
 
 

@@ -99,6 +99,7 @@ def simulation_facts(findings: Findings) -> SimulationFacts | None:
         cpu_seconds=round(findings.cpu_s, 2),
         pareto=len(pareto(points(findings.simulated))),
         goodput_error=round(statistics.median(errors), 4) if errors else None,
+        speed=1.0 if findings.setup is None else round(findings.setup.speed, 4),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -13,7 +14,9 @@ import pytest
 from autotune import load_profile, save_profile
 from autotune.attach import control, warm_model
 from autotune.controllers.predictive import PredictiveController
-from autotune.cost_model import CostModel, fit_cost_model
+from autotune.cost_model import CostModel, fit_cost_model, serving_cost, serving_speed
+from autotune.profile import Profile, SimulationFacts
+from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import Knowledge, StepFeatures, StepLearner
@@ -132,6 +135,26 @@ def test_control_with_a_profile_begins_warm(tmp_path: Path) -> None:
         assert attached.controller.model.error < 0.15
     assert warm_model(None) is None
     assert warm_model(loaded.model_copy(update={"cost_model": None})) is None
+
+
+def test_a_machine_found_faster_while_it_served_is_predicted_faster(tmp_path: Path) -> None:
+    """One place corrects the calibration; the simulator and the controller both go by it."""
+    loaded = load_profile(profile_of(h200, tmp_path / "mine.yaml"))
+    facts = SimulationFacts(trials=8, cpu_seconds=1.0, pareto=3, goodput_error=0.1, speed=2.0)
+    quick, plain = (
+        loaded.model_copy(update={"simulation": s}) for s in (facts, facts.model_copy(update={"speed": 1.0}))
+    )
+    dice = random.Random(9)
+    for _ in range(20):
+        step = draw(dice)
+        assert serving_cost(plain).predict(step) == pytest.approx(2 * serving_cost(quick).predict(step))
+        assert Scenario.of(quick).cost.predict(step) == serving_cost(quick).predict(step)
+        slow, fast = warm_model(plain), warm_model(quick)
+        assert slow is not None and fast is not None
+        assert slow.predict(step) == pytest.approx(2 * fast.predict(step))
+    written = quick.model_dump(mode="json")
+    del written["simulation"]["speed"]  # as earlier files of this version are
+    assert serving_speed(Profile.model_validate_json(json.dumps(written))) == 1.0
 
 
 def test_a_warm_start_spares_the_first_requests(tmp_path: Path) -> None:

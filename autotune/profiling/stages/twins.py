@@ -1,4 +1,4 @@
-"""The simulation of everything that was measured, by the cost model as it was fitted: how far to trust it, seen by anyone."""
+"""The simulation of everything that was measured, at the speed the profile will have: how far to trust it, seen by anyone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autotune.profiling.stages.context import Context
 
 
 def simulate_twins(context: Context) -> None:
-    """Into ``context.found.twins``, one for each run on the hardware. Not corrected by what validation taught."""
+    """Into ``context.found.twins``, one for each run on the hardware."""
     found = context.found
     if found.setup is None or found.cost is None:
         return
-    simulator = context.simulator(found.setup.model_copy(update={"speed": 1.0}))
+    simulator = context.simulator(found.setup)
     found.twins = []
     with context.meter.simulating():
         for run in found.runs:
