@@ -37,7 +37,8 @@ _STEPS: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]], ...] = (
     ((0, 1), ()),
     ((1,), ()),
 )
-_READ_BACK = 5  # from this step on decode rows come as if from another scheduler: what the steps before wrote is read back
+_READ_BACK = 5
+"""From this step on decode rows come as if from another scheduler, so that what the steps before wrote is read back."""
 
 
 class _Row(NamedTuple):
@@ -144,7 +145,7 @@ def _packed(executor: TorchExecutor, texts: list[list[int]]) -> Iterable[tuple[_
                 decodes.members[sequence] = None
                 sequence.joined, sequence.computed = step, _LENGTHS[at]
             position = _LENGTHS[at] + step - sequence.joined
-            rows[sequence] = _Row("decode", at, position)
+            rows[sequence] = _Row("decode" if step < _READ_BACK else "decode, read back", at, position)
             sequence.output.append(texts[at][position])
         for at in set(range(len(texts))) - set(decoding):
             decodes.members.pop(sequences[at], None)
