@@ -86,7 +86,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     console.print(table(profile, console.width))
     console.print(
-        f"req/s: those in SLO, of about {profile.workload.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those in SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
@@ -98,11 +98,21 @@ def show(profile: Profile, console: Console) -> None:
             f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
             style="yellow",
         )
+    for doubt in doubts(profile):
+        console.print(escape(doubt), highlight=False, style="yellow")
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
+    if profile.doubtful:
+        console.print(escape(profile.doubtful), highlight=False, style="yellow")
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def doubts(profile: Profile) -> tuple[str, ...]:
+    """What about the run makes its figures doubtful, a sentence each."""
+    found: tuple[str, ...] = getattr(profile, "doubts", ())
+    return tuple(text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in found)
 
 
 def _cost(price_per_hour: float, point: Point) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profiling.fingerprint import describe
-from autotune.profiling.table import cheapest
+from autotune.profiling.table import cheapest, doubts
 from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
@@ -29,7 +29,7 @@ class Figure:
 @dataclass(frozen=True)
 class Headline:
     """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
-    given a price, the cheapest setting that holds the SLO."""
+    given a price, the cheapest setting that holds the SLO; ``doubts``: what about the run makes its figures doubtful."""
 
     title: str
     status: str
@@ -42,6 +42,7 @@ class Headline:
     facts: tuple[tuple[str, str], ...]
     purposes: Table
     notes: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
 
 def headline(evidence: Evidence) -> Headline:
@@ -66,6 +67,7 @@ def headline(evidence: Evidence) -> Headline:
         facts=_facts(evidence),
         purposes=_purposes(evidence),
         notes=evidence.lacking,
+        doubts=doubts(profile),
     )
 
 

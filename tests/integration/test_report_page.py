@@ -68,8 +68,8 @@ ON_A_RULE = """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
         .filter(box => Math.min(box.width, box.height) < 3);
     return [...plot.querySelectorAll('.annotation-text-g text')].filter(text => {
         const a = text.getBoundingClientRect();
-        return rules.some(b => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 0.5
-            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 0.5);
+        return rules.some(b => Math.min(a.right, b.right + 1) - Math.max(a.left, b.left - 1) > 1.5
+            && Math.min(a.bottom, b.bottom + 1) - Math.max(a.top, b.top - 1) > 1.5);
     }).map(text => plot.id + ': ' + text.textContent);
 })"""
 

@@ -10,14 +10,17 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from autotune.cli.main import run
 from autotune.cost_model import CostModel
 from autotune.profile import Capacity, Profile, Spread, load_profile, save_profile
+from autotune.profiling import table
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
 from autotune.report.headline import headline
@@ -387,6 +390,24 @@ def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -
     assert "up to" not in title and missed in title and "not certain" in title
     head = headline(doubtful)
     assert head.tone == "unsure" and f"missed at {missed}" in head.status
+
+
+def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
+    class Doubted(Profile):
+        doubts: tuple[str, ...] = ()
+
+    doubted = Doubted(
+        **{name: getattr(evidence.profile, name) for name in Profile.model_fields if name != "doubts"}
+        | {"cost_model": None, "doubts": ("the <machine> was busy",)}
+    )
+    made = compose(replace(evidence, profile=doubted))
+    assert made.headline.doubts == ("The <machine> was busy.",)
+    words = "".join(Page(html(made)).words)
+    assert words.index("The <machine> was busy.") < words.index(made.headline.meaning[0])
+    console = Console(width=120, record=True, file=StringIO())
+    table.show(doubted, console)
+    assert "The <machine> was busy." in console.export_text()
+    assert headline(evidence).doubts == ()
 
 
 # -- profiles that lack things ------------------------------------------------------------------------------------------
