@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
+from autotune.cli.files import writable
 from runtime.errors import InputError
 
 HELP = "Write a profile's setting as another engine's configuration. PROFILE is a YAML file, or the name of a shipped profile."
@@ -42,6 +43,8 @@ def export(
         load_profile(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
     )
     file = out or Path(target.filename)
+    if file.suffix in target.suffixes:  # or saving says which it must have
+        writable("--out", file)
     made.save(file)
     if as_json:
         print(json.dumps(made.as_dict(file)))

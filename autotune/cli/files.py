@@ -28,11 +28,12 @@ class Files:
             raise InputError(f"--out: {out} must end in .yaml")
         files = cls(out, out.with_suffix(".points.jsonl"), study or out.with_suffix(".journal"))
         for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
-            _writable(option, path)
+            writable(option, path)
         return files
 
 
-def _writable(option: str, path: Path) -> None:
+def writable(option: str, path: Path) -> None:
+    """Raises :class:`InputError` that names ``option`` when no file can be written at ``path``."""
     if path.is_dir():
         raise InputError(f"{option}: {path} is a directory; name a file")
     if not path.parent.is_dir():

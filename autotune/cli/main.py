@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
+import typer.core
+from pydantic import ValidationError
 
 from autotune.cli import (
     bench,
@@ -33,8 +35,20 @@ from runtime.errors import InputError, ModelError
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
+
+class Verbs(typer.core.TyperGroup):
+    """The verbs; Ctrl-C in one that does not handle it itself is an Abort, which typer otherwise makes a silent exit."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
     name="autotune",
+    cls=Verbs,
     help="Finds and keeps the batching settings of an LLM engine: four knobs, measured on your hardware.",
     no_args_is_help=True,
     add_completion=False,
@@ -102,12 +116,32 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: Any) -> str:
+    wrong = _wrong_value(error)
+    if wrong is not None:
+        return wrong
     text = str(error.format_message()).rstrip(".")
     if not text:  # no verb was given, and the help has been printed
         return "name a command"
     context = error.ctx
     verb = f" {context.info_name}" if context is not None and context.parent is not None else ""
     return f"{text[:1].lower()}{text[1:]}; see autotune{verb} --help"
+
+
+def _wrong_value(error: Any) -> str | None:
+    """``--seed is -1; it must be …`` for a number that an option cannot take; None for any other mistake."""
+    parameter, cause = getattr(error, "param", None), error.__cause__
+    if parameter is None or not isinstance(cause, ValidationError):
+        return None
+    found = cause.errors()[0]
+    whole = "int" in found["type"] or isinstance(getattr(parameter, "min", None), int)
+    if not found["type"].startswith(("int", "float", "greater", "less", "finite")):
+        return None
+    low, high = getattr(parameter, "min", None), getattr(parameter, "max", None)
+    bounds = f" of at least {low}" if low is not None else ""
+    if high is not None:
+        bounds = f" from {low} to {high}" if low is not None else f" of at most {high}"
+    name = max(parameter.opts, key=len) if parameter.opts else parameter.name
+    return f"{name} is {found['input']}; it must be a {'whole ' if whole else ''}number{bounds}"
 
 
 def _complain(text: str) -> int:

@@ -7,4 +7,14 @@ from autotune.workload.presets import PRESETS
 from autotune.workload.replay import ReplayReport, replay
 from autotune.workload.spec import Arrival, Source, Workload, prompt_ids
 
-__all__ = ["PRESETS", "Arrival", "ReplayReport", "Source", "Workload", "named_options", "parse_workload", "prompt_ids", "replay"]
+__all__ = [
+    "PRESETS",
+    "Arrival",
+    "ReplayReport",
+    "Source",
+    "Workload",
+    "named_options",
+    "parse_workload",
+    "prompt_ids",
+    "replay",
+]

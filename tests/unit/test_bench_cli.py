@@ -18,7 +18,7 @@ from autotune.cli.main import run
         (["--duration", "30"], '--duration: "30" is not a time, such as 30s or 2m'),
         (["--duration", ""], '--duration: "" is not a time'),
         (["--duration", "0.5s"], "--duration is 0.5s; it must be at least 1s"),
-        (["--rounds", "0"], "invalid value for '--rounds': "),
+        (["--rounds", "0"], "--rounds is 0; it must be a whole number from 1 to 1000"),
         (["--fixed", "budget=5"], '--fixed: "budget=5" sets no knob; the knobs are max_batch_size, '),
         (
             ["--fixed", "token_budget=9000"],

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from autotune import __version__
+from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
-from autotune.cli.budget import seconds
 from autotune.cli.profile import _stem
 from autotune.cli.profiled import NEXT
 from autotune.profile import save_profile
@@ -61,7 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--cpu", "--study", "/"], "--study: / is a directory; name a file"),
         (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
         (["--cpu", "--dtype", "float7"], "dtype is 'float7'; it must be auto, float32, bfloat16, float16"),
-        (["--seed", "x"], "invalid value for '--seed': "),
+        (["--seed", "x"], "--seed is x; it must be a whole number"),
         (["--nope"], "no such option: --nope"),
     ],
 )  # fmt: skip

@@ -76,7 +76,8 @@ def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.Captur
         (("nothing.yaml", "--to", "vllm"), "nothing.yaml: cannot be read (No such file or directory)"),
         (("h200-llama8b.yaml", "--to", "vllm", "--out", "x.json"), 
          "--out: x.json must end in .yaml or .yml, or vLLM does not read it"),
-        (("h200-llama8b.yaml", "--to", "vllm", "--out", "no/x.yaml"), "no/x.yaml: cannot be written (No such file or directory)"),
+        (("h200-llama8b.yaml", "--to", "vllm", "--out", "no/x.yaml"),
+         "--out: no/x.yaml cannot be written: there is no directory no"),
         (("h200-llama8b.yaml", "--to", "vllm", "--out", "d.yaml"), "--out: d.yaml is a directory; name a file"),
     ],
 )  # fmt: skip

@@ -387,7 +387,11 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str
         (["--price", "2.50"], '--price: "2.50" is not a price for a time; write 2.50/h'),
         (["--controller", "pid"], "--controller is 'pid'; it must be one of "),
         (["--token-budget", "0"], "--token-budget is 0; it must be a whole number between 1 and "),
-        (["--seeds", "0"], "invalid value for '--seeds'"),
+        (["--seeds", "0"], "--seeds is 0; it must be a whole number from 1 to 1000"),
+        (["--seed", "-1"], "--seed is -1; it must be a whole number from 0 to "),
+        (["--requests", "5"], "--requests is 5; it must be a whole number from 10 to 10000000"),
+        (["--token-budget", "abc"], "--token-budget is abc; it must be a whole number"),
+        (["--max-wait-ms", "abc"], "--max-wait-ms is abc; it must be a number"),
         (["--kv-tokens", "15"], "--kv-tokens is 15; it must be a whole number of at least 16: blocks of 16 tokens"),
     ],
 )  # fmt: skip
@@ -398,6 +402,20 @@ def test_wrong_options(path: str, capsys: pytest.CaptureFixture[str], options: l
 
 def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, ["simulate", "--profile", path, "--rate", "-1"]) == "--rate is -1; it must be above 0"
+
+
+def test_ctrl_c_in_a_verb_that_does_not_wait_for_it(
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as while its modules load."""
+
+    def interrupted(file: Path) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)
+        return file
+
+    monkeypatch.setattr("autotune.profile.find_profile", interrupted)
+    assert run(["simulate", "--profile", path]) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

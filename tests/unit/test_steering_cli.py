@@ -69,7 +69,7 @@ def test_set_pause_resume_kill(engine: SimulatedEngine, attached: Control, capsy
         (["pause", "999999999"], "process 999999999 cannot be steered"),
         (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be steered: No such file"),
         (["watch", "no/such.sock"], "no/such.sock: cannot be steered: No such file"),
-        (["watch", "--every", "0"], "invalid value for '--every'"),
+        (["watch", "--every", "0"], "--every is 0; it must be a number of at least 0.1"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_2(
