@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -76,11 +75,6 @@ def simulate_trials(
     run = _Run(study, space, identity, starting, trials, seed, name, workers > 1 or study.shared)
     run.work(objective, workers, stop or _never, enough or _never, progress or _silent)
     return run.found()
-
-
-def available_workers() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Run:
