@@ -116,6 +116,7 @@ class Profile(Part):
     price_per_hour: AboveZero | None = Field(
         default=None, description="of the machine, in whatever money the user pays"
     )
+    doubts: tuple[Text, ...] = Field(default=(), description="what makes the figures doubtful, as clauses")
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -133,6 +134,11 @@ class Profile(Part):
         if RECOMMENDED in self.settings and self.knobs != self.settings[RECOMMENDED].knobs:
             raise ValueError(f"knobs are {self.knobs}; they must be those of settings.{RECOMMENDED}")
         return self
+
+    @property
+    def doubtful(self) -> str:
+        """The doubts as a sentence for people; empty without any. Whatever predicts from a profile says it."""
+        return f"doubtful: {'; '.join(self.doubts)}; run it again on a quiet machine" if self.doubts else ""
 
     def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
         for where, points in (("points", self.points), ("simulated", self.simulated)):

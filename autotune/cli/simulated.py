@@ -114,11 +114,13 @@ class Asked:
             rate = f" at {offered[0]:.4g} req/s ({offered[1]}{another})"
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
+        doubtful = f"\n{profile.doubtful}" if profile.doubtful else ""
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
             f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
             f"error {profile.cost_model.error:.1%}\n"
-            f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}{control}"
+            f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
+            f"{control}{doubtful}"
         )
 
     def data(self) -> dict[str, Any]:
@@ -134,6 +136,7 @@ class Asked:
             "scale": self.scale,
             "controller": self.controller,
             "price_per_hour": self.price,
+            "doubts": list(self.profile.doubts),
         }
 
 

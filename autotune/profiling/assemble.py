@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, SimulationFacts, Software
+from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import pareto, points
 from autotune.profiling.verdict import judge
@@ -82,6 +83,7 @@ def assemble(
         simulated=(*twin_points(findings), *pareto_points(findings)),
         confidence=findings.confidence,
         price_per_hour=price_per_hour,
+        doubts=doubts(findings),
     )
 
 

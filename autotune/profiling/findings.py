@@ -71,6 +71,7 @@ class Findings:
     hardware_s: float = 0.0
     simulating_s: float = 0.0
     cpu_s: float = 0.0
+    others: list[tuple[float, float]] = field(default_factory=list)  # s of measuring, cores that other programs used
 
     @property
     def spent_s(self) -> float:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import Simulated
 from autotune.profile_parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
+from autotune.profiling.doubts import doubts
+from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.profiling.steps import measure_steps
@@ -22,16 +25,21 @@ def calibrate(context: Context) -> Setup:
     stored = again or context.study.measured(_KEY, lambda: _measure(context), stop=context.stop)
     found.steps = [StepPoint.model_validate(point) for point in stored["steps"]]
     found.cost = CostModel.from_facts(CostFacts.model_validate(stored["cost"]))
+    if (others := stored.get("others")) is not None:
+        found.others.append((found.cost.facts.seconds, others))
     context.keep_time()
     if again is None:
         facts = found.cost.facts
         steps = sum(point.repeats for point in found.steps)
         context.reporter.stage_done(f"{steps} steps", f"{facts.points} kinds, fit error {facts.error:.1%}")
+        if told := doubts(found):
+            context.reporter.note(f"doubtful: {'; '.join(told)}; is the machine busy?")
     return Setup.model_validate(stored["setup"])
 
 
 def _measure(context: Context) -> dict[str, Any]:
     question, schedule, engine = context.question, context.schedule, context.engine
+    work = OtherWork()
     with context.meter.hardware():
         begun = context.clock.now()
         alone = request_alone(engine, context.model, seed=question.seed, clock=context.clock, stop=context.stop)
@@ -47,6 +55,7 @@ def _measure(context: Context) -> dict[str, Any]:
             advance=lambda share, note: context.reporter.progress(0.05 + 0.95 * share, "", note, None),
         )
         spent = context.clock.now() - begun
+    others = None if isinstance(engine, Simulated) else work.cores()
     with context.meter.simulating():
         cost = fit_cost_model(steps, seconds=spent)
         setup = draw_setup(
@@ -65,4 +74,5 @@ def _measure(context: Context) -> dict[str, Any]:
         "setup": setup.model_dump(mode="json"),
         "steps": [point.model_dump(mode="json") for point in steps],
         "cost": cost.facts.model_dump(mode="json"),
+        "others": others,
     }

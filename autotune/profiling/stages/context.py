@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
 from autotune.profile_parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup
@@ -105,7 +106,7 @@ class Context:
                 self.found.runs.append(run)
 
     def _measure(self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int) -> Run:
-        begun = self.clock.now()
+        begun, work = self.clock.now(), OtherWork()
         serial = self.study.count("measurements")
         load = setup.model_copy(update={"rate": rate}).apply(self.question.workload)
         with self.meter.hardware():
@@ -124,5 +125,7 @@ class Context:
                 clock=self.clock,
             )
         self.meter.took(self.clock.now() - begun)
+        if not isinstance(self.engine, Simulated):
+            self.found.others.append((self.clock.now() - begun, work.cores()))
         found = found.model_copy(update={"rate": rate})  # as asked, to the last digit: runs are compared by it
         return Run(stage=stage, label=label, trial=-1, score=found)

@@ -1,0 +1,58 @@
+"""What makes a profile doubtful is found, kept, and said by whatever shows the profile or predicts from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autotune import save_profile
+from autotune.cli.main import run
+from autotune.profiling import table
+from autotune.profiling.doubts import doubts
+from autotune.profiling.findings import Findings
+from autotune.profiling.space import make_space
+from benchmarks.simulator import h200
+from tests.sample_profile import sample_profile
+from tests.unit.profiled_machine import LIMITS
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_bad_fit_and_a_busy_machine_are_doubts() -> None:
+    cores = float(os.cpu_count() or 1)
+    found = Findings(space=make_space(LIMITS), cost=h200())
+    assert doubts(found) == ()
+    found.others = [(10.0, 0.05 * cores), (10.0, 0.1 * cores)]
+    assert doubts(found) == ()
+    found.others.append((30.0, 0.5 * cores))
+    found.cost = type(h200())(h200().facts.model_copy(update={"error": 0.32}))
+    rough, busy = doubts(found)
+    assert rough == "the cost model's error is 32%"
+    assert busy == f"other programs used {0.33 * cores:.1f} cores while it was measured"
+
+
+def test_they_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = sample_profile(cost_model=h200().facts, doubts=("the cost model's error is 32%",))
+    console = Console(width=200, record=True, quiet=False)
+    table.show(profile, console)
+    said = "doubtful: the cost model's error is 32%; run it again on a quiet machine"
+    assert said in console.export_text()
+    save_profile(profile, tmp_path / "a.yaml")
+    capsys.readouterr()
+    run(
+        [
+            "simulate",
+            "--profile",
+            str(tmp_path / "a.yaml"),
+            "--workload",
+            "poisson:prompt=700,output=60",
+            "--rate",
+            "2",
+            "--requests",
+            "50",
+        ]
+    )
+    assert said in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
