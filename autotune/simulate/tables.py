@@ -26,7 +26,7 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
     wide = width >= _WIDE
     titles = ["in SLO", "goodput/s", "tok/s", *(("TTFT p50",) if wide else ()), "TTFT p99"]
     titles += [*(("TPOT p50",) if wide else ()), "TPOT p99", "E2E p99", *(("preempted",) if wide else ())]
-    drawn = _table(titles + (["/M at this rate"] if price is not None else []), gap=2 if wide else 1)
+    drawn = _table(titles + (["/M tokens\nat this rate"] if price is not None else []), gap=2 if wide else 1)
     for point in points:
         figures = [
             f"{point.attainment:.1%} ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})",
@@ -48,7 +48,7 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
 def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None) -> Table:
     """One row a setting: the highest rate at which it holds the SLO, and what it does there."""
     titles = ["capacity, req/s", "tok/s", "TTFT p99", "TPOT p99", "running"]
-    drawn = _table(titles + (["/M tokens at capacity"] if price is not None else []))
+    drawn = _table(titles + (["/M tokens\nat capacity"] if price is not None else []))
     rows = list(found) + ([best] if best not in found else [])
     for one in rows:
         low, high = one.interval
@@ -135,7 +135,7 @@ def _table(titles: Iterable[str], gap: int = 2) -> Table:
 
 def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str) -> None:
     values = [f"{getattr(knobs, spec.name):g}" for spec in KNOBS]
-    drawn.add_row(*(Text(cell, style=style) for cell in (label, *values, "│", *figures)))
+    drawn.add_row(*(Text(cell, style=style) for cell in (label.replace(", ", ",\n"), *values, "│", *figures)))
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

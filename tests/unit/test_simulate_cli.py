@@ -260,7 +260,7 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     assert found["cheapest"]["price_per_million"] <= min(s["price_per_million"] for s in found["settings"])
     assert run(["simulate", "--profile", path, "--workload", EVEN, "--price", "60/day", "--rate", "5", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "/M at this rate" in out and "…" not in out and "at its own capacity of" in out
+    assert "/M tokens" in out and "at this rate" in out and "…" not in out and "at its own capacity of" in out
     assert "cheapest setting that holds ttft=500ms,tpot=30ms@99%: " in out
 
 
@@ -298,6 +298,9 @@ def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureF
     for verb in (["simulate", "--rate", "5", "--profile"], ["capacity"]):
         found = told(capsys, *verb, str(tmp_path / "twice.yaml"), "--workload", EVEN)["settings"]
         assert [one["label"] for one in found] == ["interactive, throughput", "balanced"]
+    where = ["simulate", "--rate", "5", "--profile", str(tmp_path / "twice.yaml"), "--price", "1/h"]
+    assert run([*where, "--workload", EVEN, *QUICK]) == 0
+    assert "…" not in capsys.readouterr().out
 
 
 def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.CaptureFixture[str]) -> None:
