@@ -15,40 +15,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from math import inf
 
-from autotune.attach import control
-from autotune.controllers.predictive import PredictiveController
-from runtime.knobs import KnobLimits, Knobs
+from benchmarks.overhead_controller import (
+    KNOBS,
+    PROMISE,
+    NullExecutor,
+    attached_cost,
+    controller_cost,
+    controller_growth,
+    request,
+    served,
+)
+from runtime.knobs import KnobLimits
 from runtime.llm.core import EngineCore
-from runtime.llm.plan import StepPlan, StepResult
+from runtime.llm.plan import StepResult
 from runtime.llm.scheduler import Scheduler
-from runtime.records import FinishReason, RequestRecord, StepRecord
-from runtime.request import Request, SamplingParams, Sequence
-from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
-
-KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
-
-
-class NullExecutor:
-    """Takes no time and makes no tokens: what is left is the scheduler's own cost."""
-
-    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
-        return StepResult(ends=(now + 1.0,))
-
-    def release(self, sequence: Sequence) -> None:
-        pass
-
-
-def request(number: int, prompt: int, output: int, now: float = 0.0) -> Request:
-    hashes = tuple(number << 16 | block for block in range(prompt // 16))  # as with the prefix cache on, nothing shared
-    return Request(f"r{number}", (1,) * prompt, SamplingParams(max_tokens=output), output, now, block_hashes=hashes)
+from runtime.records import FinishReason
+from runtime.request import Sequence
 
 
 def schedule_cost(batch: int, steps: int) -> float:
@@ -117,129 +102,6 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
         rows.append((timed.seconds / done * 1e3, prepare / done * 1e3, total / done * 1e3, share))
         for sequence in [*scheduler.decodes, *scheduler.prefills]:
             executor.release(sequence)
-    return rows
-
-
-class FormulaExecutor(NullExecutor):
-    """Takes 8 ms and 0.1 ms a decode and 10 µs a prompt token, give or take: something to learn."""
-
-    def __init__(self) -> None:
-        self._dice = random.Random(1)
-
-    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
-        prefill = sum(chunk.count for chunk in plan.chunks)
-        return StepResult(ends=(now + (8e-3 + 1e-4 * plan.n_decode + 1e-5 * prefill) * self._dice.gauss(1, 0.02),))
-
-
-Event = tuple[StepRecord, list[RequestRecord], SchedulerView]
-
-
-def served(batch: int, steps: int) -> list[Event]:
-    """(step, requests that ended in it, view before the next) of a core that keeps ``batch`` sequences running."""
-    scheduler = Scheduler(kv_blocks=batch * 80, slos={"default": PROMISE})
-    core = EngineCore(scheduler, FormulaExecutor(), knobs=KNOBS.with_(max_batch_size=batch))
-    number, now = 0, 0.0
-    for _ in range(batch):
-        core.add(request(number := number + 1, 200 + 37 * number % 500, 100 + 37 * number % 200))
-    events: list[Event] = []
-    while len(events) < steps:
-        outcome = core.step(now)
-        now = outcome.end
-        for _ in outcome.finished:
-            core.add(request(number := number + 1, 200 + 37 * number % 500, 100 + 37 * number % 200, now))
-        assert outcome.record is not None
-        events.append((outcome.record, [record for _, record in outcome.finished], core.view(now)))
-    assert statistics.mean(event[0].decodes for event in events) > 0.9 * batch, "the batch was not kept full"
-    return events
-
-
-PROMISE = SLO(ttft_ms=1000, tpot_ms=30)
-_BLOCK = 200  # steps timed together: the clock of a process is coarse
-
-
-def controller_cost(events: list[Event], rounds: int) -> float:
-    """Median µs of CPU a step, in blocks: observe the step and what ended, grant a budget, decide."""
-    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
-    costs = []
-    for turn in range(rounds + 1):  # one to settle
-        for begin in range(0, len(events) - _BLOCK + 1, _BLOCK):
-            block = events[begin : begin + _BLOCK]
-            started = time.process_time()
-            for step, ended, view in block:
-                made.observe_step(step)
-                for record in ended:
-                    made.observe_request(record)
-                made.budget(view)
-                made.decide(step.end, view.knobs, view.effective_limits)
-            if turn:
-                costs.append((time.process_time() - started) / len(block) * 1e6)
-    return statistics.median(costs)
-
-
-class Recorded:
-    """What ``autotune.control`` asks of an engine, without one."""
-
-    def __init__(self) -> None:
-        self.limits = self.effective_limits = KnobLimits()
-        self.knobs, self.epoch = KNOBS, 0
-        self.kv_tokens, self.block_size = 100_000, 16
-        self.slos: Mapping[str, SLO] = {}
-        self.listeners: list[Listener] = []
-        self._leases = LeaseHolder()
-
-    def set_slo(self, slo: SLO) -> None: ...
-    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
-
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        self.knobs, self.epoch = knobs, self.epoch + 1
-        return self.epoch
-
-    def acquire(self, owner: str) -> Lease:
-        return self._leases.acquire(owner)
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        self.listeners.append(listener)
-        return self.listeners.clear
-
-    def view(self) -> SchedulerView:
-        return SchedulerView(0.0, 0, 0, 0, 0, 0, 0, 1, 1, inf, inf, inf, self.knobs, self.epoch, self.limits)
-
-
-def attached_cost(events: list[Event], rounds: int) -> float:
-    """Median µs of CPU a step of all that an attached controller does, deciding every 0.25 s of its time."""
-    costs = []
-    for _ in range(rounds):
-        with control(Recorded(), slo=PROMISE) as attached:
-            for begin in range(0, len(events) - _BLOCK + 1, _BLOCK):
-                block = events[begin : begin + _BLOCK]
-                started = time.process_time()
-                for step, ended, view in block:
-                    attached.on_step(step)
-                    for record in ended:
-                        attached.on_request(record)
-                    attached.budget(view)
-                costs.append((time.process_time() - started) / len(block) * 1e6)
-            assert not attached.status().ended
-    return statistics.median(costs)
-
-
-def controller_growth(events: list[Event], steps: int) -> list[tuple[int, int, float]]:
-    """(steps seen, bytes of the controller's state, median µs of a step since the row before), ten rows."""
-    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
-    rows, seen = [], 0
-    for _ in range(10):
-        costs = []
-        for _ in range(max(1, steps // 10 // len(events))):
-            started = time.process_time()
-            for step, ended, view in events:
-                made.observe_step(step)
-                for record in ended:
-                    made.observe_request(record)
-                made.budget(view)
-            costs.append((time.process_time() - started) / len(events) * 1e6)
-            seen += len(events)
-            made.decide(0.0, KNOBS, KnobLimits())
-        rows.append((seen, len(pickle.dumps(made)), statistics.median(costs)))
     return rows
 
 
