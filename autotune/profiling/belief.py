@@ -34,10 +34,14 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 
 
 class Observation(NamedTuple):
-    """A measurement of finalist number ``finalist``: measured − simulated goodput, as a share of the offered rate."""
+    """A measurement of finalist number ``finalist``: measured − simulated goodput, as a share of the offered rate.
+
+    ``full``: every request was met. Two such runs are alike by necessity, and show nothing of the noise.
+    """
 
     finalist: int
     difference: float
+    full: bool = False
 
 
 class Sureness(NamedTuple):
@@ -95,13 +99,15 @@ class Belief:
         return best, gains[best]
 
     def sureness(self, choice: int) -> Sureness:
-        """Of ``choice`` among those measured, by draws from the belief (the same draws each time)."""
+        """Of ``choice`` among those measured, by draws from the belief (the same draws each time). Ties share."""
         kept = self.measured
         cov = self._cov[np.ix_(kept, kept)] + 1e-12 * np.eye(len(kept))
-        draws = np.random.default_rng(0).multivariate_normal(self.mean[kept], cov, size=_DRAWS, method="eigh")
-        mine = draws[:, kept.index(choice)]
+        drawn = np.random.default_rng(0).multivariate_normal(self.mean[kept], cov, size=_DRAWS, method="eigh")
+        draws = drawn.clip(0.0, 1.0)  # nobody serves more than was offered
         best = draws.max(axis=1)
-        return Sureness(float((mine >= best - self._quantum / 10).mean()), float((best - mine).mean()))
+        tied = draws >= best[:, None] - self._quantum / 10
+        mine = kept.index(choice)
+        return Sureness(float((tied[:, mine] / tied.sum(axis=1)).mean()), float((best - draws[:, mine]).mean()))
 
     def _gain(self, k: int) -> float:
         """What a measurement of ``k`` is worth: the best average gain of one, two, four or eight in a row.
@@ -126,10 +132,11 @@ class Belief:
         """σ from repeats of one setting, with the weight of one repeat on what is usual."""
         groups: Mapping[int, list[float]] = defaultdict(list)
         for o in self.observations:
-            groups[o.finalist].append(o.difference)
+            if not o.full:
+                groups[o.finalist].append(o.difference)
         squares = sum((d - statistics.fmean(g)) ** 2 for g in groups.values() for d in g)
         freedom = sum(len(g) - 1 for g in groups.values())
-        return float(max(self._quantum / 2, ((_USUAL**2 + squares) / (1 + freedom)) ** 0.5))
+        return float(max(self._quantum, ((_USUAL**2 + squares) / (1 + freedom)) ** 0.5))
 
     def _scale(self, index: NDArray[np.intp], found: Vector) -> float:
         """τ: mean under its posterior, a log-normal prior around the usual times the marginal likelihood of ``found``."""
@@ -153,3 +160,14 @@ def repeat_noise(runs: Sequence[tuple[object, float]]) -> float | None:
         return None
     squares = sum((v / statistics.fmean(g) - 1) ** 2 for g in repeated for v in g)
     return float((squares / freedom) ** 0.5)
+
+
+def count_noise(met: int, offered: int) -> float:
+    """Coefficient of variation of a share of ``offered`` requests: binomial, with one miss and one met at the least.
+
+    What other requests of the same load would change; a repeat of the same requests does not show it.
+    """
+    if offered < 2:
+        return 1.0
+    share = min(max(met, 1), offered - 1) / offered
+    return float(((1 - share) / (share * offered)) ** 0.5)

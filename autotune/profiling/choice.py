@@ -42,27 +42,64 @@ def latency(point: Point, slo: SLO) -> float:
     return max(ratios, default=float("inf"))
 
 
-def choose(found: Sequence[Point], slo: SLO, expected: Mapping[Knobs, float] | None = None) -> dict[Purpose, Setting]:
+def choose(
+    found: Sequence[Point],
+    slo: SLO,
+    expected: Mapping[Knobs, float] | None = None,
+    *,
+    noise: float = 0.0,
+    baseline: Knobs | None = None,
+) -> dict[Purpose, Setting]:
     """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
 
     ``expected``: share of the offered rate that each is believed to serve in SLO; without it, what it measured.
+    ``noise``: shares that differ by less are taken as equal where all requests were met, elsewhere if they differ by
+    less than one request too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every
+    latency, and no better in goodput, is not balanced.
     """
     known = expected or {}
-    worth = {p.knobs: known.get(p.knobs, p.attainment) for p in found}
-    balanced = max(found, key=lambda p: (worth[p.knobs], -latency(p, slo)))
-    enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs]]
+    worth = {p.knobs: min(1.0, max(0.0, known.get(p.knobs, p.attainment))) for p in found}
+    yardstick = next((p for p in found if p.knobs == baseline), None)
+    fair = [p for p in found if yardstick is None or p is yardstick or not outdone(p, yardstick)]
+    best = max(fair, key=lambda p: (worth[p.knobs], -latency(p, slo)))
+    equal = [p for p in fair if worth[best.knobs] - worth[p.knobs] <= _tolerance(p, best, noise)]
+    balanced = min(equal, key=lambda p: (latency(p, slo), -worth[p.knobs]))
+    enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
     interactive = min(enough, key=lambda p: (latency(p, slo), -worth[p.knobs]))
     throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
     together = ", measured and simulated taken together" if expected else ""
+    why = f"highest goodput{together}"
+    if balanced is not best:
+        why = f"the quickest of those whose goodput{together or ', as measured,'} is not told apart from the highest"
     return {
         "interactive": Setting(
             knobs=interactive.knobs,
             why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best goodput",
             point=interactive,
         ),
-        "balanced": Setting(knobs=balanced.knobs, why=f"highest goodput{together}", point=balanced),
+        "balanced": Setting(knobs=balanced.knobs, why=why, point=balanced),
         "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
     }
+
+
+def outdone(point: Point, other: Point) -> bool:
+    """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
+    pairs = (
+        (point.ttft_p50_ms, other.ttft_p50_ms),
+        (point.ttft_p99_ms, other.ttft_p99_ms),
+        (point.tpot_p50_ms, other.tpot_p50_ms),
+        (point.tpot_p99_ms, other.tpot_p99_ms),
+        (point.e2e_p99_ms, other.e2e_p99_ms),
+    )
+    both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return bool(both) and other.attainment >= point.attainment and all(mine > theirs for mine, theirs in both)
+
+
+def _tolerance(a: Point, b: Point, noise: float) -> float:
+    """By how much expected shares may differ and yet be equal: the noise at the ceiling, else one request at most."""
+    if all(p.offered and p.met == p.offered for p in (a, b)):
+        return noise
+    return min(noise, 1 / max(1, min(a.offered, b.offered)))
 
 
 def refuted(point: Point, slo: SLO) -> bool:

@@ -64,6 +64,8 @@ class Findings:
     failures: list[tuple[int, str]] = field(default_factory=list)
     unmeasured: list[tuple[Stage, Knobs, str]] = field(default_factory=list)
     expected: Mapping[Knobs, float] = field(default_factory=dict)
+    noise: float = 0.0  # of a measured share; less tells nothing
+    baseline: Knobs | None = None
     confidence: Confidence | None = None
     capacity: Capacity | None = None
     stopped: bool = False
@@ -89,4 +91,4 @@ class Findings:
         if self.setup is None or not found:
             return {}
         allowed = [p for p in found if self.space.allows(p.knobs)]
-        return choose(allowed or found, self.setup.slo, self.expected)
+        return choose(allowed or found, self.setup.slo, self.expected, noise=self.noise, baseline=self.baseline)

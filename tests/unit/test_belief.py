@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.profiling.belief import Belief, Observation, repeat_noise
+from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 
 
 def belief(simulated: list[float], apart: float = 3.0) -> Belief:
@@ -90,3 +90,25 @@ def test_noise_is_that_of_repeats_alone() -> None:
     assert repeat_noise([("a", 10.0), ("b", 20.0)]) is None
     assert repeat_noise([("a", 10.0), ("a", 10.0), ("b", 99.0)]) == 0.0
     assert repeat_noise([("a", 9.0), ("a", 11.0)]) == pytest.approx(0.1 * 2**0.5)
+
+
+def test_runs_that_kept_everything_show_no_noise() -> None:
+    ceiling, seen = belief([0.9, 0.88]), belief([0.9, 0.88])
+    for _ in range(6):
+        ceiling.observe(Observation(0, 0.0, full=True))
+        seen.observe(Observation(0, 0.0))
+    assert seen.noise < 0.02 < ceiling.noise
+
+
+def test_settings_beyond_the_ceiling_share_being_best() -> None:
+    found = belief([1.3, 1.3, 1.2])
+    for index in (0, 1, 2):
+        found.observe(Observation(index, 0.0, full=True))
+    sure = found.sureness(0)
+    assert sure.best == pytest.approx(1 / 3, abs=0.02) and sure.regret == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_share_of_few_requests_is_noisy_even_without_a_miss() -> None:
+    assert count_noise(55, 55) == pytest.approx((1 / 54 / 55) ** 0.5)
+    assert count_noise(90, 100) == pytest.approx((0.1 / (0.9 * 100)) ** 0.5)
+    assert count_noise(0, 10) > 0.5 and count_noise(1, 1) == 1.0

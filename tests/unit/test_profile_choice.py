@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autotune.profile import Capacity, Point
@@ -154,13 +156,17 @@ def brought(offered_rate: float, met: int, offered: int = 40, rate: float | None
 
 def test_the_next_rate_goes_up_while_kept_down_while_not_then_between() -> None:
     kept, missed = brought(10.0, 40), brought(12.0, 20)
-    assert highest_held([kept], TARGETS) == (kept, pytest.approx(11.5))
-    assert highest_held([kept, missed], TARGETS) == (kept, pytest.approx(120**0.5))
-    assert highest_held([missed], TARGETS) == (None, pytest.approx(0.95 * 6))
+    held, following = highest_held([kept], TARGETS)
+    assert held is kept and following == pytest.approx(11.5)
+    held, following = highest_held([kept, missed], TARGETS)
+    assert held is kept and following == pytest.approx(120**0.5)
+    held, following = highest_held([missed], TARGETS)
+    assert held is None and following == pytest.approx(0.95 * 6)
     lucky = brought(14.0, 40)
     assert highest_held([kept, missed, lucky], TARGETS)[0] is kept  # above a rate that was missed: luck
     hopeless = brought(9.0, 0)
-    assert highest_held([hopeless], TARGETS) == (None, pytest.approx(3.0))
+    held, following = highest_held([hopeless], TARGETS)
+    assert held is None and following == pytest.approx(3.0)
 
 
 def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
@@ -223,11 +229,44 @@ def test_only_what_was_allowed_is_recommended() -> None:
 
 def test_confidence_in_words() -> None:
     sure = confidence(0.87, 0.004, 0.03, 0.05, 6)
-    assert (sure.noise, sure.best, sure.regret) == (0.03, 0.87, 0.004)
+    assert (sure.noise, sure.best, sure.regret) == (0.05, 0.87, 0.004)
     assert sure.sentence.startswith("runs of one setting differ by 3.0%; of 6 settings measured the recommended one is")
     assert "probability of 87%" in sure.sentence and "0.4% less" in sure.sentence
     alone = confidence(1.0, 0.0, None, 0.05, 1)
-    assert alone.noise == 0.05 and alone.sentence.endswith("the only one measured")
+    assert alone.noise == 0.05 and "the only one measured: the recommendation rests on simulation" in alone.sentence
+    full = confidence(0.4, 0.0, 0.0, 0.018, 3, full=True, separated=False)
+    assert full.noise == 0.018 and "0.0%; " not in full.sentence
+    assert full.sentence.startswith("noise is not visible: every run kept everything; the measurements do not separate")
+    assert "simulation prefers the recommended one" in full.sentence
+    against = confidence(0.6, 0.0, 0.01, 0.018, 3, separated=False, simulation_agrees=False)
+    assert "do not separate" in against.sentence and "prefers" not in against.sentence
+
+
+def test_where_all_keep_everything_the_quicker_is_balanced() -> None:
+    slow, quick, worse = at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200), at(OTHER, 38, ttft=100)
+    expected = {SMALL: 1.02, LARGE: 0.99, OTHER: 0.98}
+    assert choose([slow, quick, worse], TARGETS, expected, noise=0.02)["balanced"].point is quick
+    assert choose([slow, quick, worse], TARGETS, expected)["balanced"].point is slow  # no noise: what is expected
+
+
+def test_noise_does_not_outweigh_misses() -> None:
+    best, quick = at(SMALL, 38, ttft=400), at(LARGE, 36, ttft=200)
+    expected = {SMALL: 0.95, LARGE: 0.90}
+    assert choose([best, quick], TARGETS, expected, noise=0.1)["balanced"].point is best  # two requests apart
+
+
+def test_what_the_baseline_outdoes_is_not_balanced() -> None:
+    def lats(knobs: Knobs, met: int, factor: float) -> Point:
+        times = {"ttft_ms": 100, "tpot_ms": 10, "e2e_ms": 300}
+        slower: dict[str, Any] = {name: Latency(p50=ms * factor, p99=3 * ms * factor) for name, ms in times.items()}
+        return point([run(knobs, met, **slower)])
+
+    mine, plain = lats(SMALL, 40, 1.2), lats(VLLM, 40, 1.0)
+    expected = {SMALL: 0.99, VLLM: 0.9}
+    assert choose([mine, plain], TARGETS, expected, baseline=VLLM)["balanced"].point is plain
+    assert choose([mine, plain], TARGETS, expected)["balanced"].point is mine
+    fewer = lats(VLLM, 39, 1.0)
+    assert choose([mine, fewer], TARGETS, expected, baseline=VLLM)["balanced"].point is mine
 
 
 def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:

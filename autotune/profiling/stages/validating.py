@@ -1,8 +1,8 @@
 """The validating stage: measurements on the hardware, each where it is expected to improve the choice the most.
 
-The noise of the hardware is measured first, by repeating one setting. Then the settings people will look at, once each;
-then whatever the belief (:mod:`autotune.profiling.belief`) has most to gain from, until nothing is worth a measurement
-or the time is over.
+The best by simulation is measured first, then vLLM's defaults, then the best again, for the noise of the hardware. Then the
+other settings people will look at, once each; then whatever the belief (:mod:`autotune.profiling.belief`) has most to gain
+from, until nothing is worth a measurement or the time is over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from autotune.evaluate import EvaluationError
 from autotune.profile_parts import Confidence
-from autotune.profiling.belief import Belief, Observation, repeat_noise
+from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
 from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
@@ -83,7 +83,10 @@ class _Race:
         context.reporter.stage_done(f"{done}/{done}", self._note())
 
     def _first_looks(self) -> list[int]:
-        """The best twice; the yardstick; the most headroom and the most throughput, where they are others."""
+        """The best; the yardstick; the best again; the most headroom and the most throughput, where they are others.
+
+        The yardstick comes before the repeat: should the time end there, two settings were compared.
+        """
         finals, slo, trials = self._finals, self._setup.slo, self._context.question.trials
         best = finals.index(best_of(finals, slo))
         shares = [f.point.attainment for f in finals]
@@ -98,7 +101,7 @@ class _Race:
         if trials is not None:  # one that was the best until the speed was known has been measured too
             other = {run.knobs for run in self._context.found.runs if run.stage == "validation"} - {finals[best].knobs}
             order = order[: max(1, trials - len(other))]
-        return [order[0], *order]
+        return [*order[:2], order[0], *order[2:]]
 
     def _next(self, end: float | None) -> int | None:
         context, done = self._context, self._counts.total()
@@ -135,24 +138,43 @@ class _Race:
             twin = simulator.twin(run)
             again = finalist(final.label, final.knobs, simulator, setup)
         difference = run.score.attainment - twin.score.attainment
-        self._belief.observe(Observation(index, difference), simulated=again.point.attainment)
+        full = run.score.met == run.score.offered
+        self._belief.observe(Observation(index, difference, full), simulated=again.point.attainment)
 
     def _conclude(self) -> None:
         """What is believed and how sure it is, as far as it has come."""
         found, belief = self._context.found, self._belief
         if not belief.observations:
             return
-        found.expected = {self._finals[i].knobs: float(belief.mean[i]) for i in belief.measured}
-        allowed = [i for i in belief.measured if self._context.question.space.allows(self._finals[i].knobs)]
-        choice = max(allowed or belief.measured, key=lambda i: belief.mean[i])
-        sure = belief.sureness(choice)
-        measured = [
+        found.expected = {self._finals[i].knobs: min(1.0, max(0.0, float(belief.mean[i]))) for i in belief.measured}
+        yardstick = baseline_of(self._finals)
+        found.baseline = None if yardstick is None else yardstick.knobs
+        points = {p.knobs: p for p in found.comparable()}
+        mine = [points[self._finals[i].knobs] for i in belief.measured]
+        alike_runs = [
             ((run.knobs, run.score.seed), run.score.goodput)
             for run in found.runs
             if run.stage == "validation" and run.score.rate == self._setup.rate
         ]
-        noise = repeat_noise(measured)
-        found.confidence = confidence(sure.best, sure.regret, noise, belief.noise, len(belief.measured))
+        repeats = repeat_noise(alike_runs)
+        each = len(mine)
+        counted = count_noise(sum(p.met for p in mine) // each, sum(p.offered for p in mine) // each)
+        found.noise = max(repeats or 0.0, counted)
+        chosen = found.settings()["balanced"].knobs
+        choice = next((i for i in belief.measured if self._finals[i].knobs == chosen), belief.choice())
+        sure = belief.sureness(choice)
+        best = points[self._finals[choice].knobs]
+        simulated = {i: self._finals[i].point.attainment for i in belief.measured}
+        found.confidence = confidence(
+            sure.best,
+            sure.regret,
+            repeats,
+            found.noise,
+            len(belief.measured),
+            full=all(p.met == p.offered for p in mine),
+            separated=all(p is best or p.attainment_high < best.attainment_low for p in mine),
+            simulation_agrees=simulated[choice] >= max(simulated.values()),
+        )
 
     def _show(self, end: float | None) -> None:
         context, done = self._context, self._counts.total()
@@ -177,19 +199,44 @@ class _Race:
         return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
 
 
-def confidence(best: float, regret: float, noise: float | None, believed_noise: float, measured: int) -> Confidence:
-    """The figures and the sentence. ``noise`` None: nothing was repeated."""
-    told = believed_noise if noise is None else noise
-    repeats = "nothing was measured twice" if noise is None else f"runs of one setting differ by {told:.1%}"
+def confidence(
+    best: float,
+    regret: float,
+    repeats: float | None,
+    noise: float,
+    measured: int,
+    *,
+    full: bool = False,
+    separated: bool = True,
+    simulation_agrees: bool = True,
+) -> Confidence:
+    """The figures and the sentence.
+
+    ``repeats``: by how much runs of the same requests differed, None: nothing was repeated; ``noise``: that of a share of so
+    many requests, no less. ``full``: every run kept everything. ``separated``: no interval of another setting reaches
+    into the recommended one's. ``simulation_agrees``: no other setting measured is better in simulation.
+    """
     regret = max(0.0, regret)
-    if measured == 1:
-        sentence = f"{repeats}; the recommended setting is the only one measured"
+    if full:
+        told = "noise is not visible: every run kept everything"
+    elif repeats is None:
+        told = "nothing was measured twice"
     else:
-        sentence = (
-            f"{repeats}; of {measured} settings measured the recommended one is the best with a probability of "
-            f"{best:.0%}, and is expected to serve {regret:.1%} less than the best of them"
+        told = f"runs of one setting differ by {repeats:.1%}"
+    sure = (
+        f"the best with a probability of {best:.0%}, and is expected to serve {regret:.1%} less than the best of them"
+    )
+    if measured < 2:
+        told += "; the recommended setting is the only one measured: the recommendation rests on simulation"
+    elif separated:
+        told += f"; of {measured} settings measured the recommended one is {sure}"
+    else:
+        told += f"; the measurements do not separate the {measured} settings measured: "
+        preferred = (
+            "simulation prefers the recommended one, which is" if simulation_agrees else "the recommended one is"
         )
-    return Confidence(noise=round(told, 5), best=round(best, 4), regret=round(regret, 5), sentence=sentence)
+        told += f"{preferred} {sure}"
+    return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=told)
 
 
 def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
