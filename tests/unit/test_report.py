@@ -349,6 +349,15 @@ def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidenc
     assert "keeps nothing in SLO at the choice itself" in at_choice.title
 
 
+def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence) -> None:
+    slow, facts, chosen = slower(evidence, 0.1), evidence.profile.simulation, evidence.recommended
+    assert facts is not None
+    served = slow.model_copy(update={"simulation": facts.model_copy(update={"speed": 10.0})})
+    found = [sweep(profile, chosen.knobs, chosen.point.rate) for profile in (served, evidence.profile)]
+    corrected, fitted = ([s.goodput for values in each.by_knob.values() for _, s in values] for each in found if each)
+    assert max(corrected) > 0 and corrected == pytest.approx(fitted, rel=0.05)
+
+
 def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
     assert (
         off("Modelled step times", 0.021, 0.08)

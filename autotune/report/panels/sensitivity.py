@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autotune.cost_model import serving_speed
 from autotune.profile import Profile
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
@@ -62,8 +63,11 @@ def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
         title = f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
     else:
         title = "No knob costs 1% of goodput when it is halved or doubled"
+    speed = serving_speed(evidence.profile)
+    served = "" if abs(speed - 1) < 0.005 else f" at {percent(speed, 0)} of its speed, as the machine served"
     lead = (
-        "One knob turned at a time, the others held at the recommended setting; simulated with this profile's cost model, "
+        "One knob turned at a time, the others held at the recommended setting; "
+        f"simulated with this profile's cost model{served}, "
         f"{swept.requests} requests a point, the same arrivals for all. Hover for latencies."
     )
     notes = [] if swept.complete else ["Cut short to keep this page quick; not every value was simulated."]
