@@ -47,7 +47,8 @@ def find_capacity(context: Context, setup: Setup) -> None:
         note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
     context.reporter.stage_done(
-        f"{len(tried) - 1} rates", "" if held is None else f"about {held.offered_rate:.3g} req/s"
+        f"{len(tried) - 1} rate{'' if len(tried) == 2 else 's'}",
+        "" if held is None else f"about {held.offered_rate:.3g} req/s",
     )
 
 
