@@ -102,8 +102,6 @@ def show(profile: Profile, console: Console) -> None:
         console.print(escape(doubt), highlight=False, style="yellow")
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
-    if profile.doubtful:
-        console.print(escape(profile.doubtful), highlight=False, style="yellow")
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
@@ -111,8 +109,9 @@ def show(profile: Profile, console: Console) -> None:
 
 def doubts(profile: Profile) -> tuple[str, ...]:
     """What about the run makes its figures doubtful, a sentence each."""
-    found: tuple[str, ...] = getattr(profile, "doubts", ())
-    return tuple(text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in found)
+    return tuple(
+        text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.doubts
+    )
 
 
 def _cost(price_per_hour: float, point: Point) -> str:
