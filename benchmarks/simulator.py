@@ -47,9 +47,15 @@ def h200() -> CostModel:
     zeros = ((0.0,) * len(coefficients),) * len(coefficients)
     return CostModel(
         CostFacts(
-            family="max", coefficients=coefficients, covariance=zeros, points=0, seconds=0.0, error=0.0, regions=(),
+            family="max",
+            coefficients=coefficients,
+            covariance=zeros,
+            points=0,
+            seconds=0.0,
+            error=0.0,
+            regions=(),
             learner=None,
-        )  # fmt: skip
+        )
     )
 
 
