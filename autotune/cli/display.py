@@ -64,7 +64,7 @@ class Display:
         self._console.print(
             f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"
             f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n"
-            f"rate {setup.offered_rate:.3g} req/s ({basis}); {setup.window_s:g} s windows",
+            f"rate {setup.rate:.3g} req/s ({basis}); {setup.window_s:g} s windows",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -195,7 +195,8 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixtur
     display.stage("searching")
     display.progress(0.5, "3 trials", "best 1", 12.0)  # too soon after the first to be worth a line
     display.stage_done("6 trials", "best 2")
-    display.ready(setup(slo_from="default × 2: because"))
+    asked = setup(slo_from="default × 2: because")
+    display.ready(asked.model_copy(update={"rate": 10.0, "offered_rate": 7.0}))  # of a window that nobody meets
     display.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["searching", "6", "trials", "0", "s", "best", "2"]
