@@ -45,5 +45,7 @@ class UndisturbedClock:
     def now(self) -> float:
         while True:
             waited, now = self.waited, time.monotonic()
-            if self.waited == waited:  # else the thread was kept waiting between the two, and they do not belong together
+            if (
+                self.waited == waited
+            ):  # else the thread was kept waiting between the two, and they do not belong together
                 return now - waited - self._offset
