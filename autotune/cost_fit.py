@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from autotune.cost_shape import Floats, Shape, as_floats, candidates
-from autotune.profile_parts import StepPoint
+from autotune.profile.parts import StepPoint
 from runtime.step_model import StepFeatures
 
 FOLDS = 5

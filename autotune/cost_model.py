@@ -2,7 +2,7 @@
 
 Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and asked by the simulator for every
 step it simulates. It stands behind the same protocol as the online learner (:class:`runtime.step_model.StepModel`), which
-its :class:`~autotune.profile_parts.LearnerFacts` give a warm start.
+its :class:`~autotune.profile.parts.LearnerFacts` give a warm start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from autotune.cost_fit import Fitted, fit
 from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile_parts import CostFacts, LearnerFacts, RegionError, StepPoint
+from autotune.profile.parts import CostFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
 from runtime.step_model import Knowledge, StepFeatures, StepLearner
 

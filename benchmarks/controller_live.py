@@ -31,8 +31,9 @@ from typing import Any
 from autotune.bench import Comparison, Contender, Failure, Result, compare, controlled, defaults, fixed, measure, turns
 from autotune.bench.loads import setup_for
 from autotune.evaluate import Recorder
-from autotune.profile import ModelFacts, write_whole
+from autotune.profile import ModelFacts
 from autotune.workload import Arrival, Workload, parse_workload
+from autotune.writing import write_whole
 from benchmarks.undisturbed import UndisturbedClock, others
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs

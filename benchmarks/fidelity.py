@@ -35,13 +35,13 @@ from typing import Any, NamedTuple
 
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import evaluate
-from autotune.profile import write_whole
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
 from autotune.profiling.steps import anchor_pace, features, measure_steps_and_pace
 from autotune.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
+from autotune.writing import write_whole
 from benchmarks.undisturbed import UndisturbedClock, others
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs

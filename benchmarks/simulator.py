@@ -24,7 +24,7 @@ from typing import NamedTuple
 from autotune.attach import control
 from autotune.cost_model import CostModel
 from autotune.evaluate import evaluate
-from autotune.profile_parts import CostFacts
+from autotune.profile.parts import CostFacts
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from runtime.knobs import KnobLimits, Knobs

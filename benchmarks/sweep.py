@@ -33,7 +33,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Question
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session

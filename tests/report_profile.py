@@ -18,7 +18,7 @@ from typing import Any
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import evaluate
 from autotune.profile import Capacity, Confidence, Point, Profile, Setting, SimulationFacts, save_profile
-from autotune.profile_parts import StepPoint
+from autotune.profile.parts import StepPoint
 from autotune.profiling.choice import choose
 from autotune.profiling.points import Run, Stage, pareto, point, points
 from autotune.score import Score

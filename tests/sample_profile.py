@@ -22,7 +22,7 @@ from autotune.profile import (
     Software,
     Spread,
 )
-from autotune.profile_parts import LearnerFacts, RegionError
+from autotune.profile.parts import LearnerFacts, RegionError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 

@@ -213,7 +213,7 @@ class _Run:
 def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> int:
     from autotune.bench import compare, plotting
     from autotune.bench.table import show
-    from autotune.profile import write_whole
+    from autotune.writing import write_whole
 
     stopped = run.stop.is_set()
     if load is None or not run.results:

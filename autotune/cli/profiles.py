@@ -24,7 +24,7 @@ def profiles(
     from autotune.profile import load_profile, shipped_profiles
 
     if schema:
-        from autotune.profile_schema import schema_text
+        from autotune.profile.schema import schema_text
 
         print(schema_text(), end="")
         return 0

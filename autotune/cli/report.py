@@ -34,10 +34,11 @@ def report(
 ) -> int:
     """Write the page; 2 when the file is no valid profile."""
     from autotune.cli.display import make_console
-    from autotune.profile import load_profile, write_whole
+    from autotune.profile import load_profile
     from autotune.report import gather, html
     from autotune.report.files import check_profile, find, place
     from autotune.report.terminal import show
+    from autotune.writing import write_whole
 
     path = find(profile)
     check_profile(path)

@@ -13,7 +13,7 @@ from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
 
 if TYPE_CHECKING:
-    from autotune.profile_parts import Point
+    from autotune.profile.parts import Point
     from autotune.simulate.capacity import SettingCapacity
 
 HELP = (

@@ -9,7 +9,8 @@ from typing import Any
 from autotune.export.comments import MARK, header, note_of, one_line
 from autotune.export.models import model_to_serve
 from autotune.export.target import Entry, Fit, Ours, Row, Source, Target, Value, number
-from autotune.profile import RECOMMENDED, Profile, write_whole
+from autotune.profile import RECOMMENDED, Profile
+from autotune.writing import write_whole
 from runtime.errors import InputError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, waiting
-from autotune.profile_parts import Calibration, ModelFacts
+from autotune.profile.parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
     Setup,

@@ -27,7 +27,7 @@ from scipy.stats import binom
 
 from autotune.cost_model import CostModel
 from autotune.evaluate import EvaluationError, Served
-from autotune.profile_parts import CostFacts, ModelFacts
+from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
 from autotune.profiling.steps import features

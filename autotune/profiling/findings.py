@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autotune.cost_model import CostModel
 from autotune.profile import Purpose
-from autotune.profile_parts import Capacity, Confidence, Point, Setting, StepPoint
+from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
 from autotune.profiling.choice import choose
 from autotune.profiling.points import Run, Stage, points
 from autotune.profiling.setup import Setup

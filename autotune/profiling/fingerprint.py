@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from autotune.profile_parts import GpuInfo, Machine, Software
+from autotune.profile.parts import GpuInfo, Machine, Software
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from autotune.profile_parts import Part, Point, Spread
+from autotune.profile.parts import Part, Point, Spread
 from autotune.score import Score
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval

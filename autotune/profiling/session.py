@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autotune.evaluate import Interrupted, Served, Simulated
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup

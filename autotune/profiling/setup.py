@@ -10,7 +10,7 @@ import math
 import statistics
 from typing import Literal
 
-from autotune.profile_parts import Calibration, KnobsField, Part, SLOField
+from autotune.profile.parts import Calibration, KnobsField, Part, SLOField
 from autotune.workload import Arrival, Workload
 from runtime.errors import InputError
 from runtime.knobs import Knobs

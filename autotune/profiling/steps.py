@@ -18,7 +18,7 @@ from typing import NamedTuple
 from autotune.cost_fit import FEWEST
 from autotune.cost_model import fit_cost_model, with_predictions
 from autotune.evaluate import EvaluationError, Served
-from autotune.profile_parts import ModelFacts, StepPoint
+from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Pilot, StepPlan
 from runtime.clock import Clock

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from autotune.profile import RECOMMENDED, Point, Profile, Setting
-from autotune.profile_parts import StepPoint
+from autotune.profile.parts import StepPoint
 from autotune.profiling.points import Run, Stage
 from runtime.knobs import Knobs
 from runtime.slo import SLO

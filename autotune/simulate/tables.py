@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.price import money, per_million
-from autotune.profile_parts import Point
+from autotune.profile.parts import Point
 from autotune.profiling.table import HEADINGS
 from autotune.simulate.capacity import SettingCapacity
 from runtime.knobs import KNOBS, Knobs

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from autotune.cost_model import CostModel, fit_cost_model
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
 from autotune.profiling.steps import features, measure_steps_and_pace
 from benchmarks.undisturbed import UndisturbedClock

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.workload import parse_workload
 from benchmarks.fidelity import KV_TOKENS, TIGHT_KV_TOKENS, Bench, Case, Compared, Timed, capacity, cases, report
 from runtime.clock import MonotonicClock

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.cost_model import fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
-from autotune.profile_parts import ModelFacts, StepPoint
+from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.step_driver import StepDriver, samples
 from autotune.profiling.steps import measure_steps
 from autotune.simulate import SimulatedEngine

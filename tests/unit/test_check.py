@@ -16,7 +16,7 @@ from autotune.cli.main import run
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile import save_profile
-from autotune.profile_parts import CostFacts
+from autotune.profile.parts import CostFacts
 from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval, region_of
 from autotune.profiling.fingerprint import OtherWork, machine, measured_elsewhere
 from autotune.profiling.steps import measure_steps

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from autotune.cost_model import CostModel, fit_cost_model
-from autotune.profile_parts import CostFacts, StepPoint
+from autotune.profile.parts import CostFacts, StepPoint
 from runtime.step_model import StepFeatures
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.profile import Profile, load_profile, save_profile, shipped_profiles, write_whole
+from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
+from autotune.writing import write_whole
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits
 from tests.unit.profiles import SMALL, machine, profile

@@ -13,7 +13,7 @@ from autotune import control
 from autotune.cli.main import run
 from autotune.cli.show import model_lines
 from autotune.profile import find_profile, save_profile, shipped_profiles
-from autotune.profile_schema import schema_text
+from autotune.profile.schema import schema_text
 from autotune.profiling.fingerprint import machine
 from runtime.slo import SLO
 from tests.sample_profile import full_profile, sample_model, sample_profile
@@ -81,7 +81,7 @@ def test_shipped_profiles_are_found_in_folders(
     save_profile(sample_profile(), tmp_path / "nvidia-h200" / "llama-3.1-8b.yaml")
     save_profile(full_profile(gpu=False), tmp_path / "cpu.yaml")
     (tmp_path / "profile.schema.json").write_text("{}")
-    monkeypatch.setattr("autotune.profile.profiles_folder", lambda: tmp_path)
+    monkeypatch.setattr("autotune.profile.document.profiles_folder", lambda: tmp_path)
     name = "nvidia-h200/llama-3.1-8b"
     assert shipped_profiles() == {"cpu": tmp_path / "cpu.yaml", name: tmp_path / f"{name}.yaml"}
     assert find_profile(name) == tmp_path / f"{name}.yaml"
@@ -114,7 +114,7 @@ def test_a_broken_shipped_profile_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.yaml").write_text("schema_version: 2\n")
-    monkeypatch.setattr("autotune.profile.profiles_folder", lambda: tmp_path)
+    monkeypatch.setattr("autotune.profile.document.profiles_folder", lambda: tmp_path)
     assert run(["profiles"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'x.yaml'}: ")
 

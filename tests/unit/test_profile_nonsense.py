@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autotune.cli.main import run
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
-from autotune.profile_text import DEEPEST, LARGEST, dump_yaml, read_yaml
+from autotune.profile.text import DEEPEST, LARGEST, dump_yaml, read_yaml
 from runtime.errors import InputError
 from tests.sample_profile import full_profile
 
@@ -164,7 +164,7 @@ def test_files_of_another_kind(
     tmp_path: Path, content: bytes, text: str, parser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With either of PyYAML's parsers: not every build of it has the fast one."""
-    monkeypatch.setattr("autotune.profile_text._Parser", parser)
+    monkeypatch.setattr("autotune.profile.text._Parser", parser)
     path = tmp_path / "p.yaml"
     path.write_bytes(content)
     assert complaint(path).startswith(text)

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from autotune.profile import SCHEMA_VERSION, Profile, dump_profile, load_profile, save_profile, shipped_profiles
-from autotune.profile_complaints import names_at
-from autotune.profile_schema import SCHEMA_FILE, editor_line, profile_schema, profiles_folder, schema_text
-from autotune.profile_versions import STEPS, from_1
+from autotune.profile.complaints import names_at
+from autotune.profile.schema import SCHEMA_FILE, editor_line, profile_schema, profiles_folder, schema_text
+from autotune.profile.versions import STEPS, from_1
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
@@ -86,7 +86,7 @@ def test_a_file_without_a_version(tmp_path: Path) -> None:
 
 
 def test_the_schema_in_the_repository_is_that_of_the_models() -> None:
-    command = "python -c 'from autotune.profile_schema import *; print(schema_text(), end=\"\")' > profiles/profile.schema.json"
+    command = "python -c 'from autotune.profile.schema import *; print(schema_text(), end=\"\")' > profiles/profile.schema.json"
     assert (ROOT / "profiles" / SCHEMA_FILE).read_text(encoding="utf-8") == schema_text(), f"make it again: {command}"
 
 

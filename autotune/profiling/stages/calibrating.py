@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import Simulated
-from autotune.profile_parts import CostFacts, StepPoint
+from autotune.profile.parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.doubts import doubts
 from autotune.profiling.fingerprint import OtherWork

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.profile_parts import Capacity
+from autotune.profile.parts import Capacity
 from autotune.profiling.choice import highest_held, refuted
 from autotune.profiling.points import point
 from autotune.profiling.setup import Setup, balanced_seeds, rounded

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
-from autotune.profile_parts import ModelFacts
+from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.points import Run, Stage

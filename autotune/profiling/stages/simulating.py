@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.evaluate import EvaluationError, Interrupted
-from autotune.profile_parts import Point
+from autotune.profile.parts import Point
 from autotune.profiling.choice import alike, latency
 from autotune.profiling.points import Run, point, points
 from autotune.profiling.pool import Outcome

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from autotune.evaluate import EvaluationError
-from autotune.profile_parts import Confidence
+from autotune.profile.parts import Confidence
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
 from autotune.profiling.points import Run

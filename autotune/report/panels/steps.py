@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from autotune.profile_parts import RegionError, StepPoint
+from autotune.profile.parts import RegionError, StepPoint
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, layout, log_axis, note, plain
 from autotune.report.section import Section, Table, absent

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from autotune.profile_versions import SCHEMA_VERSION
+from autotune.profile.versions import SCHEMA_VERSION
 
 SCHEMA_FILE = "profile.schema.json"
 
@@ -25,7 +25,7 @@ class _Plain(GenerateJsonSchema):
 @functools.cache
 def profile_schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12. What it accepts is a profile by form; loading also checks what fields say of each other."""
-    from autotune.profile import Profile
+    from autotune.profile.document import Profile
 
     made = Profile.model_json_schema(schema_generator=_Plain)
     made["title"] = f"autotune profile, schema version {SCHEMA_VERSION}"
@@ -39,7 +39,7 @@ def schema_text() -> str:
 
 def profiles_folder() -> Path:
     """Where the profiles that come with the package are: in the wheel, or in the repository of an editable install."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     folder = here / "_profiles"
     if not folder.is_dir() and (here.parent / "pyproject.toml").is_file():
         folder = here.parent / "profiles"

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autotune.profile_fields import shortened
+from autotune.profile.fields import shortened
 from runtime.knobs import KNOBS
 
 _MUST_BE = {

@@ -13,18 +13,15 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from autotune.profile_complaints import explain
-from autotune.profile_fields import AboveZero, Count, FileName, Moment, Text
-from autotune.profile_parts import (
+from autotune.profile.complaints import explain
+from autotune.profile.fields import AboveZero, Count, FileName, Moment, Text
+from autotune.profile.parts import (
     Calibration,
     Capacity,
     Confidence,
     CostFacts,
     EngineFacts,
-    GpuInfo,
     KnobsField,
-    KvPool,
-    LimitsField,
     LoadFacts,
     Machine,
     ModelFacts,
@@ -34,47 +31,13 @@ from autotune.profile_parts import (
     SimulationFacts,
     SLOField,
     Software,
-    Spread,
 )
-from autotune.profile_schema import editor_line, profile_schema, profiles_folder
-from autotune.profile_text import dump_yaml, read_yaml
-from autotune.profile_versions import SCHEMA_VERSION, migrated
+from autotune.profile.schema import editor_line, profile_schema, profiles_folder
+from autotune.profile.text import dump_yaml, read_yaml
+from autotune.profile.versions import migrated
 from autotune.writing import write_whole
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
-
-__all__ = [
-    "PURPOSES",
-    "RECOMMENDED",
-    "SCHEMA_VERSION",
-    "Calibration",
-    "Capacity",
-    "Confidence",
-    "CostFacts",
-    "EngineFacts",
-    "GpuInfo",
-    "KnobsField",
-    "KvPool",
-    "LimitsField",
-    "LoadFacts",
-    "Machine",
-    "ModelFacts",
-    "Part",
-    "Point",
-    "Profile",
-    "Purpose",
-    "SLOField",
-    "Setting",
-    "SimulationFacts",
-    "Software",
-    "Spread",
-    "dump_profile",
-    "find_profile",
-    "load_profile",
-    "save_profile",
-    "shipped_profiles",
-    "write_whole",
-]
 
 Purpose = Literal["interactive", "balanced", "throughput"]
 PURPOSES: tuple[Purpose, ...] = ("interactive", "balanced", "throughput")

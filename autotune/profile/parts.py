@@ -1,6 +1,6 @@
 """What a profile is made of: the fingerprint of machine, software, engine and model, the load, and the points measured.
 
-The parts about the cost model and the choice are in :mod:`autotune.profile_findings`, and can be imported from here too.
+The parts about the cost model and the choice are in :mod:`autotune.profile.findings`, and can be imported from here too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from autotune.profile_fields import (
+from autotune.profile.fields import (
     AboveZero,
     Amount,
     Count,
@@ -22,7 +22,7 @@ from autotune.profile_fields import (
     SLOField,
     Text,
 )
-from autotune.profile_findings import (
+from autotune.profile.findings import (
     Calibration,
     Confidence,
     CostFacts,

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.profile_fields import AboveZero, Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+from autotune.profile.fields import AboveZero, Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.profile_fields import shortened
+from autotune.profile.fields import shortened
 from runtime.errors import InputError
 
 Fields = dict[str, Any]
