@@ -112,7 +112,7 @@ def test_only_an_export_is_overwritten(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_a_shipped_profile_is_found_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = {"mine": folder / "h200-llama8b.yaml"}
-    monkeypatch.setattr("autotune.profile.shipped_profiles", lambda: shipped)
+    monkeypatch.setattr("autotune.profile.document.shipped_profiles", lambda: shipped)
     assert run(["export", "mine", "--to", "vllm"]) == 0
     assert "h200-llama8b.yaml, made by" in (folder / "vllm.yaml").read_text(encoding="utf-8")
 
