@@ -1,0 +1,1 @@
+"""Request-level batching of any callable, with the knobs, records and words of the LLM engine."""

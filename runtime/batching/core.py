@@ -1,0 +1,330 @@
+"""Takes items in, says which call comes next, takes results back. No thread and no clock of its own.
+
+The live :class:`~runtime.batching.batcher.Batcher`, simulations and tests drive this same class: time comes in as an
+argument. The knobs are read at every decision, so a change holds from the next call on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from runtime.batching.groupings import Grouping, grouping_of
+from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Item
+from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
+from runtime.errors import RejectedError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import FinishReason
+from runtime.slo import SLO
+
+log = logging.getLogger(__name__)
+
+_ARRIVALS = 0.05  # weight of the newest gap between arrivals
+BATCHER_LIMITS = KnobLimits(max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576)
+"""Ceilings unless others are given: wide, for sizes are learned."""
+
+
+class Ended(NamedTuple):
+    """An item that ended without a result, and why."""
+
+    item: Item
+    reason: FinishReason
+    cause: str
+    retry_after_s: float | None = None
+
+
+class Next(NamedTuple):
+    """``call`` to run now, or None until ``wake_at``, an arrival or the end of a call. ``ended`` while deciding."""
+
+    call: Call | None
+    wake_at: float
+    ended: Sequence[Ended]
+
+
+class BatchCore:
+    """See the module. ``set_knobs`` may be called from any thread, everything else from one at a time."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        grouping: str | Grouping = "arrival",
+        *,
+        slo: SLO | Mapping[str, SLO] | None = None,
+        knobs: Knobs | None = None,
+        limits: KnobLimits | None = None,
+        workers: int = 1,
+        concurrency: int = 1,
+        max_queue: int = 100_000,
+        retries: int = 1,
+    ) -> None:
+        for name, value, least in (
+            ("workers", workers, 1), ("concurrency", concurrency, 1), ("max_queue", max_queue, 1), ("retries", retries, 0)
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        self.strategy = strategy
+        self.limits = limits or BATCHER_LIMITS
+        self.effective_limits = self.limits
+        self.max_queue = max_queue
+        self.slos: dict[str, SLO] = {}
+        self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self._turning = threading.Lock()  # so that no two settings get one epoch
+        self.state = State(grouping_of(grouping), workers * concurrency, self._setting[1])
+        self.loads = [0] * workers
+        """Calls that run on each worker."""
+        self._concurrency = concurrency
+        self._retries = retries
+        self._again: deque[Sequence[Item]] = deque()  # of workers that died; RUNNING still, as far as the queue goes
+        self._expiries: list[tuple[float, int, Item]] = []
+        self._expiring = 0
+        self._busy = 0.0  # integral of calls running over time
+        self._busy_at = 0.0
+        self.hold_until = inf
+        """When to ask :meth:`next` again, as of the last time it had nothing."""
+        self.hold_items = 1
+        """How many must wait for asking earlier to be of use."""
+        if slo is not None:
+            for name, promise in ({"default": slo} if isinstance(slo, SLO) else slo).items():
+                self.promise(name, promise)
+
+    # -- knobs and promises ---------------------------------------------------------------------------------------------
+
+    @property
+    def knobs(self) -> Knobs:
+        return self._setting[1]
+
+    @property
+    def epoch(self) -> int:
+        return self._setting[0]
+
+    def set_knobs(self, knobs: Knobs) -> int:
+        """Put ``knobs`` in force from the next call on; returns the epoch, which grows only if something changed."""
+        with self._turning:
+            knobs = self.effective_limits.clamp(self.limits.check(knobs))
+            epoch, current = self._setting
+            if knobs != current:
+                self._setting = (epoch + 1, knobs)
+            return self._setting[0]
+
+    def promise(self, request_class: str, slo: SLO) -> None:
+        """Items of ``request_class`` that come from now on are due as ``slo`` says."""
+        self.slos[request_class] = slo
+        self.state.slo_s = min((due for s in self.slos.values() if (due := _due(s)) < inf), default=None)
+
+    def shrink(self, items: int, cost: int) -> None:
+        """A call of ``items`` that cost ``cost`` ran out of memory: keep to half of it from now on."""
+        old = self.effective_limits
+        self.effective_limits = replace(
+            old,
+            max_batch_size=min(old.max_batch_size, max(1, items // 2)),
+            token_budget=min(old.token_budget, max(1, cost // 2)),
+        )
+        if self.effective_limits != old:
+            log.warning("a call of %d items (cost %d) ran out of memory; half of that is the most from now on", items, cost)
+            self.set_knobs(self.knobs)
+
+    # -- items ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, item: Item, now: float) -> None:
+        """Queue ``item``. Raises :class:`RejectedError` (``queue_full``, or ``slo`` by the strategy's word)."""
+        assert item.state is NEW
+        state = self.state
+        if state.waiting >= self.max_queue:
+            raise RejectedError(
+                f"item {item.id}: {state.waiting} items are waiting and max_queue is {self.max_queue}",
+                reason="queue_full",
+                retry_after_s=None,
+            )
+        if item.deadline == UNTIL_SLO:
+            slo = self.slos.get(item.request_class) or self.slos.get("default")
+            item.deadline = inf if slo is None else item.arrival + _due(slo)
+        state.now = now
+        gap = item.arrival - state.last_arrival
+        if gap < inf:
+            state.gap_s = gap if state.gap_s == inf else state.gap_s + _ARRIVALS * (gap - state.gap_s)
+        state.last_arrival = item.arrival
+        state.knobs = self._setting[1]
+        later = self.strategy.admit(item, state)
+        if later is not None:
+            raise RejectedError(
+                f"item {item.id}: its deadline cannot be met behind the {state.waiting} items that wait",
+                reason="slo",
+                retry_after_s=later,
+            )
+        item.state = WAITING
+        state.queue.add(item)
+        state.waiting += 1
+        state.waiting_cost += item.cost
+        state.room = self.max_queue - state.waiting
+        if item.expires < inf:
+            self._expiring += 1
+            heapq.heappush(self._expiries, (item.expires, self._expiring, item))
+            if len(self._expiries) > 1024 and len(self._expiries) > 2 * (state.waiting + self._running_items()):
+                self._expiries = [entry for entry in self._expiries if entry[2].state is not ENDED]
+                heapq.heapify(self._expiries)
+
+    def forget(self, item: Item) -> bool:
+        """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
+        if item.state is WAITING:
+            item.state = ENDED
+            state = self.state
+            state.waiting -= 1
+            state.waiting_cost -= item.cost
+            state.room = self.max_queue - state.waiting
+            state.queue.removed(item)
+            return True
+        return False
+
+    def _running_items(self) -> int:
+        return sum(len(call.items) for call in self.state.running)
+
+    @property
+    def next_expiry(self) -> float:
+        heap = self._expiries
+        while heap and heap[0][2].state is ENDED:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else inf
+
+    def expire(self, now: float) -> list[Ended]:
+        """End what has timed out by ``now``, running or not; the result of one that runs will be thrown away."""
+        ended = []
+        while self.next_expiry <= now:
+            item = heapq.heappop(self._expiries)[2]
+            if not self.forget(item):
+                item.state = ENDED
+            ended.append(Ended(item, FinishReason.TIMEOUT, "its timeout passed"))
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.state.waiting or self.state.running or self._again)
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+
+    def next(self, now: float, worker: int | None = None) -> Next:
+        """The call that ``worker`` (None: the least loaded one) is to run now, if any."""
+        state = self.state
+        ended: list[Ended] = self.expire(now) if self._expiries else []
+        self.hold_until, self.hold_items = inf, 1
+        if worker is None:
+            worker = min(range(len(self.loads)), key=self.loads.__getitem__)
+        if not state.idle or self.loads[worker] >= self._concurrency:
+            return Next(None, inf, ended)
+        epoch, knobs = self._setting
+        state.now, state.knobs = now, knobs
+        if self._again:
+            items = [item for item in self._again.popleft() if item.state is not ENDED]
+            if items:
+                found = fit(items, knobs.max_batch_size, knobs.token_budget, state.queue.padded)
+                if len(found.items) < len(items):
+                    self._again.appendleft(items[len(found.items) :])
+                return Next(self._begin(found.items, worker, now, Decision(found.items)), inf, ended)
+        if not state.waiting:
+            return Next(None, inf, ended)
+        decision = self.strategy.decide(state)
+        for item in decision.drop:
+            self.forget(item)
+            ended.append(Ended(item, FinishReason.REJECTED, "slo", 0.0))
+        if not decision.items:
+            self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
+            return Next(None, decision.wake_at, ended)
+        return Next(self._begin(decision.items, worker, now, decision), inf, ended)
+
+    def _begin(self, items: Sequence[Item], worker: int, now: float, decision: Decision) -> Call:
+        state, knobs = self.state, self.state.knobs
+        cost = cost_of(items, state.queue.padded)
+        if len(items) > 1 and (len(items) > knobs.max_batch_size or cost > knobs.token_budget):  # whoever chose them
+            items, cost, _ = fit(items, knobs.max_batch_size, knobs.token_budget, state.queue.padded)
+        call = Call(items, cost, worker, now, self._setting[0], len(state.running))
+        call.limited_by = decision.limited_by
+        waited, left = 0, 0
+        for item in items:
+            item.tries += 1
+            if item.state is WAITING:
+                waited += 1
+                left += item.cost
+                item.state = RUNNING
+                item.scheduled = now
+                item.epoch = call.epoch
+        if waited:
+            state.waiting -= waited
+            state.waiting_cost -= left
+            state.room = self.max_queue - state.waiting
+            state.queue.took(items)
+        call.waiting, call.waiting_cost = state.waiting, state.waiting_cost
+        self.strategy.began(call, state)
+        self._count(now)
+        call._busy = self._busy
+        state.running.append(call)
+        state.idle -= 1
+        self.loads[worker] += 1
+        return call
+
+    def done(self, call: Call, end: float) -> None:
+        """``call`` has ended; ``call.failed`` and ``call.stretched`` say how. Its items that had not ended before have now."""
+        self._over(call, end)
+        for item in call.items:
+            item.state = ENDED
+        self.strategy.observe(call, self.state)
+
+    def lost(self, call: Call, now: float) -> list[Item]:
+        """The worker of ``call`` died. Its items run again, in a call of their own; returns those that have no try left."""
+        self._over(call, now)
+        spent = []
+        again = []
+        for item in call.items:
+            if item.state is ENDED:
+                continue
+            if item.tries > self._retries:
+                item.state = ENDED
+                spent.append(item)
+            else:
+                again.append(item)
+        if again:
+            self._again.append(again)
+        return spent
+
+    def _over(self, call: Call, end: float) -> None:
+        state = self.state
+        self._count(end)
+        call.end = end
+        if end > call.start:
+            call.others = max(0.0, (self._busy - call._busy) / (end - call.start) - 1)
+        state.running.remove(call)
+        state.idle += 1
+        self.loads[call.worker] -= 1
+        state.now, state.knobs = end, self._setting[1]
+
+    def _count(self, now: float) -> None:
+        self._busy += len(self.state.running) * (now - self._busy_at)
+        self._busy_at = now
+
+    def drop_waiting(self, cause: str) -> list[Ended]:
+        """End everything that waits, as cancelled."""
+        ended = []
+        state = self.state
+        while state.waiting:
+            for item in state.queue.first(1024):
+                self.forget(item)
+                ended.append(Ended(item, FinishReason.CANCELLED, cause))
+        for items in self._again:
+            for item in items:
+                if item.state is not ENDED:
+                    item.state = ENDED
+                    ended.append(Ended(item, FinishReason.CANCELLED, cause))
+        self._again.clear()
+        return ended
+
+
+def _due(slo: SLO) -> float:
+    """Seconds that an item may take, by the tightest of its targets that speak of one: the first output or the end."""
+    return min((ms / 1e3 for ms in (slo.e2e_ms, slo.ttft_ms) if ms is not None), default=inf)
+
+
+__all__ = ["BATCHER_LIMITS", "BatchCore", "Ended", "Next"]

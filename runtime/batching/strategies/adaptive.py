@@ -1,0 +1,162 @@
+"""Adaptive: learned service time, dispatch when free, early drop of what cannot make its deadline. The default.
+
+- A call goes as soon as a worker is free, with everything that waits: calls then grow by themselves with the load, for what
+  comes while one runs makes the next. Nothing is learned from queues, so nothing is left over from a burst.
+- The time of a call is learned (:mod:`runtime.batching.service_model`). With a deadline in sight the items of a call are
+  chosen so that they are on time (:mod:`~runtime.batching.strategies.lookahead`).
+- Early drop: what could not be on time even in a call of its own is rejected, and at arrival what would come to be late
+  behind those that wait already, once a full call of them does. The knobs are ceilings.
+- Holding back only where it pays (:mod:`~runtime.batching.strategies.holding`): with a price for each call, or where calls
+  slow one another down. Else the wait is 0 whenever a worker is free.
+- Sizes nobody gave are felt out: a call holds at most twice what the largest one held.
+
+Units: seconds, items, cost units. Failure mode: a wrong model would drop what could be served, and never see that it is
+wrong; so where everything seems to be late one item is tried now and then, and where the promise is too short for an item
+alone, it is served late rather than never.
+"""
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+from runtime.batching.item import Call, Item
+from runtime.batching.service_model import Price, ServiceModel
+from runtime.batching.strategies.holding import better_alone, worth_more
+from runtime.batching.strategies.lookahead import Bounds, choose
+from runtime.batching.strategies.protocol import Decision, Fit, State, cost_of, fit
+from runtime.records import LimitedBy
+
+_FIRST = 16  # items that a call may hold before any has been seen
+_LOOK = 256  # items looked at, at most
+_HOPE = 0.95  # of the expected time: below this an item has no chance
+_TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
+_ASK_AGAIN = 512  # calls after which one goes beside others, to see whether they still slow one another down
+
+
+class Adaptive:
+    """See the module. ``call_price_s``: what a call costs, in seconds of waiting of one item; inf: hold as long as may be."""
+
+    name = "adaptive"
+
+    def __init__(self, *, call_price_s: float = 0.0, model: ServiceModel | None = None) -> None:
+        if not call_price_s >= 0:
+            raise ValueError(f"call_price_s is {call_price_s!r}; it must be a number of seconds of at least 0")
+        self.call_price_s = call_price_s
+        self.model = model
+        self._most_items = 0  # of a call so far
+        self._most_cost = 0
+        self._mean_cost = 0.0  # of an item
+        self._late = 0
+        self._kept_apart = 0
+
+    def admit(self, item: Item, state: State) -> float | None:
+        model = self.model
+        if item.deadline == inf or model is None or not model.ready or not state.queue.in_order:
+            return None
+        waiting = state.waiting
+        most, _ = self._ceilings(state)
+        if waiting < most and state.waiting_cost < state.knobs.token_budget:
+            return None
+        slots = state.slots
+        price = model.price(slots - 1)
+        calls = max(ceil((waiting + 1) / most), (state.waiting_cost + item.cost) / state.knobs.token_budget)
+        queued = price.fixed * calls + price.per_item * waiting + price.per_cost * (state.waiting_cost + item.cost)
+        running = sum(max(0.0, call.start + (call.predicted or 0.0) - state.now) for call in state.running)
+        ready = state.now + model.margin * (queued + running) / slots
+        return None if ready <= item.deadline else ready - item.deadline
+
+    def decide(self, state: State) -> Decision:
+        queue, now = state.queue, state.now
+        most, budget = self._ceilings(state)
+        found = fit(queue.first(most), most, budget, queue.padded)
+        model = self.model
+        if model is None:
+            model = self.model = ServiceModel(shared=state.slots > 1)
+        if not model.ready:
+            return Decision(found.items, limited_by=found.limited_by)
+        due = min(item.deadline for item in found.items)
+        price = model.price(len(state.running))
+        drop: list[Item] = []
+        if due < inf:
+            margin = model.margin
+            took = margin * price.of(len(found.items), found.cost)
+            half = inf if state.slo_s is None else state.slo_s / 2
+            if now + took > due or (took > half and len(found.items) > 1):
+                bounds = Bounds(most, budget, Price(*(margin * p for p in price)), half)
+                chosen, drop = self._on_time(state, bounds, price)
+                if not chosen:
+                    return Decision(drop=drop, wake_at=now if state.waiting > len(drop) else inf)
+                found = Fit(chosen, cost_of(chosen, queue.padded), self._limit(chosen, most, state, drop))
+                due = min(item.deadline for item in chosen)
+        if not state.must_go:
+            until = self._hold(found, due, state, model, price)
+            if until > now:
+                return Decision(drop=drop, wake_at=until, limited_by=LimitedBy.WAIT)
+        return Decision(found.items, drop, limited_by=found.limited_by)
+
+    def _ceilings(self, state: State) -> tuple[int, int]:
+        """Items and cost of the largest call: the knobs, and what has been felt out."""
+        most = min(state.knobs.max_batch_size, max(_FIRST, 2 * self._most_items))
+        if not self._most_cost:
+            return most, state.knobs.token_budget
+        return most, min(state.knobs.token_budget, max(2 * self._most_cost, int(_FIRST * self._mean_cost)))
+
+    def _on_time(self, state: State, bounds: Bounds, price: Price) -> tuple[list[Item], list[Item]]:
+        """What is to go, and what to drop because it cannot make it."""
+        now, queue = state.now, state.queue
+        alive, doomed = [], []
+        for item in queue.first(min(_LOOK, 2 * bounds.most)):
+            hopeless = item.deadline < now + _HOPE * price.of(1, item.cost)
+            (doomed if hopeless else alive).append(item)
+        if alive:
+            self._late = 0
+            chosen = choose(alive, now, bounds, reorder=queue.in_order)
+            if chosen:
+                return chosen, doomed
+            return [max(alive, key=lambda item: item.deadline)], doomed  # none is sure to make it, one may
+        last = doomed[-1]
+        if last.deadline - last.arrival < price.of(1, last.cost):  # the promise itself is too short
+            return list(fit(doomed, bounds.most, bounds.budget, queue.padded).items), []
+        self._late += 1
+        if self._late % _TRY == 0:
+            return [last], doomed[:-1]
+        return [], doomed
+
+    def _limit(self, chosen: list[Item], most: int, state: State, drop: list[Item]) -> LimitedBy:
+        if len(chosen) == most:
+            return LimitedBy.SLOTS
+        return LimitedBy.DEMAND if len(chosen) + len(drop) >= state.waiting else LimitedBy.BUDGET
+
+    def _hold(self, found: Fit, due: float, state: State, model: ServiceModel, price: Price) -> float:
+        """Until when to hold ``found`` back; ``now`` for not at all."""
+        now, items = state.now, found.items
+        full = found.limited_by is not LimitedBy.DEMAND
+        apart = False
+        if state.running and model.beside >= 4 and model.alone >= 4 and self._kept_apart < _ASK_AGAIN:
+            apart = better_alone(list(items), found.cost, full, state, model)
+        if not apart and (full or not self.call_price_s):
+            return now
+        oldest = state.oldest
+        last = oldest + state.knobs.max_wait_ms / 1e3
+        if due < inf:  # with one more of its kind it must still be on time
+            last = min(last, due - model.margin * price.of(len(items) + 1, found.cost * (1 + 1 / len(items))))
+        if apart:
+            self._kept_apart += 1
+            return last
+        waited = sum(now - item.arrival for item in items)
+        return min(last, worth_more(waited, len(items), oldest, state, self.call_price_s))
+
+    def began(self, call: Call, state: State) -> None:
+        if state.running:
+            self._kept_apart = 0
+        if self.model is not None and self.model.ready:
+            call.predicted = self.model.predict(len(call.items), call.cost, call.others)
+
+    def observe(self, call: Call, state: State) -> None:
+        if self.model is not None:
+            self.model.observe(call)
+        if not call.failed and not call.stretched:
+            self._most_items = max(self._most_items, len(call.items))
+            self._most_cost = max(self._most_cost, call.cost)
+            mean = call.cost / len(call.items)
+            self._mean_cost += (0.05 if self._mean_cost else 1.0) * (mean - self._mean_cost)

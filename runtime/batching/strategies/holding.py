@@ -1,0 +1,57 @@
+"""Whether a call that could go now had better wait: for more items to share its price, or for another call to end.
+
+**A price for each call** (money, a rate limit). Holding n items costs n seconds of waiting a second; a call that goes now
+ends a cycle that cost P + A, with P the price in item-seconds and A what its items have waited in all, and lasted L = e + g:
+the age e of the oldest item, and the gap g in which it was awaited. The cost of a second is least if a call goes when one
+more second would cost more than the average one has (the rule of the economic order quantity; Harris 1913, and for Poisson
+arrivals into batches Deb and Serfozo, Adv. Appl. Probab. 5, 1973)::
+
+    hold while  n·(e + g) < P + A
+
+n·e − A does not change while nobody comes, so only a gap that grows ends the wait by itself. Whatever the rule says, a call
+goes when the item that is due first could otherwise be late, or the wait window (``max_wait_ms``) is over, or it is full.
+
+**A device that others use.** Beside others a call takes longer, and makes theirs longer. With o running, k items to go, and
+the first of them over in r seconds, now costs k·t(k, o) plus the delay it causes; waiting costs k·(r + t(k + arrivals,
+o − 1)). With a full call's worth waiting, what counts is whether one more call at a time gets more items through.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from runtime.batching.item import Item
+from runtime.batching.service_model import ServiceModel
+from runtime.batching.strategies.protocol import State
+
+_WORTH = 1.02  # how many times more must get through for one more call at a time
+
+
+def worth_more(waits_s: float, items: int, oldest: float, state: State, price: float) -> float:
+    """Until when to hold a call of ``items`` that have waited ``waits_s`` in all, for its price to be shared; or ``now``."""
+    if price == inf:
+        return inf
+    surplus = price + waits_s - items * (state.now - oldest)
+    gap = max(state.gap_s, state.now - state.last_arrival)
+    if items * gap >= surplus:
+        return state.now
+    return state.last_arrival + surplus / items
+
+
+def better_alone(items: list[Item], cost: int, full: bool, state: State, model: ServiceModel) -> bool:
+    """Whether ``items`` had better wait for a running call to end than go beside ``state.running``."""
+    running, now = state.running, state.now
+    others, k = len(running), len(items)
+    beside, alone = model.price(others), model.price(others - 1)
+    if full:
+        return (others + 1) / beside.of(k, cost) < _WORTH * others / alone.of(k, cost)
+    took = beside.of(k, cost)
+    delay, soonest = 0.0, inf
+    for call in running:
+        n, c = len(call.items), call.cost
+        left = max(0.0, call.start + (call.predicted or 0.0) - now)
+        soonest = min(soonest, left)
+        delay += n * min(left, took) * (beside.of(n, c) / max(alone.of(n, c), 1e-9) - 1)
+    more = 0.0 if state.gap_s in (0.0, inf) else min(soonest / state.gap_s, float(max(0, state.knobs.max_batch_size - k)))
+    later = soonest + alone.of(k, cost) * (1 - 1e-9) + more * (alone.per_item + alone.per_cost * cost / k)
+    return k * later < k * took + delay

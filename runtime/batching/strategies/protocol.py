@@ -1,0 +1,132 @@
+"""When to call the function, and with which of the waiting items: the protocol of a strategy, and what it may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple, Protocol
+
+from runtime.batching.groupings.protocol import Grouping
+from runtime.batching.item import Call, Item
+from runtime.knobs import Knobs
+from runtime.records import LimitedBy
+
+
+class State:
+    """What a strategy may look at; kept by the core, which alone writes to it.
+
+    ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
+    could be. ``slo_s``: the smallest time promised, None without a promise. ``gap_s``: seconds between arrivals, lately
+    (inf before the second). ``room``: items that the queue still takes. ``closing``: nothing more will come.
+    """
+
+    __slots__ = (
+        "closing", "gap_s", "idle", "knobs", "last_arrival", "now", "queue", "room", "running", "slo_s", "slots", "waiting",
+        "waiting_cost",
+    )  # fmt: skip
+
+    def __init__(self, queue: Grouping, slots: int, knobs: Knobs) -> None:
+        self.now = 0.0
+        self.knobs = knobs
+        self.queue = queue
+        self.running: list[Call] = []
+        self.slots = slots
+        self.idle = slots
+        self.waiting = 0
+        self.waiting_cost = 0
+        self.slo_s: float | None = None
+        self.gap_s = inf
+        self.last_arrival = -inf
+        self.room = 1
+        self.closing = False
+
+    @property
+    def oldest(self) -> float:
+        """Arrival of the oldest item that waits; inf if none does."""
+        item = self.queue.oldest()
+        return inf if item is None else item.arrival
+
+    @property
+    def must_go(self) -> bool:
+        """Whether holding items back can only lose: nothing more is coming, or there is no room for it."""
+        return self.closing or self.room <= 0
+
+
+class Decision(NamedTuple):
+    """``items`` go into a call now, ``drop`` end as rejected. With no items: hold until ``wake_at``, the end of a call, or
+    an arrival that makes ``wake_items`` wait. ``limited_by`` says what kept the call from holding more."""
+
+    items: Sequence[Item] = ()
+    drop: Sequence[Item] = ()
+    wake_at: float = inf
+    wake_items: int = 1
+    limited_by: LimitedBy = LimitedBy.DEMAND
+
+
+class Strategy(Protocol):
+    """Asked under the batcher's lock: it must not block."""
+
+    @property
+    def name(self) -> str: ...
+
+    def admit(self, item: Item, state: State) -> float | None:
+        """None takes ``item`` in. A number refuses it (reason ``slo``): to be tried again after so many seconds."""
+        ...
+
+    def decide(self, state: State) -> Decision:
+        """Asked while something waits and a worker is idle."""
+        ...
+
+    def began(self, call: Call, state: State) -> None:
+        """``call``, as decided, begins; ``state.running`` does not hold it yet. May set ``call.predicted``."""
+        ...
+
+    def observe(self, call: Call, state: State) -> None:
+        """``call`` has ended, at ``call.end``."""
+        ...
+
+
+class Fit(NamedTuple):
+    """A batch that obeys the knobs, what it costs, and which knob ended it."""
+
+    items: Sequence[Item]
+    cost: int
+    limited_by: LimitedBy
+
+
+def fit(items: Sequence[Item], most: int, budget: int, padded: bool) -> Fit:
+    """As many of ``items``, from the first on, as make at most ``most`` items of ``budget`` cost; at least the first."""
+    cost = longest = taken = 0
+    if padded:
+        for item in items[:most]:
+            longest = max(longest, item.cost)
+            if (taken + 1) * longest > budget and taken:
+                return Fit(items[:taken], cost, LimitedBy.BUDGET)
+            taken += 1
+            cost = taken * longest
+    else:
+        for item in items[:most]:
+            if cost + item.cost > budget and taken:
+                return Fit(items[:taken], cost, LimitedBy.BUDGET)
+            cost += item.cost
+            taken += 1
+    return Fit(items[:taken], cost, LimitedBy.SLOTS if taken == most else LimitedBy.DEMAND)
+
+
+def cost_of(items: Sequence[Item], padded: bool) -> int:
+    """Of a call of ``items``."""
+    costs = [item.cost for item in items]
+    return len(costs) * max(costs) if padded else sum(costs)
+
+
+class Plain:
+    """What strategies that learn nothing and refuse nothing have in common."""
+
+    def admit(self, item: Item, state: State) -> float | None:
+        return None
+
+    def began(self, call: Call, state: State) -> None:
+        pass
+
+    def observe(self, call: Call, state: State) -> None:
+        pass
