@@ -1,4 +1,4 @@
-"""The engine that batches: four live knobs, an SLO, and records of every step and request. Knows nothing of autotune.
+"""The engine and the batcher: four live knobs, an SLO, and records of every step and request. Know nothing of autotune.
 
 The names below are loaded when first used, and none but ``load_model`` loads torch; an :class:`Engine` does when it is made.
 """
@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runtime.batching.batcher import Batcher as Batcher
+    from runtime.batching.decorator import batch as batch
+    from runtime.batching.future import ItemFuture as ItemFuture
     from runtime.errors import AutotuneError as AutotuneError
     from runtime.errors import EngineClosedError as EngineClosedError
     from runtime.errors import InputError as InputError
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from runtime.tunable import Tunable as Tunable
 
 _WHERE = {
+    "runtime.batching.batcher": "Batcher",
+    "runtime.batching.decorator": "batch",
+    "runtime.batching.future": "ItemFuture",
     "runtime.errors": (
         "AutotuneError EngineClosedError InputError LeaseError ModelError RejectedError RequestCancelledError"
         " RequestError RequestTimeoutError StepFailedError UnsupportedModelError"

@@ -6,28 +6,26 @@ argument. The knobs are read at every decision, so a change holds from the next 
 
 from __future__ import annotations
 
-import heapq
-import logging
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from runtime.batching.expiries import Expiries
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Item
+from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
+from runtime.batching.view import view_of
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason
 from runtime.slo import SLO
-
-log = logging.getLogger(__name__)
+from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
-BATCHER_LIMITS = KnobLimits(max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576)
-"""Ceilings unless others are given: wide, for sizes are learned."""
+_PACE = 0.1  # weight of the newest call
 
 
 class Ended(NamedTuple):
@@ -48,7 +46,7 @@ class Next(NamedTuple):
 
 
 class BatchCore:
-    """See the module. ``set_knobs`` may be called from any thread, everything else from one at a time."""
+    """See the module. ``settings`` may be changed from any thread, everything else from one at a time."""
 
     def __init__(
         self,
@@ -69,22 +67,20 @@ class BatchCore:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         self.strategy = strategy
-        self.limits = limits or BATCHER_LIMITS
-        self.effective_limits = self.limits
+        self.settings = Settings(knobs, limits)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
-        self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
-        self._turning = threading.Lock()  # so that no two settings get one epoch
-        self.state = State(grouping_of(grouping), workers * concurrency, self._setting[1])
+        self.state = State(grouping_of(grouping), workers * concurrency, self.knobs)
         self.loads = [0] * workers
         """Calls that run on each worker."""
         self._concurrency = concurrency
         self._retries = retries
         self._again: deque[Sequence[Item]] = deque()  # of workers that died; RUNNING still, as far as the queue goes
-        self._expiries: list[tuple[float, int, Item]] = []
-        self._expiring = 0
+        self.expiries = Expiries()
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
+        self.item_s = 0.0
+        """Seconds from one result to the next while calls run, lately."""
         self.hold_until = inf
         """When to ask :meth:`next` again, as of the last time it had nothing."""
         self.hold_items = 1
@@ -97,37 +93,16 @@ class BatchCore:
 
     @property
     def knobs(self) -> Knobs:
-        return self._setting[1]
+        return self.settings.current[1]
 
     @property
     def epoch(self) -> int:
-        return self._setting[0]
-
-    def set_knobs(self, knobs: Knobs) -> int:
-        """Put ``knobs`` in force from the next call on; returns the epoch, which grows only if something changed."""
-        with self._turning:
-            knobs = self.effective_limits.clamp(self.limits.check(knobs))
-            epoch, current = self._setting
-            if knobs != current:
-                self._setting = (epoch + 1, knobs)
-            return self._setting[0]
+        return self.settings.current[0]
 
     def promise(self, request_class: str, slo: SLO) -> None:
         """Items of ``request_class`` that come from now on are due as ``slo`` says."""
         self.slos[request_class] = slo
         self.state.slo_s = min((due for s in self.slos.values() if (due := _due(s)) < inf), default=None)
-
-    def shrink(self, items: int, cost: int) -> None:
-        """A call of ``items`` that cost ``cost`` ran out of memory: keep to half of it from now on."""
-        old = self.effective_limits
-        self.effective_limits = replace(
-            old,
-            max_batch_size=min(old.max_batch_size, max(1, items // 2)),
-            token_budget=min(old.token_budget, max(1, cost // 2)),
-        )
-        if self.effective_limits != old:
-            log.warning("a call of %d items (cost %d) ran out of memory; half of that is the most from now on", items, cost)
-            self.set_knobs(self.knobs)
 
     # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -139,17 +114,17 @@ class BatchCore:
             raise RejectedError(
                 f"item {item.id}: {state.waiting} items are waiting and max_queue is {self.max_queue}",
                 reason="queue_full",
-                retry_after_s=None,
+                retry_after_s=self.item_s * max(1, state.waiting // 4),
             )
         if item.deadline == UNTIL_SLO:
             slo = self.slos.get(item.request_class) or self.slos.get("default")
             item.deadline = inf if slo is None else item.arrival + _due(slo)
         state.now = now
-        gap = item.arrival - state.last_arrival
+        gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment
         if gap < inf:
             state.gap_s = gap if state.gap_s == inf else state.gap_s + _ARRIVALS * (gap - state.gap_s)
-        state.last_arrival = item.arrival
-        state.knobs = self._setting[1]
+        state.last_arrival = max(item.arrival, state.last_arrival)
+        state.knobs = self.knobs
         later = self.strategy.admit(item, state)
         if later is not None:
             raise RejectedError(
@@ -163,11 +138,7 @@ class BatchCore:
         state.waiting_cost += item.cost
         state.room = self.max_queue - state.waiting
         if item.expires < inf:
-            self._expiring += 1
-            heapq.heappush(self._expiries, (item.expires, self._expiring, item))
-            if len(self._expiries) > 1024 and len(self._expiries) > 2 * (state.waiting + self._running_items()):
-                self._expiries = [entry for entry in self._expiries if entry[2].state is not ENDED]
-                heapq.heapify(self._expiries)
+            self.expiries.add(item)
 
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
@@ -181,21 +152,10 @@ class BatchCore:
             return True
         return False
 
-    def _running_items(self) -> int:
-        return sum(len(call.items) for call in self.state.running)
-
-    @property
-    def next_expiry(self) -> float:
-        heap = self._expiries
-        while heap and heap[0][2].state is ENDED:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else inf
-
     def expire(self, now: float) -> list[Ended]:
         """End what has timed out by ``now``, running or not; the result of one that runs will be thrown away."""
         ended = []
-        while self.next_expiry <= now:
-            item = heapq.heappop(self._expiries)[2]
+        for item in self.expiries.due(now):
             if not self.forget(item):
                 item.state = ENDED
             ended.append(Ended(item, FinishReason.TIMEOUT, "its timeout passed"))
@@ -210,14 +170,14 @@ class BatchCore:
     def next(self, now: float, worker: int | None = None) -> Next:
         """The call that ``worker`` (None: the least loaded one) is to run now, if any."""
         state = self.state
-        ended: list[Ended] = self.expire(now) if self._expiries else []
+        ended = self.expire(now)
         self.hold_until, self.hold_items = inf, 1
         if worker is None:
             worker = min(range(len(self.loads)), key=self.loads.__getitem__)
         if not state.idle or self.loads[worker] >= self._concurrency:
             return Next(None, inf, ended)
-        epoch, knobs = self._setting
-        state.now, state.knobs = now, knobs
+        state.now = now
+        state.knobs = knobs = self.settings.for_call(partial(self.view, now))
         if self._again:
             items = [item for item in self._again.popleft() if item.state is not ENDED]
             if items:
@@ -230,7 +190,7 @@ class BatchCore:
         decision = self.strategy.decide(state)
         for item in decision.drop:
             self.forget(item)
-            ended.append(Ended(item, FinishReason.REJECTED, "slo", 0.0))
+            ended.append(Ended(item, FinishReason.REJECTED, "slo", self.item_s * state.waiting))
         if not decision.items:
             self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
             return Next(None, decision.wake_at, ended)
@@ -241,7 +201,7 @@ class BatchCore:
         cost = cost_of(items, state.queue.padded)
         if len(items) > 1 and (len(items) > knobs.max_batch_size or cost > knobs.token_budget):  # whoever chose them
             items, cost, _ = fit(items, knobs.max_batch_size, knobs.token_budget, state.queue.padded)
-        call = Call(items, cost, worker, now, self._setting[0], len(state.running))
+        call = Call(items, cost, worker, now, self.epoch, len(state.running))
         call.limited_by = decision.limited_by
         waited, left = 0, 0
         for item in items:
@@ -271,6 +231,8 @@ class BatchCore:
         self._over(call, end)
         for item in call.items:
             item.state = ENDED
+        each = call.seconds / len(call.items) / self.state.slots
+        self.item_s += (_PACE if self.item_s else 1.0) * (each - self.item_s)
         self.strategy.observe(call, self.state)
 
     def lost(self, call: Call, now: float) -> list[Item]:
@@ -299,11 +261,15 @@ class BatchCore:
         state.running.remove(call)
         state.idle += 1
         self.loads[call.worker] -= 1
-        state.now, state.knobs = end, self._setting[1]
+        state.now, state.knobs = end, self.knobs
 
     def _count(self, now: float) -> None:
         self._busy += len(self.state.running) * (now - self._busy_at)
         self._busy_at = now
+
+    def view(self, now: float) -> SchedulerView:
+        """For controllers."""
+        return view_of(self.state, self.settings, now, sum(map(len, self._again)))
 
     def drop_waiting(self, cause: str) -> list[Ended]:
         """End everything that waits, as cancelled."""
@@ -327,4 +293,4 @@ def _due(slo: SLO) -> float:
     return min((ms / 1e3 for ms in (slo.e2e_ms, slo.ttft_ms) if ms is not None), default=inf)
 
 
-__all__ = ["BATCHER_LIMITS", "BatchCore", "Ended", "Next"]
+__all__ = ["BatchCore", "Ended", "Next"]

@@ -76,8 +76,8 @@ class Call:
     """
 
     __slots__ = (
-        "cost", "end", "epoch", "failed", "items", "limited_by", "others", "peak_bytes", "predicted", "retried", "start",
-        "stretched", "waiting", "waiting_cost", "worker", "_busy",
+        "_busy", "cost", "end", "epoch", "failed", "items", "limited_by", "others", "peak_bytes", "predicted", "retried",
+        "start", "stretched", "waiting", "waiting_cost", "worker",
     )  # fmt: skip
 
     def __init__(self, items: Sequence[Item], cost: int, worker: int, start: float, epoch: int, others: int) -> None:

@@ -71,14 +71,16 @@ def serve(
         first_end = now + max(0.0, min((work.left for work in running), default=inf)) * pace
         arrival = inf if following is None else following.arrival
         event = todo[0][0] if todo else inf
-        when = min(first_end, arrival, event, core.next_expiry)
+        when = min(first_end, arrival, event, core.expiries.next)
         if core.state.idle:
             when = min(when, max(now, core.hold_until))
         if when == inf:
             if not core.has_work:
                 return served
             if core.state.closing:
-                raise RuntimeError(f"the {core.strategy.name} strategy leaves {core.state.waiting} items waiting for ever")
+                raise RuntimeError(
+                    f"the {core.strategy.name} strategy leaves {core.state.waiting} items waiting for ever"
+                )
             core.state.closing = True
         else:
             for work in running:

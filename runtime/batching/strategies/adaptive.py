@@ -104,7 +104,8 @@ class Adaptive:
     def _on_time(self, state: State, bounds: Bounds, price: Price) -> tuple[list[Item], list[Item]]:
         """What is to go, and what to drop because it cannot make it."""
         now, queue = state.now, state.queue
-        alive, doomed = [], []
+        alive: list[Item] = []
+        doomed: list[Item] = []
         for item in queue.first(min(_LOOK, 2 * bounds.most)):
             hopeless = item.deadline < now + _HOPE * price.of(1, item.cost)
             (doomed if hopeless else alive).append(item)

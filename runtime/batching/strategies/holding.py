@@ -52,6 +52,8 @@ def better_alone(items: list[Item], cost: int, full: bool, state: State, model: 
         left = max(0.0, call.start + (call.predicted or 0.0) - now)
         soonest = min(soonest, left)
         delay += n * min(left, took) * (beside.of(n, c) / max(alone.of(n, c), 1e-9) - 1)
-    more = 0.0 if state.gap_s in (0.0, inf) else min(soonest / state.gap_s, float(max(0, state.knobs.max_batch_size - k)))
+    more = (
+        0.0 if state.gap_s in (0.0, inf) else min(soonest / state.gap_s, float(max(0, state.knobs.max_batch_size - k)))
+    )
     later = soonest + alone.of(k, cost) * (1 - 1e-9) + more * (alone.per_item + alone.per_cost * cost / k)
     return k * later < k * took + delay

@@ -1,0 +1,280 @@
+"""Batches any callable that takes a list, under a latency SLO."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from math import inf
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from runtime.batching.core import BatchCore
+from runtime.batching.event_loop import LoopThread
+from runtime.batching.future import ItemFuture, StreamFuture
+from runtime.batching.groupings import Grouping
+from runtime.batching.invoke import Function, kind_of
+from runtime.batching.item import UNTIL_SLO, Item
+from runtime.batching.mapping import map_over
+from runtime.batching.options import first_knobs, priced_strategy, promises_of, seconds, whole_cost, workers_of
+from runtime.batching.pool import Pool
+from runtime.batching.process_worker import ProcessWorker
+from runtime.batching.settings import BATCHER_LIMITS
+from runtime.batching.strategies import MemoryBounded, Strategy
+from runtime.batching.tuning import TunableBatcher
+from runtime.clock import Clock, MonotonicClock
+from runtime.errors import RejectedError
+from runtime.knobs import KnobLimits
+from runtime.slo import SLO
+
+
+class Batcher(TunableBatcher):
+    """Calls ``fn``, which takes a list of items and returns a list of results, with what many callers submit one by one.
+
+    ``fn`` may be a function, ``async def``, a (sync or async) generator function that yields one list after the other (then
+    an item has many outputs), or a PyTorch module. An exception in a slot of the list is that item's exception.
+
+    ``slo``: what is promised, as ``"e2e=200ms@99%"`` or an :class:`SLO`, or one for each request class; what cannot keep it
+    is rejected early. ``cost``: cost units of an item, such as ``len``; 1 unless given. ``strategy`` and ``grouping``: see
+    docs/batching.md. ``max_batch_size``, ``max_wait_ms``, ``token_budget``: the knobs to begin with; for the adaptive
+    strategy they are ceilings, and none is needed. ``limits``: their ceilings while it runs.
+
+    ``replicas``: a number of workers that call ``fn``, or a list of callables, one for each worker; ``concurrency``: calls
+    at a time in each. ``processes``: each worker in a process of its own. ``max_queue``: items that may wait; beyond,
+    ``submit`` blocks or, with ``when_full="reject"``, raises. ``call_price_ms``: what a call costs, in milliseconds that
+    one item waits; ``inf``: as few calls as the SLO allows. ``isolate``: a call that raises is halved until the item at fault
+    is found. ``collate`` makes of the list what ``fn`` is given. ``memory_limit_bytes`` with ``measure_bytes`` (which says
+    how many bytes the call that has just ended held at most) keeps calls below a limit.
+
+    Use from threads and event loops alike, and as a context manager. Wrong values raise ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any] | None = None,
+        *,
+        slo: SLO | str | Mapping[str, SLO | str] | None = None,
+        cost: Callable[[Any], float] | None = None,
+        strategy: str | Strategy = "adaptive",
+        grouping: str | Grouping = "arrival",
+        max_batch_size: int | None = None,
+        max_wait_ms: float | None = None,
+        token_budget: int | None = None,
+        limits: KnobLimits | None = None,
+        replicas: int | Sequence[Callable[..., Any]] | None = None,
+        concurrency: int = 1,
+        processes: bool = False,
+        max_queue: int = 100_000,
+        when_full: Literal["block", "reject"] = "block",
+        call_price_ms: float = 0.0,
+        isolate: bool = False,
+        retries: int = 1,
+        collate: Callable[[list[Any]], Any] | None = None,
+        memory_limit_bytes: int | None = None,
+        measure_bytes: Callable[[], int] | None = None,
+        name: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if when_full not in ("block", "reject"):
+            raise ValueError(f"when_full is {when_full!r}; it must be block or reject")
+        if cost is not None and not callable(cost):
+            raise ValueError(f"cost is {cost!r}; it must be a function of one item, such as len")
+        workers = workers_of(fn, replicas)
+        if processes and any(any(kind_of(worker)) for worker in workers):
+            raise ValueError(
+                "processes is set and fn is asynchronous or a generator; only a plain function can be sent"
+            )
+        loop = LoopThread(name or "batcher")
+        children = [ProcessWorker(worker) for worker in workers] if processes else []
+        functions = [Function(worker, collate=collate, loop=loop) for worker in (children or workers)]
+        if len({f.streams for f in functions}) > 1:
+            raise ValueError("replicas: some stream and some do not; they must be alike")
+        chosen = priced_strategy(strategy, call_price_ms)
+        if (memory_limit_bytes is None) != (measure_bytes is None):
+            raise ValueError("memory_limit_bytes and measure_bytes go together; one of them is missing")
+        if memory_limit_bytes is not None:
+            chosen = MemoryBounded(chosen, memory_limit_bytes)
+        limits = limits or BATCHER_LIMITS
+        given = {"max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "token_budget": token_budget}
+        core = BatchCore(
+            chosen,
+            grouping,
+            slo=promises_of(slo),
+            knobs=first_knobs({k: v for k, v in given.items() if v is not None}, limits, strategy),
+            limits=limits,
+            workers=len(functions),
+            concurrency=concurrency,
+            max_queue=max_queue,
+            retries=retries,
+        )
+        if max_queue < core.knobs.max_batch_size and strategy == "static":
+            raise ValueError(
+                f"max_queue is {max_queue}; a static batch of {core.knobs.max_batch_size} would never fill"
+            )
+        self.name = name or functions[0].name
+        self._cost = cost
+        self._block = when_full == "block"
+        self._streams = functions[0].streams
+        self._ids = count(1)
+        clock = clock or MonotonicClock()
+        self._now = clock.now
+
+        def close_functions() -> None:
+            for child in children:
+                child.close()
+            loop.close()
+
+        pool = Pool(
+            core,
+            functions,
+            clock,
+            concurrency=concurrency,
+            isolate=isolate,
+            name=self.name,
+            measure=measure_bytes,
+            close=close_functions,
+        )
+        super().__init__(pool)
+        self._forgotten = weakref.finalize(self, pool.abandon)
+        self._forgotten.atexit = False  # the pool sees to that itself
+
+    # -- items ----------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        item: Any,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        request_class: str = "default",
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> ItemFuture:
+        """Queue ``item``; returns a future, of which streamed outputs can be read one by one.
+
+        ``deadline_s`` from now stands in for the SLO's; after ``timeout_s`` the item ends, whatever its state. Raises
+        :class:`RejectedError`: ``queue_full`` (where it would have to wait in an event loop, too), ``slo``, ``closed``.
+        """
+        return self._submit(
+            item,
+            not _in_event_loop() and self._block,
+            priority,
+            tenant,
+            request_class,
+            deadline_s,
+            timeout_s,
+            request_id,
+        )
+
+    def _submit(
+        self,
+        payload: Any,
+        block: bool,
+        priority: int = 0,
+        tenant: str = "",
+        request_class: str = "default",
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+    ) -> ItemFuture:
+        now = self._now()
+        item = Item(
+            payload,
+            now,
+            1 if self._cost is None else self._cost_of(payload),
+            priority,
+            tenant,
+            UNTIL_SLO if deadline_s is None else now + seconds("deadline_s", deadline_s),
+            inf if timeout_s is None else now + seconds("timeout_s", timeout_s),
+            request_class,
+            next(self._ids) if request_id is None else request_id,
+        )
+        future = item.handle = StreamFuture() if self._streams else ItemFuture()
+        future.item = item
+        future._withdraw = self._pool.withdraw
+        self._pool.submit(item, block=block)
+        return future
+
+    def _cost_of(self, payload: Any) -> int:
+        assert self._cost is not None
+        cost = self._cost(payload)
+        if type(cost) is int and cost > 0:
+            return cost
+        return whole_cost(cost)
+
+    def __call__(self, item: Any, **options: Any) -> Any:
+        """The result of ``item``; in an event loop something to ``await`` for it. The options are those of ``submit``."""
+        return self.acall(item, **options) if _in_event_loop() else self.call(item, **options)
+
+    def call(self, item: Any, **options: Any) -> Any:
+        """Submit ``item`` and wait for its result."""
+        if self._pool.here:
+            raise RuntimeError("a worker of this batcher would wait for itself; submit and go on instead")
+        return self.submit(item, **options).result()
+
+    async def acall(self, item: Any, **options: Any) -> Any:
+        """Await the result of ``item``, and room in the queue before that. Cancelling the task withdraws the item."""
+        while True:
+            try:
+                future = self._submit(item, False, **options)
+            except RejectedError as error:
+                if error.reason != "queue_full" or not self._block:
+                    raise
+                await self._pool.room.wait_in_loop()
+                continue
+            return await future
+
+    def map(
+        self,
+        items: Iterable[Any],
+        *,
+        ordered: bool = True,
+        progress: bool = False,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """The results of ``items``, in their order or (``ordered=False``) as they come.
+
+        It reads no further ahead than the queue has room. There is no deadline unless ``deadline_s`` gives one. The first
+        exception is raised, and the rest withdrawn, unless ``return_exceptions`` puts it in its place. ``progress`` draws a
+        bar on stderr.
+        """
+        options.setdefault("deadline_s", inf)
+        return map_over(
+            lambda item: self._submit(item, self._block, **options),
+            items,
+            ahead=self._pool.core.max_queue,
+            ordered=ordered,
+            progress=progress,
+            return_exceptions=return_exceptions,
+        )
+
+    # -- the batcher itself ---------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._pool.core.strategy
+
+    @property
+    def closed(self) -> bool:
+        return self._pool.closed
+
+    def close(self, drain: bool = True) -> None:
+        """Take nothing more, finish what waits (``drain=False``: cancel it) and wait for the workers. Any number of times."""
+        self._pool.close(drain)
+        self._forgotten.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        return f"<Batcher of {self.name}, {'closed' if self.closed else self.strategy.name}>"
+
+
+def _in_event_loop() -> bool:
+    return asyncio._get_running_loop() is not None

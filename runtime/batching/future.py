@@ -1,0 +1,161 @@
+"""What ``submit`` returns: a :class:`concurrent.futures.Future` that can also be awaited, from any event loop.
+
+It works with ``concurrent.futures.wait``, ``as_completed`` and ``asyncio.wrap_future``. Those who await it are woken once a
+call for each event loop, not once an item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any, cast
+
+from runtime.batching.item import RUNNING, Item
+
+
+class ItemFuture(Future[Any]):
+    """The outcome of one item. ``cancel()`` succeeds as long as the item has not gone into a call.
+
+    Which of cancellation, timeout, rejection and result it is gets decided under the batcher's lock, by the state of the item;
+    whoever moved that sets the outcome.
+    """
+
+    item: Item
+    _withdraw: Callable[[Item], bool]
+
+    def running(self) -> bool:
+        """Whether it is in a call."""
+        return self.item.state is RUNNING and not self.done()
+
+    def cancel(self) -> bool:
+        """Withdraw the item. False if it runs already or has ended: then nothing happens."""
+        if self.cancelled():
+            return True
+        if not self._withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
+            return self.cancelled()
+        self.item.handle = None
+        super().cancel()
+        self.set_running_or_notify_cancel()
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done():
+            waiter = asyncio.get_running_loop().create_future()
+            self.add_done_callback(lambda _: wake(waiter))
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self.result()
+
+
+class StreamFuture(ItemFuture):
+    """Of an item whose outputs come one by one: iterate over it, ``for`` or ``async for``. ``result()`` is all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outputs: list[Any] = []
+        self._changed = threading.Condition()
+        self._in_loops: deque[asyncio.Future[None]] = deque()
+        self.add_done_callback(lambda _: self._wake())
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Those that have come so far."""
+        return self._outputs
+
+    def put(self, output: Any) -> None:
+        """One more output; called by the worker."""
+        self._outputs.append(output)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            while self._in_loops:
+                wake(self._in_loops.popleft())
+
+    def __iter__(self) -> Iterator[Any]:
+        seen = 0
+        while True:
+            with self._changed:
+                while len(self._outputs) == seen and not self.done():
+                    self._changed.wait()
+            if len(self._outputs) == seen:
+                self.result()  # raises what it ended with
+                return
+            yield self._outputs[seen]
+            seen += 1
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        seen = 0
+        while True:
+            waiter: asyncio.Future[None] | None = None
+            with self._changed:
+                if len(self._outputs) == seen and not self.done():
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._in_loops.append(waiter)
+            if waiter is not None:
+                try:
+                    await waiter
+                except asyncio.CancelledError:
+                    self.cancel()
+                    raise
+                continue
+            if len(self._outputs) == seen:
+                self.result()
+                return
+            yield self._outputs[seen]
+            seen += 1
+
+
+class Wakes(threading.local):
+    """Waiters in event loops, gathered while this thread delivers a call, so that each loop is called once."""
+
+    def __init__(self) -> None:
+        self.gathered: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] | None = None
+
+
+_WAKES = Wakes()
+
+
+def wake(waiter: asyncio.Future[None]) -> None:
+    """Resolve ``waiter`` in its event loop: now, or at the end of the delivery that this thread is in."""
+    if _WAKES.gathered is None:
+        _call(waiter.get_loop(), [waiter])
+    else:
+        _WAKES.gathered.setdefault(waiter.get_loop(), []).append(waiter)
+
+
+class Delivery:
+    """Use as a context manager around the results of a call."""
+
+    def __enter__(self) -> None:
+        _WAKES.gathered = {}
+
+    def __exit__(self, *exc: object) -> None:
+        gathered, _WAKES.gathered = _WAKES.gathered, None
+        for loop, waiters in (gathered or {}).items():
+            _call(loop, waiters)
+
+
+def _call(loop: asyncio.AbstractEventLoop, waiters: list[asyncio.Future[None]]) -> None:
+    try:
+        loop.call_soon_threadsafe(_resolve, waiters)
+    except RuntimeError:  # the loop is closed: nobody waits there any more
+        return
+
+
+def _resolve(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+def stream_of(item: Item) -> StreamFuture:
+    """Of an item of a function that streams."""
+    return cast(StreamFuture, item.handle)

@@ -1,0 +1,161 @@
+"""Calling the function, whatever kind it is, and making one outcome for each item of what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from runtime.batching.event_loop import LoopThread
+from runtime.errors import StepFailedError
+
+Outcomes = list[Any]
+"""One for each item: its result, or the exception that it failed with."""
+Emit = Callable[[Sequence[Any]], None]
+"""Takes the next outputs of a function that streams: one slot an item, ``SKIP`` (or None) where there is nothing."""
+
+
+class _Skip:
+    """Stands for no output in this turn."""
+
+    def __repr__(self) -> str:
+        return "SKIP"
+
+
+SKIP = _Skip()
+
+
+class WorkerDied(Exception):
+    """The worker is gone in the middle of a call: it did not fail, it ended."""
+
+
+class Ran(NamedTuple):
+    """What came of a call. ``runs``: how often the function was called; ``oom``: sizes of the runs that ran out of memory."""
+
+    outcomes: Outcomes
+    runs: int
+    oom: list[int]
+
+
+class Function:
+    """A callable of any kind behind one face: ``run(payloads, emit)`` gives one outcome for each."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loop: LoopThread | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise ValueError(f"fn is {fn!r}; it must be callable with a list of items")
+        self._fn = _as_function(fn)
+        self._collate = collate
+        self._loop = loop
+        self.name = getattr(fn, "__qualname__", type(fn).__name__)
+        self.streams, self.is_async = kind_of(fn)
+
+    def run(self, payloads: list[Any], emit: Emit) -> Outcomes:
+        """Raises what the function raises."""
+        given = payloads if self._collate is None else self._collate(payloads)
+        if self.streams:
+            return self._stream(given, len(payloads), emit)
+        if self.is_async:
+            assert self._loop is not None
+            found = self._loop.run(self._fn(given))
+        else:
+            found = self._fn(given)
+            if (
+                inspect.iscoroutine(found) and self._loop is not None
+            ):  # an async callable in disguise, such as a partial
+                found = self._loop.run(found)
+        return self._one_each(found, len(payloads))
+
+    def _one_each(self, found: Any, count: int) -> Outcomes:
+        if type(found) is not list:
+            try:
+                if isinstance(found, str | bytes | dict | set):
+                    raise TypeError
+                len(found)
+                found = list(found)
+            except TypeError:
+                raise StepFailedError(
+                    f"{self.name} returned {type(found).__name__}; it must return a list with one result for each item"
+                ) from None
+        if len(found) != count:
+            raise StepFailedError(
+                f"{self.name} returned {len(found)} results for {count} items; it must be one for each"
+            )
+        return cast(Outcomes, found)
+
+    def _stream(self, given: Any, count: int, emit: Emit) -> Outcomes:
+        """Runs a generator to its end, handing out what it yields; ``emit`` keeps each item's outputs."""
+        source = self._fn(given)
+        if self.is_async:
+            assert self._loop is not None
+
+            async def run() -> None:
+                async for outputs in source:
+                    emit(self._one_each(outputs, count))
+
+            self._loop.run(run())
+        else:
+            for outputs in source:
+                emit(self._one_each(outputs, count))
+        return [SKIP] * count
+
+
+def kind_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
+    """(whether it streams, whether it is asynchronous), seen through partials and callable objects."""
+    target: Any = fn
+    while isinstance(target, partial):
+        target = target.func
+    candidates = [target, getattr(type(target), "__call__", None)]  # noqa: B004  # its code is looked at, not called
+    async_stream = any(inspect.isasyncgenfunction(c) for c in candidates)
+    streams = async_stream or any(inspect.isgeneratorfunction(c) for c in candidates)
+    return streams, async_stream or any(asyncio.iscoroutinefunction(c) for c in candidates)
+
+
+def _as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, or what batches inputs for it if it is a bare PyTorch module."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(fn, torch.nn.Module):
+        from runtime.torch_backend.batched_module import BatchedModule
+
+        return BatchedModule(fn)
+    return fn
+
+
+def run_call(function: Function, payloads: list[Any], emit: Emit, *, isolate: bool) -> Ran:
+    """One outcome for each of ``payloads``, halving where memory ran out and, with ``isolate``, where the function raised.
+
+    What is no :class:`Exception` (the worker's end, an interrupt) and :class:`WorkerDied` go through.
+    """
+    try:
+        return Ran(function.run(payloads, emit), 1, [])
+    except WorkerDied:
+        raise
+    except Exception as error:
+        n = len(payloads)
+        oom = is_out_of_memory(error)
+        if n > 1 and (oom or isolate) and not function.streams:  # a stream may have handed out half of its outputs
+            half = n // 2
+            first = run_call(function, payloads[:half], emit, isolate=isolate)
+            second = run_call(function, payloads[half:], emit, isolate=isolate)
+            sizes = [*([n] if oom else []), *first.oom, *second.oom]
+            return Ran(first.outcomes + second.outcomes, 1 + first.runs + second.runs, sizes)
+        return Ran([error] * n, 1, [n] if oom else [])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out; asks PyTorch only if it is there."""
+    if isinstance(error, MemoryError):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from runtime.torch_backend.memory import is_out_of_memory as torch_says
+
+    return torch_says(error)

@@ -1,0 +1,65 @@
+"""What a batcher is given, checked and put into the form that the core takes. Wrong values raise ``ValueError``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from runtime.batching.strategies import Adaptive, Strategy, strategy_of
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.slo import SLO
+
+
+def whole_cost(cost: Any) -> int:
+    """What a cost function returned, rounded up to a whole number of at least 1."""
+    try:
+        if isfinite(cost) and cost >= 0:
+            return max(1, -int(-float(cost) // 1))
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"cost of an item is {cost!r}; it must be a number of at least 0")
+
+
+def seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number of seconds above 0")
+    return value
+
+
+def workers_of(fn: Callable[..., Any] | None, replicas: int | Sequence[Callable[..., Any]] | None) -> list[Any]:
+    if isinstance(replicas, Sequence):
+        if fn is not None or not replicas:
+            raise ValueError("replicas is a list: it must hold at least one callable and stand in for fn")
+        return list(replicas)
+    if fn is None:
+        raise ValueError("fn is missing; a callable that takes a list of items is needed")
+    number = 1 if replicas is None else replicas
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"replicas is {replicas!r}; it must be a number of workers of at least 1, or a list of callables"
+        )
+    return [fn] * number
+
+
+def priced_strategy(value: str | Strategy, call_price_ms: float) -> Strategy:
+    if isinstance(call_price_ms, bool) or not isinstance(call_price_ms, int | float) or not call_price_ms >= 0:
+        raise ValueError(f"call_price_ms is {call_price_ms!r}; it must be a number of milliseconds of at least 0")
+    if value == "adaptive":
+        return Adaptive(call_price_s=call_price_ms / 1e3)
+    if call_price_ms:
+        raise ValueError("call_price_ms is given; only the adaptive strategy knows what to do with it")
+    return strategy_of(value)
+
+
+def promises_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+    if slo is None:
+        return None
+    return {name: SLO.of(s) for name, s in slo.items()} if isinstance(slo, Mapping) else {"default": SLO.of(slo)}
+
+
+def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: str | Strategy) -> Knobs:
+    """What is given; the rest is open (adaptive, and strategies of one's own), or what suits most (the others)."""
+    usual = {"max_batch_size": 32, "max_wait_ms": 10.0} if strategy in ("static", "dynamic") else {}
+    opened = {spec.name: getattr(limits, spec.name) for spec in KNOBS}
+    return limits.check(Knobs(**{**opened, **{k: min(v, opened[k]) for k, v in usual.items()}, **given}))

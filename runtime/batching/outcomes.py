@@ -1,0 +1,96 @@
+"""Telling those who wait for an item what became of it, and the record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from runtime.batching.accounts import item_record
+from runtime.batching.core import Ended
+from runtime.batching.future import Delivery, StreamFuture
+from runtime.batching.invoke import SKIP, Outcomes
+from runtime.batching.item import ENDED, Call, Item
+from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
+from runtime.records import FinishReason, RequestRecord
+
+_PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
+
+
+def _handle(item: Item) -> Any:
+    """The future of an item that ends now. The two let go of each other, or only the garbage collector could free them."""
+    handle, item.handle = item.handle, None
+    return handle
+
+
+def count_failed(outcomes: Outcomes) -> int:
+    """Items that got an exception."""
+    if set(map(type, outcomes)) <= _PLAIN:
+        return 0
+    return sum(isinstance(outcome, BaseException) for outcome in outcomes)
+
+
+def deliver(items: Sequence[Item], outcomes: Outcomes, live: Sequence[bool]) -> None:
+    """Hand each item its outcome, but for those that had ended (not ``live``)."""
+    with Delivery():
+        for item, outcome, alive in zip(items, outcomes, live, strict=True):
+            if not alive:
+                continue
+            handle = _handle(item)
+            if isinstance(outcome, BaseException):
+                handle.set_exception(outcome)
+            elif outcome is SKIP:
+                handle.set_result(handle.outputs)
+            else:
+                handle.set_result(outcome)
+
+
+def outcome_records(call: Call, outcomes: Outcomes, live: Sequence[bool], epoch: int) -> list[RequestRecord]:
+    """Of what :func:`deliver` has handed out."""
+    records = []
+    for item, outcome, alive in zip(call.items, outcomes, live, strict=True):
+        if alive and isinstance(outcome, BaseException):
+            records.append(item_record(item, FinishReason.ERROR, call.end, epoch, repr(outcome)))
+        elif alive:
+            records.append(item_record(item, FinishReason.STOP, call.end, epoch))
+    return records
+
+
+def hand_out(items: Sequence[Item], clock: Callable[[], float], outputs: Sequence[Any]) -> None:
+    """The next outputs of a function that streams, one slot an item."""
+    now = clock()
+    with Delivery():
+        for item, output in zip(items, outputs, strict=True):
+            if output is None or output is SKIP or item.state is ENDED:
+                continue
+            stream: StreamFuture | None = item.handle
+            if stream is None:  # it has ended in this very moment
+                continue
+            if item.times is None:
+                item.times = []
+            item.times.append(now)
+            stream.put(output)
+
+
+def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: int) -> list[RequestRecord]:
+    """``items`` have no try left after their worker died of ``error``."""
+    records = []
+    with Delivery():
+        for item in items:
+            died = StepFailedError(f"item {item.id}: its worker died {item.tries} times: {error!r}")
+            died.__cause__ = error if isinstance(error, Exception) else None
+            _handle(item).set_exception(died)
+            records.append(item_record(item, FinishReason.ERROR, now, epoch, str(died)))
+    return records
+
+
+def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
+    """An item ends without having run to its end."""
+    item, reason, cause, later = ended
+    if reason is FinishReason.TIMEOUT:
+        error: Exception = RequestTimeoutError(f"item {item.id}: {cause}")
+    elif reason is FinishReason.REJECTED:
+        error = RejectedError(f"item {item.id}: its deadline cannot be met", reason=cause, retry_after_s=later)
+    else:
+        error = RequestCancelledError(f"item {item.id}: {cause}")
+    _handle(item).set_exception(error)
+    return item_record(item, reason, now, epoch, cause)

@@ -1,0 +1,298 @@
+"""The threads of a batcher: each takes the next call from the core, runs it, and hands out what came of it.
+
+One lock guards the core; it is held for microseconds and never while the function runs. A thread with nothing to do waits at
+its own gate until an arrival, the end of another call or the time that the strategy named. A thread that dies in the
+middle of a call is replaced, and the items of that call run once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+
+from runtime.batching.accounts import call_record, item_record
+from runtime.batching.core import BatchCore, Ended
+from runtime.batching.exiting import stop_at_exit
+from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
+from runtime.batching.item import ENDED, Call, Item
+from runtime.batching.outcomes import count_failed, deliver, end_early, fail_lost, hand_out, outcome_records
+from runtime.batching.room import Room
+from runtime.clock import Clock
+from runtime.errors import RejectedError
+from runtime.llm.listeners import Listeners
+from runtime.records import FinishReason
+
+log = logging.getLogger(__name__)
+
+
+class Slot:
+    """One thread: a place in which one call at a time can run."""
+
+    __slots__ = ("function", "gate", "name", "thread", "worker")
+
+    def __init__(self, worker: int, function: Function, name: str) -> None:
+        self.worker = worker
+        self.function = function
+        self.name = name
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.thread: threading.Thread | None = None
+
+
+class Pool:
+    """See the module. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        core: BatchCore,
+        functions: Sequence[Function],
+        clock: Clock,
+        *,
+        concurrency: int,
+        isolate: bool,
+        name: str,
+        measure: Callable[[], int] | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.core = core
+        self.lock = threading.Lock()
+        self.listeners = Listeners()
+        self.closed = False
+        self.clock = clock
+        self._now = clock.now
+        self._isolate = isolate
+        self._measure = measure
+        self._close_functions = close
+        self._idle: list[Slot] = []
+        self.room = Room(self.lock, core, self.wake)
+        self._timekeeper: threading.Thread | None = None
+        self._sooner = threading.Condition(self.lock)
+        self._alive = 0
+        self._abandoned = False
+        self._slots = [
+            Slot(worker, function, f"batcher {name} {worker}.{i}")
+            for worker, function in enumerate(functions)
+            for i in range(concurrency)
+        ]
+        stop_at_exit(self)
+        for slot in self._slots:
+            self._start(slot)
+
+    def _start(self, slot: Slot) -> None:
+        slot.thread = threading.Thread(target=self._run, args=(slot,), name=slot.name, daemon=True)
+        self._alive += 1
+        slot.thread.start()
+
+    # -- from any thread ------------------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is one of the pool's threads, which must not wait for itself."""
+        current = threading.current_thread()
+        return any(slot.thread is current for slot in self._slots)
+
+    def submit(self, item: Item, *, block: bool) -> None:
+        """Queue ``item``. Raises :class:`RejectedError`; with ``block`` it waits for room in the queue instead."""
+        try:
+            with self.lock:
+                self._take_in(item, block)
+        except RejectedError as error:  # recorded as well: an offered item that missed its promise
+            item.state = ENDED
+            if self.listeners.known:
+                record = item_record(item, FinishReason.REJECTED, self._now(), -1, error.reason)
+                self.listeners.tell(None, [record])
+            raise
+
+    def _take_in(self, item: Item, block: bool) -> None:
+        core = self.core
+        if block and not self.room.there:
+            self.room.wait()
+            waited = self._now() - item.arrival  # it arrives when it is let in: before, its caller was held back
+            item.arrival += waited
+            item.deadline += waited
+        if self.closed:
+            raise RejectedError(f"item {item.id}: the batcher is closed", reason="closed")
+        core.submit(item, item.arrival)
+        if self._idle:
+            self._arrived()
+        if item.expires < inf:
+            self._watch(item.expires)
+
+    def withdraw(self, item: Item) -> bool:
+        """Take ``item`` out of the queue, by its client's wish. False if it does not wait there."""
+        with self.lock:
+            gone = self.core.forget(item)
+            if gone:
+                self.room.made()
+        if gone and self.listeners.known:
+            self.listeners.tell(None, [item_record(item, FinishReason.CANCELLED, self._now(), -1, "by the client")])
+        return gone
+
+    def close(self, drain: bool) -> None:
+        """Take nothing more; finish (``drain``) or cancel what waits; wait for the threads to end."""
+        self.stop(drain)
+        if self.here:
+            return
+        for slot in self._slots:
+            while slot.thread is not None and slot.thread.is_alive():
+                slot.thread.join()
+        if self._timekeeper is not None:
+            self._timekeeper.join()
+        self._close_functions()
+
+    def threads(self) -> list[threading.Thread]:
+        """Those that call the function."""
+        return [slot.thread for slot in self._slots if slot.thread is not None]
+
+    def abandon(self) -> None:
+        """Nobody knows the batcher any more: cancel what there is. For finalizers, which may run in the middle of anything,
+        such as a worker that holds the lock: that one then looks after it."""
+        self._abandoned = True
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            self.stop(drain=False)
+
+    def stop(self, drain: bool) -> None:
+        """As :meth:`close`, without waiting."""
+        with self.lock:
+            self.closed = True
+            self.core.state.closing = True
+            ended = [] if drain else self.core.drop_waiting("the batcher was closed")
+            self.wake()
+            self._sooner.notify_all()
+            self.room.open()
+        self._end_early(ended)
+
+    def wake(self) -> None:
+        """Have idle threads ask the core again: something has changed. Needs the lock."""
+        for slot in self._idle:
+            slot.gate.release()
+        self._idle.clear()
+
+    # -- under the lock -------------------------------------------------------------------------------------------------
+
+    def _arrived(self) -> None:
+        """Something waits and somebody is idle: wake one, unless the strategy holds out for more."""
+        core, state = self.core, self.core.state
+        if state.waiting < core.hold_items and state.waiting_cost < core.knobs.token_budget and state.room > 0:
+            return
+        idle, loads = self._idle, core.loads
+        slot = idle[0] if len(idle) == 1 else min(idle, key=lambda slot: loads[slot.worker])
+        idle.remove(slot)
+        slot.gate.release()
+
+    def _watch(self, expiry: float) -> None:
+        """See to it that somebody looks at the clock at ``expiry``, even if every worker is busy."""
+        if self._timekeeper is None:
+            self._timekeeper = threading.Thread(target=self._keep_time, name="batcher timekeeper", daemon=True)
+            self._timekeeper.start()
+        elif expiry <= self.core.expiries.next:
+            self._sooner.notify_all()
+
+    def _keep_time(self) -> None:
+        while True:
+            with self.lock:
+                ended = self.core.expire(self._now())
+                if not ended:
+                    if self.closed and not self._alive:
+                        return
+                    until = self.core.expiries.next
+                    self._sooner.wait(None if until == inf else max(0.0, until - self._now()))
+                self.room.made()
+            if self._abandoned and not self.closed:
+                self.stop(drain=False)
+            self._end_early(ended)
+
+    # -- the workers ----------------------------------------------------------------------------------------------------
+
+    def _run(self, slot: Slot) -> None:
+        core = self.core
+        try:
+            while True:
+                with self.lock:
+                    step = core.next(self._now(), slot.worker)
+                    if step.call is None and self.closed and not core.has_work:
+                        self.wake()
+                        return
+                    if step.call is None:
+                        self._idle.append(slot)
+                    elif self._idle and core.state.waiting:
+                        self._arrived()
+                    self.room.made()
+                if self._abandoned and not self.closed:
+                    self.stop(drain=False)
+                if step.ended:
+                    self._end_early(step.ended)
+                if step.call is None:
+                    self._rest(slot, step.wake_at)
+                elif not self._serve(slot, step.call):
+                    return
+        finally:
+            with self.lock:
+                self._alive -= 1
+                self._sooner.notify_all()
+
+    def _rest(self, slot: Slot, until: float) -> None:
+        timeout = -1.0 if until == inf else min(max(0.0, until - self._now()), threading.TIMEOUT_MAX)
+        if slot.gate.acquire(timeout=timeout):
+            return
+        with self.lock:
+            if slot in self._idle:
+                self._idle.remove(slot)
+                return
+        slot.gate.acquire()  # it was opened in that very moment
+
+    def _serve(self, slot: Slot, call: Call) -> bool:
+        """Run ``call``. False if this thread died of it and another has taken its place."""
+        items, function = call.items, slot.function
+        try:
+            ran = run_call(
+                function, [item.payload for item in items], partial(hand_out, items, self._now), isolate=self._isolate
+            )
+        except WorkerDied as error:  # the function's process; the thread is well
+            self._lost(call, error)
+            return True
+        except BaseException as error:
+            log.error("a worker of %s died: %r; it is replaced", function.name, error)
+            self._lost(call, error)
+            with self.lock:
+                self._start(slot)
+            return False
+        self._finish(call, ran)
+        return True
+
+    def _finish(self, call: Call, ran: Ran) -> None:
+        core, items, outcomes = self.core, call.items, ran.outcomes
+        call.stretched = ran.runs > 1
+        if self._measure is not None:
+            call.peak_bytes = self._measure()
+        call.failed = count_failed(outcomes)
+        with self.lock:
+            live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
+            core.done(call, self._now())
+            for size in ran.oom:
+                core.settings.shrink(size, max(1, call.cost * size // len(items)))
+            running = sum(len(other.items) for other in core.state.running)
+            if self._idle and (core.state.waiting or self.closed):
+                self.wake()  # whoever held back because of this call
+        deliver(items, outcomes, live)
+        if self.listeners.known:
+            records = outcome_records(call, outcomes, live, core.epoch)
+            self.listeners.tell(call_record(call, running), records)
+
+    def _lost(self, call: Call, error: BaseException) -> None:
+        with self.lock:
+            spent = self.core.lost(call, self._now())
+            self.wake()
+        records = fail_lost(spent, error, call.end, self.core.epoch)
+        if records and self.listeners.known:
+            self.listeners.tell(None, records)
+
+    def _end_early(self, ended: Sequence[Ended]) -> None:
+        """Tell those whose items end without a result."""
+        records = [end_early(each, self._now(), self.core.epoch) for each in ended]
+        if records and self.listeners.known:
+            self.listeners.tell(None, records)

@@ -1,0 +1,102 @@
+"""A function in a process of its own: no shared interpreter lock, and a crash takes down nothing but the call it was in."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from runtime.batching.invoke import WorkerDied
+
+_GRACE_S = 5.0  # for a process to end by itself
+
+
+class ProcessWorker:
+    """Calls ``fn`` in a child process, which starts with the first call and again after it has died.
+
+    ``fn``, the items and the results must be picklable; the child imports the module that ``fn`` lives in.
+    """
+
+    def __init__(self, fn: Callable[[list[Any]], Any]) -> None:
+        try:
+            self._pickled = pickle.dumps(fn)
+        except Exception as error:
+            raise ValueError(
+                f"processes is set and fn is {fn!r}, which cannot be sent to a process ({error});"
+                " it must be a plain function of a module"
+            ) from error
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._pickled), daemon=True)
+        process.start()
+        theirs.close()
+        self._process, self._pipe = process, ours
+        return ours
+
+    def __call__(self, items: list[Any]) -> Any:
+        pipe = self._pipe or self._start()
+        try:
+            pipe.send_bytes(pickle.dumps(items))
+            ok, answer = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            code = self._end()
+            raise WorkerDied(f"the process that ran {self.__qualname__} ended with exit code {code}") from error
+        if ok:
+            return answer
+        raise answer
+
+    def _end(self) -> int | None:
+        process, self._process, self._pipe = self._process, None, None
+        if process is None:
+            return None
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        code: int | None = process.exitcode
+        return code
+
+    def close(self) -> None:
+        """Have the child end, and wait for it."""
+        if self._pipe is not None:
+            with suppress(OSError):
+                self._pipe.send_bytes(b"")
+            self._pipe.close()
+        self._end()
+
+
+def _serve(pipe: Connection, pickled: bytes) -> None:
+    """The child: calls the function with what comes through the pipe until that is empty or closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    fn = pickle.loads(pickled)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        if not request:
+            return
+        try:
+            answer = (True, fn(pickle.loads(request)))
+            reply = pickle.dumps(answer)
+        except Exception as error:
+            try:
+                reply = pickle.dumps((False, error))
+                pickle.loads(reply)  # some exceptions can be written and not read
+            except Exception:
+                reply = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+        pipe.send_bytes(reply)

@@ -1,0 +1,64 @@
+"""Room in a bounded queue, and those who wait for it: threads, and tasks of event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from runtime.batching.core import BatchCore
+from runtime.batching.future import wake
+
+_LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
+
+
+class Room:
+    """Methods need ``lock``, but for :meth:`wait_in_loop`. ``nudge`` has the workers look at the queue."""
+
+    def __init__(self, lock: threading.Lock, core: BatchCore, nudge: Callable[[], None]) -> None:
+        self._lock = lock
+        self._core = core
+        self._nudge = nudge
+        self._freed = threading.Condition(lock)
+        self._threads = 0
+        self._tasks: list[asyncio.Future[None]] = []
+
+    @property
+    def there(self) -> bool:
+        """Whether the queue takes an item, or nothing any more: then there is nothing to wait for."""
+        state = self._core.state
+        return state.closing or state.waiting < self._core.max_queue
+
+    def wait(self) -> None:
+        """Block this thread until there is room."""
+        self._threads += 1
+        try:
+            while not self.there:
+                self._nudge()  # a full queue is a reason to go, whatever a strategy holds out for
+                self._freed.wait()
+        finally:
+            self._threads -= 1
+
+    async def wait_in_loop(self) -> None:
+        """The same in an event loop; takes the lock itself."""
+        while True:
+            with self._lock:
+                if self.there:
+                    return
+                waiter = asyncio.get_running_loop().create_future()
+                self._tasks.append(waiter)
+                self._nudge()
+            await waiter
+
+    def made(self) -> None:
+        """Items have left the queue."""
+        if (self._threads or self._tasks) and self._core.state.waiting <= _LOW_WATER * self._core.max_queue:
+            self.open()
+
+    def open(self) -> None:
+        """Let everybody look."""
+        self._freed.notify_all()
+        waiting, self._tasks = self._tasks, []
+        for waiter in waiting:
+            wake(waiter)

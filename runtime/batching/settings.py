@@ -1,0 +1,63 @@
+"""The knobs in force, their ceilings, and what each call may make of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from runtime.knobs import KnobLimits, Knobs
+from runtime.tunable import SchedulerView, StepPolicy
+
+log = logging.getLogger(__name__)
+
+BATCHER_LIMITS = KnobLimits(max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576)
+"""Ceilings unless others are given: wide, for sizes are learned."""
+
+
+class Settings:
+    """(epoch, knobs) as one reference, swapped whole. ``set_knobs`` may be called from any thread."""
+
+    def __init__(self, knobs: Knobs | None, limits: KnobLimits | None) -> None:
+        self.limits = limits or BATCHER_LIMITS
+        self.effective_limits = self.limits
+        self.current = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self.policy: StepPolicy | None = None
+        self._turning = threading.Lock()  # so that no two settings get one epoch
+
+    def set_knobs(self, knobs: Knobs) -> int:
+        """Put ``knobs`` in force from the next call on; returns the epoch, which grows only if something changed."""
+        with self._turning:
+            knobs = self.effective_limits.clamp(self.limits.check(knobs))
+            epoch, current = self.current
+            if knobs != current:
+                self.current = (epoch + 1, knobs)
+            return self.current[0]
+
+    def shrink(self, items: int, cost: int) -> None:
+        """A call of ``items`` that cost ``cost`` ran out of memory: keep to half of it from now on."""
+        old = self.effective_limits
+        self.effective_limits = replace(
+            old,
+            max_batch_size=min(old.max_batch_size, max(1, items // 2)),
+            token_budget=min(old.token_budget, max(1, cost // 2)),
+        )
+        if self.effective_limits != old:
+            log.warning(
+                "a call of %d items (cost %d) ran out of memory; half of that is the most from now on", items, cost
+            )
+            self.set_knobs(self.current[1])
+
+    def for_call(self, view: Callable[[], SchedulerView]) -> Knobs:
+        """The knobs, with the budget that a step policy gives this call."""
+        knobs = self.current[1]
+        if self.policy is None:
+            return knobs
+        try:
+            budget = max(1, int(self.policy.budget(view())))
+        except Exception:
+            log.exception("the step policy failed and has been taken off; the knobs alone hold now")
+            self.policy = None
+            return knobs
+        return knobs if budget >= knobs.token_budget else knobs.with_(token_budget=budget)
