@@ -8,6 +8,7 @@ most 11/9 of the rows of the best packing, and 2/3 of one more (Johnson 1973; DÃ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class Packed(NamedTuple):
         """The sequences again, or what belongs to each of ``values``, which a model has made place by place."""
         source = self.values if values is None else values
         bounds = self.offsets.tolist()
-        return [source[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [source[a:b] for a, b in pairwise(bounds)]
 
 
 def pack(sequences: Sequence[Any], *, dtype: Any = None) -> Packed:

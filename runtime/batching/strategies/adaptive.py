@@ -133,7 +133,7 @@ class Adaptive:
         now, items = state.now, found.items
         full = found.limited_by is not LimitedBy.DEMAND
         apart = False
-        if state.running and model.beside >= 4 and model.alone >= 4 and self._kept_apart < _ASK_AGAIN:
+        if state.running and model.beside >= 16 and self._kept_apart < _ASK_AGAIN:
             apart = better_alone(list(items), found.cost, full, state, model)
         if not apart and (full or not self.call_price_s):
             return now
