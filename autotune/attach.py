@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.attached import Control, Controllable
+from autotune.attached import Control
+from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile, load_profile
+from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
 
@@ -28,6 +30,7 @@ def control(
     slo: SLO | str | None = None,
     profile: str | Path | None = None,
     observe_only: bool = False,
+    admission: AdmissionPolicy | bool | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
     pinned: Mapping[str, float] | None = None,
     log: str | Path | None = None,
@@ -37,13 +40,15 @@ def control(
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
-    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken.
-    ``profile``: a profile YAML whose knobs to start from, and whose step times to begin with; one of another machine or
-    model is a start all the same, with a warning. ``observe_only`` recommends in the log and sets nothing. ``bounds`` and
+    ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken. ``profile``:
+    a profile YAML whose knobs to start from, and whose step times to begin with; one of another machine or model is a start
+    all the same, with a warning. ``observe_only`` recommends in the log and sets nothing. ``admission``: True ends requests
+    that cannot keep their TTFT any more, and orders those that wait by deadline, while the controller is attached; an
+    :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly what; None leaves it to the engine. ``bounds`` and
     ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``: the
-    name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a
-    private directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the
-    engine, ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
+    name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private
+    directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine,
+    ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
     loaded = None if profile is None else load_profile(profile)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
@@ -68,6 +73,7 @@ def control(
         start=start if profile is not None else None,
         guardrails=guardrails,
         observe_only=observe_only,
+        admission=AdmissionPolicy.of(admission),
         interval_s=interval_s,
         log_path=log,
     )

@@ -12,38 +12,28 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
+from autotune.gate import Gate
 from autotune.status import Status
 from autotune.steering import SteeringServer
+from autotune.verdicts import Verdicts
 from runtime.errors import AutotuneError, EngineClosedError
 from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.records import RequestRecord, StepRecord
-from runtime.slo import SLO, Attainment
-from runtime.tunable import Lease, SchedulerView, Tunable
+from runtime.slo import SLO
+from runtime.tunable import Lease, SchedulerView
 
 log = logging.getLogger(__name__)
-
-_KEPT = 1024  # requests that the status speaks of
-
-
-class Controllable(Tunable, Protocol):
-    """A tunable that holds a promise and a KV pool; :class:`runtime.Engine` is one."""
-
-    @property
-    def slos(self) -> Mapping[str, SLO]: ...
-    @property
-    def kv_tokens(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    def set_slo(self, slo: SLO) -> None: ...
 
 
 class Control:
@@ -58,6 +48,7 @@ class Control:
         start: Knobs | None = None,
         guardrails: Guardrails,
         observe_only: bool = False,
+        admission: AdmissionPolicy | None = None,
         interval_s: float = 0.25,
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
@@ -70,16 +61,17 @@ class Control:
         self.slo = slo
         self.observe_only = observe_only
         self._engine = engine
+        self._gate = Gate(engine, admission)
         self._guardrails = guardrails
         self._interval = interval_s
         self._wall = wall
         self._lock = threading.RLock()
-        self._verdicts: deque[tuple[str, ...] | None] = deque(maxlen=_KEPT)  # what each missed; None: cancelled
+        self._verdicts = Verdicts()
+        self._promised: dict[str, SLO] = {}
         self._regime = ""
         self._next = -math.inf
         self._now = engine.view().now
-        self._paused = False
-        self._ended = False
+        self._paused = self._ended = False
         self._steering: SteeringServer | None = None
         self._decisions = DecisionLog(log_path)
         self._start = engine.knobs  # what to put back
@@ -90,9 +82,11 @@ class Control:
             self._decisions.close()
             raise
         engine.set_slo(slo)
+        self._keep_promises()
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             engine.set_step_policy(self, lease=self._lease)
+            self._gate.shut(self, self._lease)
         self._log("attach", "", self._start, self._start, f"{controller.name} controller, SLO {slo}", {})
         self._begin(start)
 
@@ -121,8 +115,7 @@ class Control:
         with self._lock:
             if self._ended:
                 return
-            slo = self._engine.slos.get(record.request_class, self.slo)  # a class has a promise of its own
-            self._verdicts.append(slo.violated(record) if record.offered else None)
+            self._verdicts.add(record, self._engine.slos.get(record.request_class, self.slo))
             try:
                 self.controller.observe_request(record)
             except Exception as error:
@@ -137,6 +130,21 @@ class Control:
             with self._lock:
                 self._give_up(error)
             return view.knobs.token_budget
+
+    @property
+    def prefill_rate(self) -> float:
+        """What the controller says of it, for the engine's admission."""
+        return 0.0 if self._ended else float(getattr(self.controller, "prefill_rate", 0.0))
+
+    def _keep_promises(self) -> None:
+        """Tell the controller of the promises, if they are not those it knows: the engine's may change at any time."""
+        slos = dict(self._engine.slos)
+        if slos == self._promised:
+            return
+        self._promised = slos
+        self.slo = slos.get("default", self.slo)
+        if (promise := getattr(self.controller, "promise", None)) is not None:
+            promise(slos or {"default": self.slo})
 
     def _give_up(self, error: Exception) -> None:
         """The controller is broken: back to the knobs it started from, and out of the way."""
@@ -155,6 +163,7 @@ class Control:
     def _decide(self, now: float) -> None:
         engine, current = self._engine, self._engine.knobs
         limits = engine.effective_limits
+        self._keep_promises()
         proposal = self.controller.decide(now, current, limits)
         wanted = self._guardrails.apply(proposal.knobs, current, limits)
         new_regime = proposal.regime != self._regime
@@ -238,7 +247,7 @@ class Control:
             return Status(
                 knobs=self._engine.knobs,
                 regime=self._regime or "learning",
-                attainment=self._attainment(),
+                attainment=self._verdicts.attainment(),
                 slo=self.slo,
                 paused=self._paused,
                 observe_only=self.observe_only,
@@ -261,16 +270,12 @@ class Control:
         with contextlib.suppress(AutotuneError):
             if not self.observe_only:
                 self._engine.set_step_policy(None, lease=self._lease)
+                self._gate.put_back(self._lease)
         self._unsubscribe()
         self._lease.release()
         self._decisions.close()
         if self._steering is not None:
             self._steering.stop()
-
-    def _attainment(self) -> Attainment:
-        missed = [m for m in self._verdicts if m is not None]
-        met = sum(not m for m in missed)
-        return Attainment(met, len(missed), len(self._verdicts) - len(missed), Counter(n for m in missed for n in m))
 
     def __enter__(self) -> Self:
         return self
@@ -293,6 +298,3 @@ class Control:
         self._decisions.add(
             Decision(at, action, regime, old.as_dict(), new.as_dict(), self._engine.epoch, cause, evidence, wall)
         )
-
-
-__all__ = ["Control", "Controllable"]

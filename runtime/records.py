@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop id or stop string
     CANCELLED = "cancelled"  # by the client
     TIMEOUT = "timeout"  # its own timeout passed
-    REJECTED = "rejected"  # not accepted at arrival
+    REJECTED = "rejected"  # not accepted, or given up before its first token because that would come too late
     ERROR = "error"  # the step that ran it failed
 
 
@@ -97,7 +97,8 @@ class RequestRecord(NamedTuple):
     """One request that has ended. ``token_times`` holds the time of each output token, ascending.
 
     ``scheduled`` is when it first entered a step, None if it never did. ``epoch_first`` and ``epoch_last`` are the knob
-    settings in force when it was first scheduled and when it ended (-1: never scheduled).
+    settings in force when it was first scheduled and when it ended (-1: never scheduled). ``cause`` says more than ``reason``:
+    of a rejection it is the word of :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one.
     """
 
     id: str
@@ -116,6 +117,7 @@ class RequestRecord(NamedTuple):
     epoch_first: int
     epoch_last: int
     cause: str = ""
+    retry_after_s: float | None = None
 
     @property
     def queue_time(self) -> float | None:

@@ -123,7 +123,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
-        "pending", "preemptions", "request", "scheduled", "state", "target", "token_times",
+        "pending", "preemptions", "request", "retry_after", "scheduled", "state", "target", "token_times",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -144,6 +144,7 @@ class Sequence:
         self.key = 0.0  # its place in the waiting order
         self.pending = 0  # tokens to compute when it was queued, less those in the prefix cache
         self.cause = ""
+        self.retry_after: float | None = None  # s until one like it may be computed, if it is not
         self.data: Any = None
 
     def record(self, reason: FinishReason, finished: float, epoch: int) -> RequestRecord:
@@ -166,6 +167,7 @@ class Sequence:
             epoch_first=self.epoch_first,
             epoch_last=epoch if self.epoch_first >= 0 else -1,
             cause=self.cause,
+            retry_after_s=self.retry_after,
         )
 
     def __repr__(self) -> str:

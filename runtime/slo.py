@@ -117,6 +117,11 @@ class SLO:
         return not self.violated(record)
 
 
+def first_target(slo: SLO) -> float:
+    """Seconds from its arrival by which a request's first token must have come (TTFT, or E2E if that is less); inf if never."""
+    return min((t for t in (slo.ttft_ms, slo.e2e_ms) if t is not None), default=math.inf) / 1e3
+
+
 def _digits(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
@@ -193,5 +198,5 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "wilson_interval"]
+__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "first_target", "wilson_interval"]
 assert {f.name for f in fields(SLO)} == {*(f"{m}_ms" for m in METRICS), "attainment"}

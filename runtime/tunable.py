@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, Protocol
 
 from runtime.errors import LeaseError
@@ -14,7 +15,8 @@ class SchedulerView(NamedTuple):
     """A read-only look at a scheduler, made when asked for.
 
     ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
-    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone.
+    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``pace``: the
+    tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
     and not yet computed.
     """
@@ -34,6 +36,7 @@ class SchedulerView(NamedTuple):
     knobs: Knobs
     epoch: int
     effective_limits: KnobLimits
+    pace: float = inf
 
     @property
     def running(self) -> int:

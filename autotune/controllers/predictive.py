@@ -36,23 +36,22 @@ Sarathi-Serve (OSDI 2024) and the slack of earliest-deadline schedulers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from autotune.controllers.promises import Promises
 from autotune.controllers.protocol import Proposal
 from autotune.controllers.quantile import OnlineQuantile
-from autotune.controllers.recent import Recent
+from autotune.controllers.traffic import Traffic
+from autotune.controllers.trusted_model import TrustedModel
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import LimitedBy, RequestRecord, StepRecord
+from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
-_WRONG = 0.5  # relative error that counts as a wrong prediction
-_DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
-_RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
 _TRIM_RATE, _TRIM = 0.02, (0.6, 4.0)
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
-_RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
 
 
 class PredictiveController:
@@ -63,91 +62,62 @@ class PredictiveController:
     def __init__(
         self, slo: SLO, start: Knobs, *, kv_tokens: int, block_size: int = 16, model: StepLearner | None = None
     ) -> None:
-        self.slo = slo
         self.start = start
-        self.model = model or StepLearner()
         self.regime = "learning"
-        self.margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
-        self.bias = _RESERVE[0]  # running mean of actual/predicted
         self.trim = 1.0
-        self._first = None if slo.ttft_ms is None else slo.ttft_ms / 1e3
-        self._pace = None if slo.tpot_ms is None else slo.tpot_ms / 1e3
-        self._gap = None if slo.itl_ms is None else slo.itl_ms / 1e3
+        self._granted: tuple[SchedulerView, float] | None = (
+            None  # the last step's view and pace, until its rate is asked for
+        )
+        self._rate = 0.0
+        self._belief = TrustedModel(model)
+        self._traffic = Traffic()
+        self._promises = Promises({"default": slo})
         self._kv_tokens = kv_tokens
         self._block_size = block_size
-        self._prompts = Recent(256)  # tokens to compute of each request's prompt
-        self._outputs = Recent(256)
-        self._contexts = Recent(256)  # mean context of a decode, by step
-        self._decodes = Recent(256)
-        self._wrong = 0.0  # decaying share of wrong predictions
-        self._trusted = True
-        self._untrusted = 0  # steps since it was
         self._vouched: Knobs | None = None  # the last setting that the model was trusted with
-        self._mixed = False  # whether prompts differ much in length
-        self._idle = True  # whether demand is what limits
-        self._preemptions = 0.0  # decaying count
-        self._bound = 0.0  # decaying shares of steps: that anything limited,
-        self._slots_bound = 0.0  # that max_batch_size limited,
-        self._tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
         self._most = 65536  # sequences at once that kept the pace, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
-        self._steps = 0
+
+    @property
+    def model(self) -> StepLearner:
+        return self._belief.model
+
+    @property
+    def margin(self) -> OnlineQuantile:
+        return self._belief.margin
+
+    @property
+    def bias(self) -> float:
+        return self._belief.bias
 
     @property
     def target(self) -> float:
-        """Seconds that a step may take on average; inf when nothing bounds it."""
-        bounds = [t for t in (self._pace, self._gap) if t is not None]
-        return min(bounds) * self.trim if bounds else math.inf
+        """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
+        return self._promises.step * self.trim
+
+    def promise(self, slos: Mapping[str, SLO]) -> None:
+        """What is promised to each class from now on. What the old promise had taught the trim is no longer so."""
+        if self._promises.change(slos):
+            self.trim = 1.0
 
     def observe_step(self, record: StepRecord) -> None:
-        seconds = record.duration
-        if record.failed or not (math.isfinite(seconds) and seconds > 0):
-            return
-        step = StepFeatures(
-            record.decodes,
-            record.decode_context,
-            record.prefill_tokens,
-            record.prefill_context,
-            record.prefill_attention,
-        )
-        predicted = None
-        if self.model.ready:
-            predicted = self.model.predict(step)
-            if predicted > 0:
-                ratio = seconds / predicted
-                self.margin.add(ratio)
-                # a stall speaks as loud as a step four times too long, no louder
-                self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
-            wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
-            self._wrong += 0.02 * (wrong - self._wrong)
-            self._trusted = self._wrong < (_DISTRUST if self._trusted else _TRUST)
-        self._untrusted = 0 if self._trusted else self._untrusted + 1
-        if self._untrusted and self._untrusted % _RELEARN == 0:
-            self.model = StepLearner(warm_up=0)
-        self.model.observe(step, seconds, predicted)
-        self._steps += 1
-        self._preemptions += record.preemptions - 0.002 * self._preemptions
-        short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
-        self._bound += 0.02 * ((record.limited_by is not LimitedBy.DEMAND) - self._bound)
-        self._slots_bound += 0.02 * ((record.limited_by is LimitedBy.SLOTS) - self._slots_bound)
-        self._tokens_bound += 0.02 * ((short and record.budget_used >= self._ceiling) - self._tokens_bound)
-        if record.decodes:
-            self._decodes.add(record.decodes)
-            self._contexts.add(record.decode_context / record.decodes)
+        if self._belief.observe(record):
+            self._traffic.step(record, self._ceiling)
 
     def observe_request(self, record: RequestRecord) -> None:
+        self._promises.saw(record.request_class)
         if not record.completed:
             return
-        self._prompts.add(record.prompt_tokens - record.cached_tokens)
-        self._outputs.add(record.output_tokens)
-        if self._pace is None or record.tpot is None or self.regime == "infeasible":
+        self._traffic.request(record)
+        slo = self._promises.of(record.request_class)
+        if slo is None or slo.tpot_ms is None or record.tpot is None or self.regime == "infeasible":
             return
-        slow = record.tpot > self._pace
-        late = self._first is not None and record.ttft is not None and record.ttft > self._first
+        slow = 1e3 * record.tpot > slo.tpot_ms
+        late = slo.ttft_ms is not None and record.ttft is not None and 1e3 * record.ttft > slo.ttft_ms
         if slow or late:
             move = _TRIM_RATE * (1 if late else -1) * self.trim
-        elif self._bound > 0.1 and self.trim < 1:  # without load, a kept promise says nothing about the limit
-            move = _TRIM_RATE * max(1 - self.slo.attainment, 0.05)
+        elif self._traffic.bound > 0.1 and self.trim < 1:  # without load, a kept promise says nothing about the limit
+            move = _TRIM_RATE * max(1 - slo.attainment, 0.05)
         else:
             move = 0.0
         self.trim = min(max(self.trim + move, _TRIM[0]), _TRIM[1])
@@ -155,40 +125,70 @@ class PredictiveController:
     def budget(self, view: SchedulerView) -> int:
         top = view.knobs.token_budget
         if not view.decoding or not self.model.ready or self.regime == "infeasible":
+            self._granted = view, math.inf
             return top
-        pace = self.target
+        pace = self._pace(view)
+        self._granted = view, pace
         allowed = pace
         if view.decode_slack < math.inf:
             ahead = view.decode_slack - pace
             allowed = pace + 0.5 * ahead if ahead > 0 else max(view.decode_slack, 0.5 * pace)
             if ahead < 0 and self._queue_suffers(view, allowed):
                 allowed = pace
-        if self._gap is not None:
-            allowed = min(allowed, self._gap * self.bias / self.margin.value)
+        gap = self._promises.gap
+        if gap < math.inf:
+            allowed = min(allowed, gap * self.bias / self.margin.value)
         if allowed == math.inf:
             return top
         room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
         return top if room >= top else min(top, view.decoding + max(0, int(room)))
+
+    def _pace(self, view: SchedulerView) -> float:
+        """Seconds that a step may take on average for those that decode now; of all classes if the view does not say."""
+        return self.target if view.pace == math.inf else min(view.pace, self._promises.gap) * self.trim
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second that steps as long as the last one was granted compute; 0 if that is not known."""
+        if self._granted is not None:
+            view, pace = self._granted
+            self._granted, self._rate = None, self._rate_of(view, pace)
+        return self._rate
+
+    def _rate_of(self, view: SchedulerView, pace: float) -> float:
+        if not self.model.ready:
+            return 0.0
+        room: float = view.knobs.token_budget - view.decoding
+        if pace < math.inf:
+            room = min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self.bias))
+        if room < 1:
+            return 0.0
+        n = int(room)
+        seconds = self.bias * self.model.predict(
+            StepFeatures(view.decoding, view.decode_context, n, n, n * (n + 1) // 2)
+        )
+        return n / seconds if seconds > 0 else 0.0
 
     def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
         """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left.
 
         One request behind its schedule would otherwise hold back every prompt, and all of those would be late.
         """
-        if self._first is None or not (view.waiting or view.prefilling):
+        first = self._promises.first
+        if first == math.inf or not (view.waiting or view.prefilling):
             return False
-        left = self._first if view.oldest_arrival == math.inf else view.oldest_arrival + self._first - view.now
+        left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
         room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
         return room < 1 or (view.waiting_tokens + view.prefilling_tokens) / room * allowed > left
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now  # nothing here depends on the time of day, only on what was seen
         evidence = self._evidence()
-        if not self._trusted:
+        if not self._belief.trusted:
             held = limits.clamp(self._vouched or self.start)
             what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
             return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
-        if not self.model.ready or len(self._outputs) < 4:
+        if not self.model.ready or len(self._traffic.outputs) < 4:
             return self._propose(
                 "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
             )
@@ -206,22 +206,19 @@ class PredictiveController:
         pace = self.target / self.bias
         fits = max(1, self._most_decodes(pace, limits.max_batch_size))
         most = min(
-            fits, max(_FLOOR, int(_REACH * self._decodes.quantile(1)))
+            fits, max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))
         )  # beyond what was seen the model only guesses
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
-        if self._slots_bound < 0.01:  # a limit that does not bind is not raised
+        if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
         # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
-        decodes = int(min(batch, max(self._decodes.quantile(0.5), 1)))
-        room = self.model.most_prefill(decodes, int(decodes * self._contexts.mean), 2 * pace)
+        decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
+        room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
         budget = min(limits.token_budget, max(_FLOOR, decodes + int(min(room, 1e9)), batch))
-        # both with a gap between on and off: a value that hovers at a threshold must not turn a knob at every decision
-        self._mixed = self._prompts.quantile(0.95) > (3 if self._mixed else 4) * max(1.0, self._prompts.quantile(0.5))
-        self._idle = self._bound < (0.1 if self._idle else 0.01)
-        chunk = min(limits.chunk_size, max(32, budget // 4) if self._mixed else budget)
-        regime = "demand-limited" if self._idle else "kv-limited" if pool < most else "compute-limited"
-        if self._tokens_bound < 0.01:
+        chunk = min(limits.chunk_size, max(32, budget // 4) if self._traffic.mixed() else budget)
+        regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
+        if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
         cause = self._cause(regime, budget, decodes, batch)
@@ -238,7 +235,9 @@ class PredictiveController:
         return f"{text}; {steady}"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
-        return StepFeatures(decodes, int(decodes * self._contexts.mean), prefill, prefill, prefill * (prefill + 1) // 2)
+        return StepFeatures(
+            decodes, int(decodes * self._traffic.contexts.mean), prefill, prefill, prefill * (prefill + 1) // 2
+        )
 
     def _alone(self, decodes: int) -> float:
         return self.model.predict(self._mix(decodes, 0))
@@ -268,9 +267,9 @@ class PredictiveController:
 
     def _kv_bound(self, top: int) -> int:
         """Sequences that the KV pool holds without preempting; only asked of it once it has preempted."""
-        if self._preemptions < 0.05:
+        if self._traffic.preemptions < 0.05:
             return top
-        each = self._prompts.mean + self._outputs.mean + self._block_size
+        each = self._traffic.prompts.mean + self._traffic.outputs.mean + self._block_size
         return max(1, min(top, int(0.9 * self._kv_tokens / max(1.0, each))))
 
     def _propose(self, regime: str, knobs: Knobs, evidence: dict[str, float], cause: str) -> Proposal:
@@ -279,17 +278,17 @@ class PredictiveController:
 
     def _evidence(self) -> dict[str, float]:
         return {
-            "steps": self._steps,
+            "steps": self._belief.steps,
             "model_error": round(self.model.error, 4),
             "bias": round(self.bias, 4),
             "margin": round(self.margin.value, 4),
             "trim": round(self.trim, 4),
-            "decodes": self._decodes.quantile(0.5),
-            "context": round(self._contexts.mean, 1),
-            "prompt": round(self._prompts.mean, 1),
-            "output": round(self._outputs.mean, 1),
-            "bound": round(self._bound, 3),
-            "preemptions": round(self._preemptions, 2),
+            "decodes": self._traffic.decodes.quantile(0.5),
+            "context": round(self._traffic.contexts.mean, 1),
+            "prompt": round(self._traffic.prompts.mean, 1),
+            "output": round(self._traffic.outputs.mean, 1),
+            "bound": round(self._traffic.bound, 3),
+            "preemptions": round(self._traffic.preemptions, 2),
         }
 
 

@@ -6,10 +6,12 @@ the same decisions, which is what makes a log replayable.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
 
@@ -23,7 +25,10 @@ class Proposal(NamedTuple):
 
 
 class Controller(Protocol):
-    """One algorithm. Calls come from one thread, in the order in which things happened."""
+    """One algorithm. Calls come from one thread, in the order in which things happened.
+
+    Two more are used of a controller that has them: :class:`Promised` and :class:`runtime.llm.prefill_rate.RateSource`.
+    """
 
     @property
     def name(self) -> str: ...
@@ -38,6 +43,15 @@ class Controller(Protocol):
 
     def budget(self, view: SchedulerView) -> int:
         """The token budget of the coming step, at most ``view.knobs.token_budget``."""
+        ...
+
+
+@runtime_checkable
+class Promised(Protocol):
+    """A controller that goes by what is promised, and so is told when that changes."""
+
+    def promise(self, slos: Mapping[str, SLO]) -> None:
+        """From now on the promises are ``slos``, one for each request class; ``default`` is for classes not named."""
         ...
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from autotune.controllers.aimd import AimdController
+from autotune.controllers.bisection import BisectionController
+from autotune.controllers.gradient import GradientController
+from autotune.controllers.length_table import LengthTableController
 from autotune.controllers.predictive import PredictiveController
 from autotune.controllers.protocol import Controller
 from autotune.controllers.static import StaticController
@@ -31,8 +35,34 @@ def _static(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: Step
     return StaticController(start)
 
 
+def _aimd(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
+    del kv_tokens, block_size, model
+    return AimdController(slo, start)
+
+
+def _gradient(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
+    del slo, kv_tokens, block_size, model
+    return GradientController(start)
+
+
+def _bisection(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
+    del kv_tokens, block_size, model
+    return BisectionController(slo, start)
+
+
+def _length_table(
+    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
+) -> Controller:
+    del slo, block_size, model
+    return LengthTableController(start, kv_tokens=kv_tokens)
+
+
 CONTROLLERS: Final[dict[str, Make]] = {
     "predictive": _predictive,
     "static": _static,
+    "aimd": _aimd,
+    "gradient": _gradient,
+    "bisection": _bisection,
+    "length_table": _length_table,
 }
 """Name → what makes one."""

@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from autotune.simulate.executor import CostExecutor
+from autotune.simulate.handle import SimulatedRequest
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
 from runtime.llm.prefix import block_hashes
@@ -41,26 +43,11 @@ _ASK_EVERY = 256  # steps between two questions whether to stop
 _PARAMS = SamplingParams()
 
 
-class SimulatedRequest:
-    """What :meth:`SimulatedEngine.submit` returns. ``record`` is None until the request has ended."""
-
-    __slots__ = ("_engine", "_sequence", "record")
-
-    def __init__(self, engine: SimulatedEngine, sequence: RunningSequence) -> None:
-        self._engine = engine
-        self._sequence = sequence
-        self.record: RequestRecord | None = None
-
-    def cancel(self) -> bool:
-        """End it, whatever its state. False if it has ended already."""
-        return self._engine.end(self._sequence, FinishReason.CANCELLED, "by the client")
-
-
 class SimulatedEngine(TunableSimulation):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
-    ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering`` and ``max_queue`` are
-    those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, drawn from ``seed``.
+    ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
+    ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, drawn from ``seed``.
     ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
     turning knobs.
 
@@ -78,6 +65,7 @@ class SimulatedEngine(TunableSimulation):
         slo: SLO | str | None = None,
         classes: Iterable[RequestClass] = (),
         ordering: str = "priority",
+        admission: AdmissionPolicy | bool = False,
         prefix_cache: bool = True,
         max_queue: int = 4096,
         noise: float = 0.0,
@@ -89,6 +77,7 @@ class SimulatedEngine(TunableSimulation):
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        classes = tuple(classes)
         slos = {c.name: c.slo for c in classes}
         if slo is not None:
             slos["default"] = SLO.of(slo)
@@ -96,7 +85,10 @@ class SimulatedEngine(TunableSimulation):
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
         executor = CostExecutor(cost, noise=noise, seed=seed)
-        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos)
+        weights = {c.name: c.weight for c in classes}
+        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights)
+        if admission:
+            self.set_admission(admission)
         self.fast_forward = fast_forward
         self._max_queue = max_queue
         self._handles: dict[RunningSequence, SimulatedRequest] = {}
@@ -122,7 +114,7 @@ class SimulatedEngine(TunableSimulation):
     ) -> SimulatedRequest:
         """Queue a request of token ids now. It yields ``params.max_tokens`` tokens (128 without ``params``).
 
-        Raises ``ValueError`` for one that cannot run, RejectedError when ``max_queue`` requests wait.
+        Raises ``ValueError`` for one that cannot run, RejectedError when ``max_queue`` requests wait or by ``admission``.
         """
         params = params or _PARAMS
         hashes: tuple[int, ...] = ()
@@ -160,7 +152,13 @@ class SimulatedEngine(TunableSimulation):
         number = next(self._numbers)
         if self._named and not request.block_hashes:
             request.block_hashes = tuple(own_names(number, 0, request.prompt_len // self.block_size))
-        sequence = self.core.add(request)
+        try:
+            sequence = self.core.add(request, self.clock.now())
+        except RejectedError as error:
+            now = self.clock.now()
+            record = never_ran(request, FinishReason.REJECTED, now, error.reason, error.retry_after_s)
+            self._listeners.tell(None, [record])
+            raise
         sequence.data = number
         self._woken = True
         return sequence

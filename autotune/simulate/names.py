@@ -48,11 +48,11 @@ def name_from_now_on(scheduler: Scheduler) -> None:
     Sequences have their numbers in ``data``, and what they hold must be unlike what others hold.
     """
     size = scheduler.kv.block_size
-    scheduler.hasher = partial(name_answer, block_size=size)
+    scheduler.holdings.hasher = partial(name_answer, block_size=size)
     for held in (scheduler.decodes, scheduler.prefills, scheduler.waiting):
         for sequence in held:
             sequence.hashes = own_names(sequence.data, 0, sequence.request.prompt_len // size)
-            scheduler.publish(sequence, 0)
+            scheduler.holdings.publish(sequence, 0)
 
 
 def shares_prefixes(arrivals: Sequence[Arrival]) -> bool:

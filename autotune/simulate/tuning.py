@@ -7,8 +7,10 @@ from types import MappingProxyType
 
 from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore
 from runtime.llm.listeners import Listeners
+from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
 from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
@@ -16,11 +18,12 @@ from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPol
 class TunableSimulation:
     """Knobs, limits, promises, records and the view of a core in virtual time."""
 
-    def __init__(self, core: EngineCore, slos: dict[str, SLO]) -> None:
+    def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float]) -> None:
         self.core = core
         self.scheduler = core.scheduler
         self.clock = VirtualClock()
         self._slos = slos
+        self._weights = dict(weights)
         self._leases = LeaseHolder()
         self._listeners = Listeners()
         self._woken = False  # whether something has come that may end a wait
@@ -56,9 +59,31 @@ class TunableSimulation:
     def block_size(self) -> int:
         return self.scheduler.kv.block_size
 
-    def set_slo(self, slo: SLO | str) -> None:
-        """Promise ``slo`` to the class ``default`` from now on."""
-        self._slos["default"] = self.scheduler.slack.slos["default"] = SLO.of(slo)
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What each request class is worth relative to others; those not named are worth 1."""
+        return MappingProxyType(self._weights)
+
+    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
+        """Promise ``slo`` to a class from now on. A class of that name need not have been there before."""
+        self._slos[request_class] = self.scheduler.slack.slos[request_class] = SLO.of(slo)
+
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        """What is done about requests that come too late; None accepts all and computes all."""
+        return self.core.admission
+
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | bool | None,
+        *,
+        source: RateSource | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        """Have ``policy`` (True: the default one) end what comes too late, from now on; None or False ends that."""
+        self._leases.check(lease)
+        self._woken = True
+        self.core.set_admission(AdmissionPolicy.of(policy), weights=self._weights, source=source)
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch. Raises as :meth:`runtime.Engine.set_knobs`."""

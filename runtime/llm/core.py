@@ -9,13 +9,17 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple, Protocol
 
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import Admission, AdmissionPolicy
+from runtime.llm.ordering import Ordering, ordering_of
 from runtime.llm.plan import Executor, StepPlan, StepResult
+from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
 from runtime.llm.view import view_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
@@ -67,6 +71,7 @@ class EngineCore:
         self._output = output
         self._expiries: list[tuple[float, int, Sequence]] = []
         self._added = 0
+        self._own_ordering: Ordering = scheduler.waiting.ordering
 
     @property
     def setting(self) -> tuple[int, Knobs]:
@@ -87,11 +92,12 @@ class EngineCore:
 
     @property
     def next_expiry(self) -> float:
-        """When the next live request times out; inf if none does."""
-        heap = self._expiries
+        """When the next live request times out, altogether or in the queue; inf if none does."""
+        heap, admission = self._expiries, self.scheduler.admission
         while heap and heap[0][2].state == "finished":
             heapq.heappop(heap)
-        return heap[0][0] if heap else inf
+        expiry = heap[0][0] if heap else inf
+        return expiry if admission is None else min(expiry, admission.next_timeout)
 
     def set_knobs(self, knobs: Knobs) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.
@@ -105,9 +111,35 @@ class EngineCore:
                 self._setting = (epoch + 1, knobs)
             return self._setting[0]
 
-    def add(self, request: Request) -> Sequence:
-        """Queue ``request``; raises ``ValueError`` if it can never run."""
-        sequence = self.scheduler.add(request)
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        """What is done about requests that come too late."""
+        return None if self.scheduler.admission is None else self.scheduler.admission.policy
+
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        source: RateSource | None = None,
+    ) -> None:
+        """End what comes too late from now on, by ``policy``; None accepts everything, in the ordering of before."""
+        scheduler = self.scheduler
+        order = None if policy is None else policy.order
+        wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
+        if wanted is not scheduler.waiting.ordering:
+            scheduler.waiting.reorder(wanted)
+        if policy is None:
+            scheduler.admission = None
+            return
+        scheduler.admission = made = Admission(policy, scheduler.slack, weights=weights, source=source)
+        for sequence in scheduler.waiting:
+            made.queued(sequence)
+
+    def add(self, request: Request, now: float | None = None) -> Sequence:
+        """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` if it can never run, RejectedError if
+        it would come too late."""
+        sequence = self.scheduler.add(request, now)
         if request.expires is not None:
             self._added += 1
             heapq.heappush(self._expiries, (request.expires, self._added, sequence))
@@ -133,16 +165,12 @@ class EngineCore:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
         timeout and the end of a wait window."""
         finished: list[Finished] = []
-        expiry = self.next_expiry if self._expiries else inf
-        while expiry <= now:
-            sequence = heapq.heappop(self._expiries)[2]
-            record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
-            if record is not None:
-                finished.append((sequence, record))
-            expiry = self.next_expiry
+        expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
         epoch, knobs = self._setting
         budget = None if self.policy is None else self._policy_budget(now)
         plan = self.scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
+        if self.scheduler.turned_away:
+            finished += self._turned_away()
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
@@ -160,7 +188,31 @@ class EngineCore:
         finished += ended
         if result.oom_tokens:
             self._shrink(result.oom_tokens)
-        return StepOutcome(self._record(plan, result, now), result, finished, plan.wake_at, result.ends[-1])
+        record = self._record(plan, result, now)
+        if self.scheduler.admission is not None:
+            self.scheduler.admission.observe(record)
+        return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
+
+    def _expire(self, now: float, finished: list[Finished]) -> float:
+        """End what has timed out; returns when the next one will."""
+        while (expiry := self.next_expiry) <= now:
+            admission = self.scheduler.admission
+            if admission is not None and admission.next_timeout == expiry:
+                sequence, verdict = admission.timed_out()
+                sequence.retry_after = verdict.retry_after_s
+                record = self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
+            else:
+                sequence = heapq.heappop(self._expiries)[2]
+                record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
+            if record is not None:
+                finished.append((sequence, record))
+        return expiry
+
+    def _turned_away(self) -> list[Finished]:
+        ended, self.scheduler.turned_away = self.scheduler.turned_away, []
+        for sequence, _ in ended:
+            self.executor.release(sequence)
+        return ended
 
     def _policy_budget(self, now: float) -> int | None:
         if self.policy is None or not self.scheduler.has_work:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore
 from runtime.llm.gather import complete_all, progress_bar
@@ -36,11 +37,12 @@ class Engine(TunableEngine):
     """Serves one model to many threads and event loops at once.
 
     ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
-    ``limits``. ``slo`` is the promise to requests of class ``default``, ``classes`` those to others. ``kv_tokens``: size
-    of the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most
-    ``max_queue`` requests wait. ``prefix_cache``: prompts share the KV of equal beginnings; ``"tenant"`` only within a
-    tenant, so that none can learn from response times what others ask. ``threads``: CPU threads of the model.
-    ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``; its clock must be ``clock``.
+    ``limits``. ``slo`` is the promise to requests of class ``default``, ``classes`` those to others. ``kv_tokens``: size of
+    the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most ``max_queue``
+    requests wait; ``admission`` ends those that cannot keep their TTFT any more. ``prefix_cache``: prompts share the KV of
+    equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask.
+    ``threads``: CPU threads of the model. ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``;
+    its clock must be ``clock``.
 
     Use it as a context manager: leaving the block finishes what was accepted, or cancels it if the block raised. An engine
     that is forgotten stops by itself, and does not hold up the interpreter's exit. Every method may be called from any
@@ -64,6 +66,7 @@ class Engine(TunableEngine):
         max_model_len: int | None = None,
         max_queue: int = 4096,
         ordering: str = "priority",
+        admission: AdmissionPolicy | bool = False,
         prefix_cache: bool | Literal["tenant"] = True,
         seed: int = 0,
         step_policy: StepPolicy | None = None,
@@ -88,9 +91,9 @@ class Engine(TunableEngine):
             raise ValueError(f'prefix_cache is {prefix_cache!r}; it must be True, False or "tenant"')
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else limits.check(knobs)
-        self._slos = {c.name: c.slo for c in classes}
+        slos = {c.name: c.slo for c in classes}
         if slo is not None:
-            self._slos["default"] = SLO.of(slo)
+            slos["default"] = SLO.of(slo)
 
         clock = clock or MonotonicClock()
         parts = parts_of(
@@ -115,7 +118,7 @@ class Engine(TunableEngine):
             kv_tokens=self._kv_tokens,
             block_size=block_size,
             share=share,
-            classes={"default", *self._slos} if len(self._slos.keys() - {"default"}) else (),
+            classes={"default", *slos} if slos.keys() - {"default"} else (),
         )
         self._decode = None if served.tokenizer is None else served.tokenizer.decode
         output = OutputProcessor(served.eos_token_ids, self._decode)
@@ -123,14 +126,17 @@ class Engine(TunableEngine):
             kv_blocks=parts.kv_blocks,
             block_size=block_size,
             ordering=ordering,
-            slos=self._slos,
+            slos=slos,
             hasher=None if share == "none" else token_hasher(block_size, self._intake.salt),
         )
         core = EngineCore(scheduler, parts.executor, knobs=knobs, limits=limits, output=output)
         core.policy = step_policy
         self._ids = itertools.count(1)
         self._max_queue = max_queue
-        super().__init__(core, EngineLoop(core, output, clock, max_queue=max_queue, name=served.name), clock)
+        weights = {c.name: c.weight for c in classes}
+        core.set_admission(AdmissionPolicy.of(admission), weights=weights)
+        loop = EngineLoop(core, output, clock, max_queue=max_queue, name=served.name)
+        super().__init__(core, loop, clock, slos, weights)
         self._forgotten = weakref.finalize(self, self._loop.abandon)
         self._forgotten.atexit = False  # the loop sees to that itself
 
@@ -243,15 +249,6 @@ class Engine(TunableEngine):
     def model(self) -> ServedModel:
         """What is served: name, vocabulary, context, tokenizer."""
         return self._model
-
-    @property
-    def slos(self) -> Mapping[str, SLO]:
-        """The promise to each request class; that of ``default`` is for classes not named."""
-        return MappingProxyType(self._slos)
-
-    def set_slo(self, slo: SLO | str) -> None:
-        """Promise ``slo`` to the class ``default`` from now on."""
-        self._slos["default"] = self._core.scheduler.slack.slos["default"] = SLO.of(slo)
 
     @property
     def kv_tokens(self) -> int:

@@ -167,7 +167,9 @@ def _later(name: str, arrival: float, seconds: float | None) -> float | None:
     return None if seconds > _FOREVER_S else arrival + seconds
 
 
-def never_ran(request: Request, reason: FinishReason, now: float, cause: str) -> RequestRecord:
+def never_ran(
+    request: Request, reason: FinishReason, now: float, cause: str, retry_after_s: float | None = None
+) -> RequestRecord:
     """The record of a request that ended before the scheduler saw it."""
     return RequestRecord(
         id=request.id,
@@ -186,4 +188,5 @@ def never_ran(request: Request, reason: FinishReason, now: float, cause: str) ->
         epoch_first=-1,
         epoch_last=-1,
         cause=cause,
+        retry_after_s=retry_after_s,
     )

@@ -7,21 +7,19 @@ is safe in finalizers too, and it is what wakes the thread when it has nothing t
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
-import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError, RejectedError
+from runtime.llm.at_exit import stop_at_exit
 from runtime.llm.buffer import TokenBuffer, Wakes
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
@@ -33,8 +31,6 @@ from runtime.request import Request, Sequence
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-EXIT_WAIT_S: Final = 10.0  # how long the interpreter's exit waits for steps in progress of engines never closed
 
 
 class EngineLoop:
@@ -59,7 +55,7 @@ class EngineLoop:
         self._closing = False
         self._over = False
         self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
-        _LOOPS.add(self)
+        stop_at_exit(self)
         self._thread.start()
 
     # -- from any thread ------------------------------------------------------------------------------------------------
@@ -114,6 +110,13 @@ class EngineLoop:
             self._inbox.put(lambda: None)  # only to wake the thread
         return result
 
+    def post(self, change: Callable[[], object]) -> None:
+        """Have the thread make ``change`` between two steps, without waiting for it. Raises EngineClosedError."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError(self._why_closed()) from self.error
+            self._inbox.put(change)  # type: ignore[arg-type]  # what it returns is of no interest
+
     def ask(self, question: Callable[[], T]) -> T:
         """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once."""
         if self.here:
@@ -133,6 +136,10 @@ class EngineLoop:
         if not self.here:
             self._thread.join()
 
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end, so long at most."""
+        self._thread.join(timeout)
+
     def abandon(self) -> None:
         """Close without waiting, cancelling what there is. Takes no lock, so that a finalizer may call it."""
         self._inbox.put(self._abandoned)
@@ -143,7 +150,7 @@ class EngineLoop:
     def _rejected(self, request: Request, reason: str, why: str, retry_after: float | None) -> RejectedError:
         """Needs the lock. The rejection is recorded as well: it is an offered request that missed its SLO."""
         if not self._over:
-            record = never_ran(request, FinishReason.REJECTED, self._clock.now(), reason)
+            record = never_ran(request, FinishReason.REJECTED, self._clock.now(), reason, retry_after)
             self._inbox.put(partial(self.listeners.tell, None, [record]))
         return RejectedError(f"request {request.id}: {why}", reason=reason, retry_after_s=retry_after)
 
@@ -214,11 +221,15 @@ class EngineLoop:
             if self._over:
                 buffer.end(None, None, self.error, self._wakes)
                 return
+            now = self._clock.now()
             try:
-                sequence = self.core.add(request)
-            except ValueError as error:  # the scheduler has the last word on what can ever run
+                sequence = self.core.add(request, now)
+            except (ValueError, RejectedError) as error:  # the scheduler has the last word on what can run, and in time
                 del self._live[request.id]
-                record = never_ran(request, FinishReason.REJECTED, self._clock.now(), str(error))
+                cause, hint = (
+                    (error.reason, error.retry_after_s) if isinstance(error, RejectedError) else (str(error), None)
+                )
+                record = never_ran(request, FinishReason.REJECTED, now, cause, hint)
                 buffer.end(None, record, error, self._wakes)
                 self._inbox.put(partial(self.listeners.tell, None, [record]))
                 return
@@ -282,19 +293,3 @@ def _answer(question: Callable[[], T], answer: Future[T]) -> None:
         answer.set_result(question())
     except BaseException as error:
         answer.set_exception(error)
-
-
-_LOOPS: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
-
-
-def _stop_at_exit() -> None:
-    """Let no thread be inside the model when the interpreter takes itself apart, and let none hold it up for long."""
-    until = time.monotonic() + EXIT_WAIT_S
-    loops = list(_LOOPS)
-    for loop in loops:
-        loop.abandon()
-    for loop in loops:
-        loop._thread.join(max(0.0, until - time.monotonic()))
-
-
-atexit.register(_stop_at_exit)

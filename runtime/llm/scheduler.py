@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from runtime.knobs import Knobs
+from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
+from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
-from runtime.llm.ordering import Ordering, WaitingQueue, ordering_of
-from runtime.llm.plan import Chunk, StepPlan, StepResult
+from runtime.llm.ordering import Ordering, ordering_of
+from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
 from runtime.llm.slack import SlackTracker
+from runtime.llm.waiting import WaitingQueue
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
 from runtime.slo import SLO
@@ -26,9 +29,11 @@ Finished = tuple[Sequence, RequestRecord]
 class Scheduler:
     """``schedule(now, knobs) -> StepPlan``; then ``update(plan, result)`` before the next ``schedule``.
 
-    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) only feed
-    :attr:`slack`. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets a plan stand for many
-    identical decode steps. ``before_preempting`` is called before a sequence is made to give its blocks back.
+    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) feed
+    :attr:`slack`, deadline order and ``admission``, which ends what comes too late: those it ended while a step was planned
+    are in ``turned_away`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
+    a plan stand for many identical decode steps. ``before_preempting`` is called before a sequence is made to give its blocks
+    back.
     """
 
     def __init__(
@@ -42,16 +47,17 @@ class Scheduler:
         fast_forward: bool = False,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
+        self.holdings = Holdings(self.kv, hasher)
         self.decodes = Decodes(self.kv)
         self.prefills: dict[Sequence, None] = {}
-        self.waiting = WaitingQueue(ordering_of(ordering))
         self.slack = SlackTracker(slos or {})
+        self.waiting = WaitingQueue(ordering_of(ordering, self.slack.slos))
+        self.admission: Admission | None = None
+        self.turned_away: list[Finished] = []
         self.preemptions = 0
-        self.hasher = hasher
         self.fast_forward = fast_forward
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
-        self._did_not_fit: tuple[Sequence, int, int] | None = None  # and the blocks and known content there were for it
 
     @property
     def running(self) -> int:
@@ -67,8 +73,9 @@ class Scheduler:
         """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""
         return self.kv.total * self.kv.block_size + 1
 
-    def add(self, request: Request) -> Sequence:
-        """Queue ``request``. Raises ``ValueError`` for an empty prompt or one that can never fit in the pool."""
+    def add(self, request: Request, now: float | None = None) -> Sequence:
+        """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` for an empty prompt or one that can
+        never fit in the pool, RejectedError if it would come too late."""
         length = request.prompt_len
         if length < 1:
             raise ValueError("the prompt is empty; it needs at least one token")
@@ -79,7 +86,16 @@ class Scheduler:
             )
         sequence = Sequence(request)
         self._queue(sequence)
+        if self.admission is not None:
+            now = request.arrival if now is None else now
+            ahead = self.waiting.tokens_before(sequence) + self._prompt_tokens_left()
+            if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
+                self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
+                raise rejected(sequence, verdict)
         return sequence
+
+    def _prompt_tokens_left(self) -> int:
+        return sum(s.target - s.computed for s in self.prefills)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """End ``sequence`` in whatever state it is and take its blocks back. None if it has already ended."""
@@ -93,37 +109,16 @@ class Scheduler:
         sequence.state = "finished"
         if state == "waiting":
             self.waiting.removed(sequence)
-        self._release(sequence, trusted=reason is not FinishReason.ERROR)
+        self.holdings.release(sequence, trusted=reason is not FinishReason.ERROR)
         self.slack.left(sequence)
         sequence.cause = cause
         return sequence.record(reason, now, self._epoch)
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        known = len(self.kv.lookup(sequence.hashes, (sequence.target - 1) // self.kv.block_size))
-        sequence.pending = sequence.target - known * self.kv.block_size
+        sequence.pending = self.holdings.uncached(sequence)
         self.waiting.push(sequence)
         self.slack.queued(sequence)
-
-    def _release(self, sequence: Sequence, *, trusted: bool) -> None:
-        """Give the blocks back. Full ones with a known hash can still be found, unless a failed step wrote them."""
-        if not sequence.blocks:
-            return
-        if not trusted:
-            self.kv.forget(sequence.blocks)
-        else:
-            if self.hasher is not None and sequence.generated:
-                self.hasher(sequence)
-            if sequence.hashes:
-                self.publish(sequence, 0)
-        self.kv.give(sequence.blocks)
-        sequence.blocks = []
-
-    def publish(self, sequence: Sequence, start: int) -> None:
-        """Make the full blocks that end after token ``start`` findable."""
-        size, hashes, blocks = self.kv.block_size, sequence.hashes, sequence.blocks
-        for index in range(start // size, min(sequence.computed // size, len(hashes))):
-            self.kv.publish(blocks[index], hashes[index])
 
     # -- planning a step ----------------------------------------------------------------------------------------------
 
@@ -144,6 +139,8 @@ class Scheduler:
         if self.prefills or len(self.waiting):
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
         alike = self.fast_forward and n and not chunks
+        if self.admission is not None and self.admission.policy.reject and (self.prefills or len(self.waiting)):
+            alike = False  # it looks at each step
         return StepPlan(
             step=decodes.step,
             n_decode=n,
@@ -163,15 +160,16 @@ class Scheduler:
         """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""
         left = most - len(self.decodes)
         limited = LimitedBy.DEMAND
+        admission, waiting = self.admission, self.waiting
+        ahead = 0 if admission is None else self._end_late_prompts(admission, now)
         for sequence in self.prefills:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
             left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
-        waiting = self.waiting
         if not len(waiting):
             return limited, inf
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
-        held_until = self._held_until(knobs, left, slots)
+        held_until = waiting.held_until(knobs, left, slots)
         while (head := waiting.peek()) is not None:
             if held_until > now and not head.preemptions:
                 return LimitedBy.WAIT, held_until
@@ -179,8 +177,12 @@ class Scheduler:
                 return LimitedBy.SLOTS, inf
             if left <= 0:
                 return LimitedBy.BUDGET, inf
+            if admission is not None and (verdict := admission.turn(head, now, ahead)) is not None:
+                self._turn_away(head, verdict, now)
+                continue
             if not self._admit(head, now):
                 return LimitedBy.KV, inf
+            ahead += head.target - head.computed
             slots -= 1
             left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
         return limited, inf
@@ -189,37 +191,29 @@ class Scheduler:
     def _chunk(
         sequence: Sequence, most: int, left: int, chunks: list[Chunk], limited: LimitedBy
     ) -> tuple[int, LimitedBy]:
-        want = sequence.target - sequence.computed
-        count = min(want, most, left)
-        chunks.append(Chunk(sequence, sequence.computed, count, count == want))
-        if count < want:
-            limited = LimitedBy.CHUNK if count == most else LimitedBy.BUDGET
-        return left - count, limited
+        chunk, cut = next_chunk(sequence, most, left)
+        chunks.append(chunk)
+        return left - chunk.count, limited if cut is LimitedBy.DEMAND else cut
 
-    def _held_until(self, knobs: Knobs, left: int, slots: int) -> float:
-        """Until when the wait window holds new prompts back; -inf when it does not."""
-        if not knobs.max_wait_ms:
-            return -inf
-        oldest = self.waiting.oldest()
-        if oldest is None or len(self.waiting) >= slots or self.waiting.tokens >= left:
-            return -inf
-        return oldest.request.arrival + knobs.max_wait_ms / 1e3
+    def _end_late_prompts(self, admission: Admission, now: float) -> int:
+        """End prompts in progress that come too late; returns the tokens left of the others."""
+        ahead = 0
+        for sequence in tuple(self.prefills):
+            if (verdict := admission.going_on(sequence, now, ahead)) is not None:
+                self._turn_away(sequence, verdict, now)
+            else:
+                ahead += sequence.target - sequence.computed
+        return ahead
+
+    def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
+        sequence.retry_after = verdict.retry_after_s
+        self._end(sequence, FinishReason.REJECTED, now, self.turned_away, verdict.reason)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
-        spare, before = self.kv.free - len(self.decodes), self._did_not_fit
-        if before is not None and before[0] is sequence and spare <= before[1] and self.kv.published == before[2]:
+        if not self.holdings.fits(sequence, self.kv.free - len(self.decodes)):
             return False
-        found = self.kv.lookup(sequence.hashes, (sequence.target - 1) // self.kv.block_size)
-        fresh = self.kv.blocks_for(sequence.target) - len(found)
-        if fresh + self.kv.idle_among(found) > spare:
-            self._did_not_fit = (sequence, spare, self.kv.published)
-            return False
-        self._did_not_fit = None
         self.waiting.pop()
-        self.kv.hold(found)
-        sequence.blocks = found + self.kv.take(fresh)
-        sequence.computed = len(found) * self.kv.block_size
         sequence.state = "prefill"
         self.prefills[sequence] = None
         if sequence.scheduled is None:
@@ -239,7 +233,7 @@ class Scheduler:
             sequence = self.decodes.newest()
             self.decodes.leave(sequence)
         self.slack.left(sequence)
-        self._release(sequence, trusted=True)
+        self.holdings.release(sequence, trusted=True)
         sequence.computed = 0
         sequence.target = sequence.request.prompt_len + sequence.generated
         sequence.preemptions += 1
@@ -273,7 +267,7 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.computed = chunk.start + chunk.count
         if sequence.hashes:
-            self.publish(sequence, chunk.start)
+            self.holdings.publish(sequence, chunk.start)
         if chunk.samples:
             sequence.generated += 1
             sequence.token_times.append(now)

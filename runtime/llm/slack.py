@@ -36,6 +36,9 @@ class _Earliest:
             self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
+    def __len__(self) -> int:
+        return len(self._live)
+
     def drop(self, sequence: Sequence) -> None:
         self._live.pop(sequence, None)
 
@@ -110,6 +113,11 @@ class SlackTracker:
             self._gaps[gap] -= 1
             if not self._gaps[gap]:
                 del self._gaps[gap]
+
+    @property
+    def pace(self) -> float:
+        """The tightest TPOT target of those that decode, s; inf if none has one."""
+        return min((pace for pace, heap in self._pace.items() if len(heap)), default=inf)
 
     def least(self, now: float, step: int, last_end: float) -> float:
         """Seconds from ``now`` until the first target is missed; negative if one is, inf if there is none."""

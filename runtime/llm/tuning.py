@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore
 from runtime.llm.loop import EngineLoop
+from runtime.llm.prefill_rate import RateSource
+from runtime.slo import SLO
 from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 
 class TunableEngine:
-    """Knobs, limits, records and the view of a core that a loop runs. Every call may come from any thread."""
+    """Knobs, limits, promises, records and the view of a core that a loop runs. Every call may come from any thread.
 
-    def __init__(self, core: EngineCore, loop: EngineLoop, clock: Clock) -> None:
+    ``slos`` and ``weights`` are those of the request classes there are.
+    """
+
+    def __init__(
+        self, core: EngineCore, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+    ) -> None:
         self._core = core
         self._loop = loop
         self._clock = clock
+        self._slos = slos
+        self._weights = dict(weights)
         self._lease = LeaseHolder()
 
     @property
@@ -43,6 +55,43 @@ class TunableEngine:
     def epoch(self) -> int:
         """The number of the knob setting in force."""
         return self._core.epoch
+
+    @property
+    def slos(self) -> Mapping[str, SLO]:
+        """The promise to each request class; that of ``default`` is for classes not named."""
+        return MappingProxyType(self._slos)
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What each request class is worth relative to others; those not named are worth 1."""
+        return MappingProxyType(self._weights)
+
+    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
+        """Promise ``slo`` to a class from now on. Raises ``ValueError`` for a class that there is not."""
+        if request_class not in {"default", *self._slos}:
+            known = ", ".join(sorted({"default", *self._slos}))
+            raise ValueError(f"request_class is {request_class!r}; the classes are {known}")
+        self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = SLO.of(slo)
+
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        """What is done about requests that come too late; None accepts all and computes all."""
+        return self._core.admission
+
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | bool | None,
+        *,
+        source: RateSource | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        """Have ``policy`` (True: the default one) end what comes too late, from the next step on; None or False ends that.
+
+        ``source`` says how fast prompts are computed, where that has not been measured yet.
+        """
+        self._lease.check(lease)
+        made = AdmissionPolicy.of(policy)
+        self._loop.post(partial(self._core.set_admission, made, weights=self._weights, source=source))
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
         """Put ``knobs`` in force from the very next step on; returns the epoch, the old one if nothing changed.

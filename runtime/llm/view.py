@@ -29,4 +29,5 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
         knobs=knobs,
         epoch=epoch,
         effective_limits=limits,
+        pace=slack.pace,
     )

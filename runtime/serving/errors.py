@@ -69,10 +69,8 @@ def api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
-        case RejectedError(reason="queue_full"):
-            return ApiError(429, text, code="queue_full", retry_after_s=error.retry_after_s or 1.0)
-        case RejectedError(reason="slo"):
-            return ApiError(429, text, code="slo", retry_after_s=error.retry_after_s or 1.0)
+        case RejectedError(reason="queue_full" | "slo" | "queue_timeout"):
+            return ApiError(429, text, code=error.reason, retry_after_s=error.retry_after_s or 1.0)
         case RejectedError(reason="closed") | EngineClosedError():
             return ApiError(503, text, code="engine_closed")
         case RejectedError():  # the scheduler had the last word on what can never run

@@ -17,7 +17,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from autotune.attached import Control, Controllable
+from autotune.attached import Control
+from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.registry import CONTROLLERS
 from runtime.knobs import KnobLimits, Knobs

@@ -85,7 +85,9 @@ class Reference:
         ordering: str,
         prefix_cache: bool,
         policy: Callable[[int], int] | None = None,
+        first_s: float = 60.0,
     ) -> None:
+        self.first_s = first_s  # when the first token of a request without a deadline of its own is due
         self.seconds, self.knobs, self.size, self.ordering = seconds, knobs, block_size, ordering
         self.prefix_cache, self.policy = prefix_cache, policy
         self.now = 0.0
@@ -156,7 +158,7 @@ class Reference:
             "fcfs": asked.arrival,
             "priority": asked.arrival - 10.0 * asked.priority,
             "shortest": asked.arrival + 0.01 * prompt,
-            "deadline": asked.arrival + 60.0 if asked.deadline is None else asked.deadline,
+            "deadline": asked.arrival + self.first_s if asked.deadline is None else asked.deadline,
             "fair": start,
         }[self.ordering]
         if self.ordering == "fair":

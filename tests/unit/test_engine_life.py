@@ -543,7 +543,7 @@ def test_when_the_thread_dies_everybody_hears_of_it(caplog: pytest.LogCaptureFix
 def test_a_request_whose_queueing_kills_the_thread_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(FakeModel(), executor=FakeExecutor(), kv_tokens=512)
 
-    def broken(request: object) -> None:
+    def broken(request: object, now: float) -> None:
         raise ThreadDies("in the queue")
 
     monkeypatch.setattr(engine._core, "add", broken)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.llm.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, WaitingQueue, ordering_named
+from runtime.llm.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, ordering_named
+from runtime.llm.waiting import WaitingQueue
 from runtime.request import Request, SamplingParams, Sequence
 
 

@@ -101,7 +101,7 @@ def simulated(made: Case, *, fast_forward: bool, noise: float = 0.0, policy: boo
 def referred(made: Case) -> Reference:
     reference = Reference(
         made.machine, made.knobs, blocks=made.blocks, block_size=made.block_size, ordering=made.ordering,
-        prefix_cache=made.prefix_cache, policy=made.policy,
+        prefix_cache=made.prefix_cache, policy=made.policy, first_s=0.05,
     )  # fmt: skip
     for when, what in events(made):
         reference.run(when)

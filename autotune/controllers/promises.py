@@ -1,0 +1,62 @@
+"""The promises a controller keeps: those of the request classes that are served, and what they say of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from runtime.slo import SLO, first_target
+
+_MEMORY = 0.01  # weight of the newest request in a class's share
+_GONE = 0.005  # share below which a class no longer counts
+
+
+def step_target(slos: Mapping[str, SLO]) -> float:
+    """Seconds that a step with decodes may take on average for the tightest TPOT or ITL promised; inf without either."""
+    targets = (t for slo in slos.values() for t in (slo.tpot_ms, slo.itl_ms) if t is not None)
+    return min(targets, default=math.inf) / 1e3
+
+
+class Promises:
+    """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
+
+    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token; inf each
+    where nothing is promised.
+    """
+
+    def __init__(self, slos: Mapping[str, SLO]) -> None:
+        self._slos = dict(slos)
+        self._shares: dict[str, float] = {}
+        self._tighten()
+
+    def of(self, request_class: str) -> SLO | None:
+        return self._slos.get(request_class) or self._slos.get("default")
+
+    def change(self, slos: Mapping[str, SLO]) -> bool:
+        """Promise ``slos`` from now on. False if that is what was promised."""
+        if dict(slos) == self._slos:
+            return False
+        self._slos = dict(slos)
+        self._tighten()
+        return True
+
+    def saw(self, request_class: str) -> None:
+        """A request of this class has ended."""
+        name = request_class if request_class in self._slos else "default"
+        if len(self._slos) == 1:
+            return
+        before = self._served()
+        self._shares = {n: share * (1 - _MEMORY) for n, share in self._shares.items() if share > _GONE / 10}
+        self._shares[name] = self._shares.get(name, 0.0) + _MEMORY
+        if self._served() != before:
+            self._tighten()
+
+    def _served(self) -> frozenset[str]:
+        return frozenset(n for n, share in self._shares.items() if share > _GONE and n in self._slos)
+
+    def _tighten(self) -> None:
+        served = self._served()
+        slos = {name: slo for name, slo in self._slos.items() if not served or name in served}
+        self.step = step_target(slos)
+        self.gap = min((s.itl_ms for s in slos.values() if s.itl_ms is not None), default=math.inf) / 1e3
+        self.first = min(map(first_target, slos.values()), default=math.inf)

@@ -1,0 +1,49 @@
+"""What the traffic is like: lengths of requests, sizes of steps, and what holds them back."""
+
+from __future__ import annotations
+
+from autotune.controllers.recent import Recent
+from runtime.records import LimitedBy, RequestRecord, StepRecord
+
+
+class Traffic:
+    """Of the latest 256 requests and steps; shares of steps decay with a memory of some fifty."""
+
+    def __init__(self) -> None:
+        self.prompts = Recent(256)  # tokens to compute of each request's prompt
+        self.outputs = Recent(256)
+        self.contexts = Recent(256)  # mean context of a decode, by step
+        self.decodes = Recent(256)
+        self.preemptions = 0.0  # decaying count
+        self.bound = 0.0  # decaying shares of steps: that anything limited,
+        self.slots_bound = 0.0  # that max_batch_size limited,
+        self.tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
+        self._mixed = False
+        self._idle = True
+
+    def step(self, record: StepRecord, ceiling: int) -> None:
+        """``ceiling``: the token budget that was last decided on, above all per-step ones."""
+        self.preemptions += record.preemptions - 0.002 * self.preemptions
+        short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
+        self.bound += 0.02 * ((record.limited_by is not LimitedBy.DEMAND) - self.bound)
+        self.slots_bound += 0.02 * ((record.limited_by is LimitedBy.SLOTS) - self.slots_bound)
+        self.tokens_bound += 0.02 * ((short and record.budget_used >= ceiling) - self.tokens_bound)
+        if record.decodes:
+            self.decodes.add(record.decodes)
+            self.contexts.add(record.decode_context / record.decodes)
+
+    def request(self, record: RequestRecord) -> None:
+        self.prompts.add(record.prompt_tokens - record.cached_tokens)
+        self.outputs.add(record.output_tokens)
+
+    # both with a gap between on and off: a value that hovers at a threshold must not turn a knob at every decision
+
+    def mixed(self) -> bool:
+        """Whether prompts differ much in length."""
+        self._mixed = self.prompts.quantile(0.95) > (3 if self._mixed else 4) * max(1.0, self.prompts.quantile(0.5))
+        return self._mixed
+
+    def idle(self) -> bool:
+        """Whether demand is what limits."""
+        self._idle = self.bound < (0.1 if self._idle else 0.01)
+        return self._idle

@@ -1,0 +1,60 @@
+"""A learned step model, how far it is off, and whether it is still to be trusted."""
+
+from __future__ import annotations
+
+import math
+
+from autotune.controllers.quantile import OnlineQuantile
+from runtime.records import StepRecord
+from runtime.step_model import StepFeatures, StepLearner
+
+_WRONG = 0.5  # relative error that counts as a wrong prediction
+_DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
+_RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
+_RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
+
+
+class TrustedModel:
+    """``bias`` is the running mean of actual/predicted, ``margin`` its 90% quantile; ``trusted`` whether predictions hold.
+
+    ``model`` may be one that has learned already. It is thrown away when it has been wrong for long.
+    """
+
+    def __init__(self, model: StepLearner | None = None) -> None:
+        self.model = model or StepLearner()
+        self.margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
+        self.bias = _RESERVE[0]
+        self.trusted = True
+        self.steps = 0
+        self._wrong = 0.0  # decaying share of wrong predictions
+        self._untrusted = 0  # steps since it was
+
+    def observe(self, record: StepRecord) -> bool:
+        """Learn from a step. False if its time says nothing."""
+        seconds = record.duration
+        if record.failed or not (math.isfinite(seconds) and seconds > 0):
+            return False
+        step = StepFeatures(
+            record.decodes,
+            record.decode_context,
+            record.prefill_tokens,
+            record.prefill_context,
+            record.prefill_attention,
+        )
+        predicted = None
+        if self.model.ready:
+            predicted = self.model.predict(step)
+            if predicted > 0:
+                ratio = seconds / predicted
+                self.margin.add(ratio)
+                # a stall speaks as loud as a step four times too long, no louder
+                self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
+            wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
+            self._wrong += 0.02 * (wrong - self._wrong)
+            self.trusted = self._wrong < (_DISTRUST if self.trusted else _TRUST)
+        self._untrusted = 0 if self.trusted else self._untrusted + 1
+        if self._untrusted and self._untrusted % _RELEARN == 0:
+            self.model = StepLearner(warm_up=0)
+        self.model.observe(step, seconds, predicted)
+        self.steps += 1
+        return True

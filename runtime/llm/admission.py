@@ -1,0 +1,199 @@
+"""Requests that cannot keep their TTFT are ended early, and told when to come again: a miss, not a failure.
+
+Past capacity a queue makes every request late, and computing a prompt whose first token comes too late takes the time of one
+that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the tokens that are
+computed before a request's own, and r the prompt tokens computed a second as things stand:
+
+- at arrival a request is not accepted if ``now + w/r > arrival + D``; of classes that weigh less than the heaviest, if the wait
+  before its own tokens takes more than their share (weight / heaviest) of D, so that they make room for it;
+- when it is its turn, and while its prompt is being computed, the same is asked again with what is left. A prompt half computed
+  gets a tenth of D more, for what it has cost is spent;
+- ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
+
+Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
+queue. In deadline order that is the one with the least time left.
+
+The rate r is that of :mod:`runtime.llm.prefill_rate`; while nothing is known of it everything is accepted. A rate too low must
+not lock everybody out: when nothing has been let in for :data:`PROBE_S` and nothing else is being computed, the next is let in
+whatever is predicted.
+
+Failure mode: outputs that fill all slots or the KV pool make tokens wait for sequences to end; the measured rate follows, a
+second late. Related: early rejection by predicted TTFT as in Mooncake (FAST 2025).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Literal, NamedTuple
+
+from runtime.errors import RejectedError
+from runtime.llm.ordering import ordering_of
+from runtime.llm.prefill_rate import PrefillRate, RateSource
+from runtime.llm.slack import SlackTracker
+from runtime.records import StepRecord
+from runtime.request import Sequence
+from runtime.slo import first_target
+
+PROBE_S: Final = 5.0
+"""Seconds without anything let in after which one is, whatever is predicted."""
+_SUNK = 0.1  # share of the target that a prompt half computed may be late by and still go on
+
+SLO_REASON: Final = "slo"
+QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """What an engine does about requests that come too late. Without a policy it accepts all and computes all.
+
+    ``reject``: end a request as soon as its TTFT (or E2E) target cannot be met any more. ``queue_timeout``: end one that has
+    waited so long, in seconds, or ``"ttft"``: its class's target; None never. ``order``: the ordering while the policy is on,
+    None for the engine's own.
+    """
+
+    reject: bool = True
+    queue_timeout: float | Literal["ttft"] | None = "ttft"
+    order: str | None = "deadline"
+
+    def __post_init__(self) -> None:
+        limit = self.queue_timeout
+        seconds = not isinstance(limit, bool | str) and isinstance(limit, int | float) and 0 < limit < inf
+        if not (seconds or limit is None or limit == "ttft"):
+            raise ValueError(f'queue_timeout is {limit!r}; it must be a time above 0 s, "ttft" or None')
+        if self.order is not None:
+            ordering_of(self.order)  # raises for what is none
+
+    @classmethod
+    def of(cls, value: AdmissionPolicy | bool | None) -> AdmissionPolicy | None:
+        """A policy as it is, the default one for True, none for False and None. Raises ``ValueError`` otherwise."""
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if not isinstance(value, cls):
+            raise ValueError(f"admission is {value!r}; it must be True, False or an AdmissionPolicy")
+        return value
+
+
+class Verdict(NamedTuple):
+    """Why a request is not to be computed, and in how many seconds it might be."""
+
+    reason: str
+    why: str
+    retry_after_s: float
+
+
+class Admission:
+    """A policy at work in one scheduler; ``weights`` are those of request classes, 1 for others."""
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        slack: SlackTracker,
+        *,
+        weights: Mapping[str, float] | None = None,
+        source: RateSource | None = None,
+    ) -> None:
+        self.policy = policy
+        self.rate = PrefillRate(source)
+        self._slack = slack
+        self._weights = dict(weights or {})
+        self._heaviest = max(self._weights.values(), default=1.0)
+        self._timeouts: list[tuple[float, int, Sequence]] = []
+        self._added = 0
+        self._let_in = -inf
+        self._probe: Sequence | None = None
+
+    def arrive(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
+        """Whether to refuse ``sequence``, which has just come and has ``ahead`` tokens before its own; None accepts it."""
+        verdict = self._judge(sequence, now, ahead, arriving=True) if self.policy.reject else None
+        if verdict is None:
+            self.queued(sequence)
+        return verdict
+
+    def turn(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
+        """Whether to end ``sequence``, whose turn it is to begin, behind ``ahead`` tokens of prompts being computed."""
+        if not self.policy.reject or sequence.generated:
+            return None
+        verdict = self._judge(sequence, now, ahead)
+        if verdict is None:
+            self._let_in = now
+        return verdict
+
+    def going_on(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
+        """Whether to end ``sequence``, whose prompt is being computed, behind ``ahead`` tokens of others."""
+        if not self.policy.reject or sequence.generated or sequence is self._probe:
+            return None
+        slo = self._slack.slo_of(sequence)
+        target = inf if slo is None else first_target(slo)
+        return self._late(sequence, now, ahead + sequence.target - sequence.computed, target, _SUNK * target)
+
+    def observe(self, record: StepRecord) -> None:
+        """A step has been made."""
+        self.rate.observe(record)
+
+    def _judge(self, sequence: Sequence, now: float, ahead: int, *, arriving: bool = False) -> Verdict | None:
+        slo = self._slack.slo_of(sequence)
+        target = inf if slo is None else first_target(slo)
+        if target == inf:
+            return None
+        verdict = self._late(sequence, now, ahead + sequence.pending, target, 0.0)
+        if verdict is None and arriving and ahead and self._heaviest > 0:
+            share = self._weights.get(sequence.request.request_class, 1.0) / max(self._heaviest, 1.0)
+            wait = self.rate.seconds_for(ahead) if share < 1 else 0.0
+            if wait > share * target:
+                verdict = Verdict(SLO_REASON, f"{wait:.3g} s to wait is more than its weight's share", wait)
+        if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
+            self._probe = sequence
+        return None if sequence is self._probe else verdict
+
+    def _late(self, sequence: Sequence, now: float, tokens: int, target: float, grace: float) -> Verdict | None:
+        first = now + self.rate.seconds_for(tokens)
+        late = first - sequence.request.arrival - target
+        if not late > grace:
+            return None
+        why = f"its first token is predicted after {target + late:.3g} s and was promised within {target:.3g} s"
+        return Verdict(SLO_REASON, why, late)
+
+    # -- the queue's timeout ------------------------------------------------------------------------------------------
+
+    def queued(self, sequence: Sequence) -> None:
+        """``sequence`` waits, from its arrival on."""
+        limit = self.policy.queue_timeout
+        if limit == "ttft":
+            slo = self._slack.slo_of(sequence)
+            limit = None if slo is None or slo.ttft_ms is None else slo.ttft_ms / 1e3
+        if limit is None:
+            return
+        self._added += 1
+        heapq.heappush(self._timeouts, (sequence.request.arrival + limit, self._added, sequence))
+        if self._added % 4096 == 0:  # those that have begun need not be kept until then
+            self._timeouts = [entry for entry in self._timeouts if _waits(entry[2])]
+            heapq.heapify(self._timeouts)
+
+    @property
+    def next_timeout(self) -> float:
+        """When the next one has waited too long; inf if none will."""
+        heap = self._timeouts
+        while heap and not _waits(heap[0][2]):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else inf
+
+    def timed_out(self) -> tuple[Sequence, Verdict]:
+        """The one of :attr:`next_timeout`, which must be over: it is to be ended."""
+        when, _, sequence = heapq.heappop(self._timeouts)
+        waited = when - sequence.request.arrival
+        return sequence, Verdict(QUEUE_TIMEOUT_REASON, f"it waited {waited:.3g} s without being begun", waited)
+
+
+def rejected(sequence: Sequence, verdict: Verdict) -> RejectedError:
+    """What a client is told."""
+    message = f"request {sequence.request.id}: {verdict.why}"
+    return RejectedError(message, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
+
+
+def _waits(sequence: Sequence) -> bool:
+    return sequence.scheduled is None and sequence.state == "waiting"

@@ -1,0 +1,65 @@
+"""How fast prompts are computed: measured where they had to wait, and else what a model of the steps says.
+
+Measured are the steps in which something other than demand kept prompts from going on, with a memory of a second: whatever
+limits (the budget, the slots, the KV pool), it is in the figure. While there is little of that, the word of a
+:class:`RateSource`, such as a controller that predicts steps, counts as much as :data:`PRIOR_S` of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Protocol
+
+from runtime.records import LimitedBy, StepRecord
+
+PRIOR_S: Final = 0.2
+_MEMORY_S: Final = 1.0
+
+
+class RateSource(Protocol):
+    """Says how fast prompts are computed."""
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, as things stand; 0 if that is not known."""
+        ...
+
+
+class PrefillRate:
+    """Prompt tokens a second, measured over steps in which prompts had to wait for something."""
+
+    __slots__ = ("_seconds", "_steps", "_tokens", "source")
+
+    def __init__(self, source: RateSource | None = None) -> None:
+        self.source = source
+        self._tokens = self._seconds = self._steps = 0.0
+
+    def observe(self, record: StepRecord) -> None:
+        if record.limited_by in (LimitedBy.DEMAND, LimitedBy.WAIT) or record.failed:
+            return
+        seconds = record.end - record.start
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        keep = math.exp(-seconds / _MEMORY_S)
+        # with old - and new + the sums are what a second remembers, however many steps it held
+        fresh = (1 - keep) * _MEMORY_S / seconds
+        self._tokens = keep * self._tokens + fresh * record.prefill_tokens * record.steps
+        self._seconds = keep * self._seconds + fresh * seconds
+        self._steps = keep * self._steps + fresh * record.steps
+
+    @property
+    def per_second(self) -> float:
+        """0 if nothing is known."""
+        said = 0.0 if self.source is None else self.source.prefill_rate
+        if not (math.isfinite(said) and said > 0):
+            return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        return (self._tokens + PRIOR_S * said) / (self._seconds + PRIOR_S)
+
+    def seconds_for(self, tokens: float) -> float:
+        """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known."""
+        rate = self.per_second
+        if rate <= 0:
+            return 0.0
+        step = self._seconds / self._steps if self._steps > 0 else 0.0
+        plain = tokens / rate
+        return step * math.ceil(plain / step) if step > 0 else plain

@@ -1,0 +1,134 @@
+"""Sequences that wait for their turn."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from runtime.knobs import Knobs
+from runtime.llm.ordering import Ordering
+from runtime.request import Sequence
+
+_BUCKETS_PER_UNIT: Final = 16  # keys are seconds or tokens: how finely tokens_before tells them apart
+_FAR: Final = 1e15  # a deadline may be infinite
+
+
+class WaitingQueue:
+    """Sequences that wait, preempted ones first, then by the ordering's key. Leaving early is lazy: O(1)."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+        self._heap: list[tuple[bool, float, int, Sequence]] = []
+        self._arrived: deque[Sequence] = deque()  # never run, by arrival
+        self._pushed = 0
+        self._gone = 0
+        self._buckets: dict[int, int] = {}  # tokens queued by key; only those with any
+        self.tokens = 0
+        """Prompt tokens queued that were not in the prefix cache when they came."""
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._gone
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait, in no particular order."""
+        return (entry[3] for entry in self._heap if entry[3].state == "waiting")
+
+    def push(self, sequence: Sequence) -> None:
+        new = sequence.preemptions == 0
+        if new:
+            sequence.key = self._ordering.key(sequence)
+            self._arrived.append(sequence)
+            if len(self._arrived) > 2 * len(self) + 64:
+                self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
+        self._pushed += 1
+        heapq.heappush(self._heap, (new, sequence.key, self._pushed, sequence))
+        self._count(sequence, sequence.pending)
+
+    def peek(self) -> Sequence | None:
+        heap = self._heap
+        while heap and heap[0][3].state != "waiting":
+            heapq.heappop(heap)
+            self._gone -= 1
+        return heap[0][3] if heap else None
+
+    def pop(self) -> Sequence:
+        """Remove and return what :meth:`peek` shows; the caller changes its state."""
+        sequence = heapq.heappop(self._heap)[3]
+        self._count(sequence, -sequence.pending)
+        self._ordering.took(sequence)
+        return sequence
+
+    def removed(self, sequence: Sequence) -> None:
+        """``sequence`` has been given a state other than waiting and is to be forgotten."""
+        self._gone += 1
+        self._count(sequence, -sequence.pending)
+        if self._gone > 64 and self._gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[3].state == "waiting"]
+            heapq.heapify(self._heap)
+            self._gone = 0
+
+    def _count(self, sequence: Sequence, tokens: int) -> None:
+        self.tokens += tokens
+        bucket = _bucket(sequence.key)
+        left = self._buckets.get(bucket, 0) + tokens
+        if left:
+            self._buckets[bucket] = left
+        else:
+            self._buckets.pop(bucket, None)
+
+    def tokens_before(self, sequence: Sequence) -> int:
+        """Prompt tokens that go before those of ``sequence``, which waits, give or take a bucket of keys.
+
+        Costs as many additions as keys are spread, in sixteenths, not as many as sequences wait.
+        """
+        own = _bucket(sequence.key)
+        return sum(tokens for bucket, tokens in self._buckets.items() if bucket <= own) - sequence.pending
+
+    @property
+    def ordering(self) -> Ordering:
+        return self._ordering
+
+    def reorder(self, ordering: Ordering) -> None:
+        """Wait by another ordering from now on."""
+        waiting = [entry for entry in sorted(self._heap) if entry[3].state == "waiting"]
+        self._ordering, self._heap, self._gone = ordering, [], 0
+        self._buckets.clear()
+        self.tokens = 0
+        for new, _, pushed, sequence in waiting:
+            sequence.key = ordering.key(sequence)
+            self._heap.append((new, sequence.key, pushed, sequence))
+            self._count(sequence, sequence.pending)
+        heapq.heapify(self._heap)
+
+    def held_until(self, knobs: Knobs, left: int, slots: int) -> float:
+        """Until when the wait window holds new prompts back; -inf when it does not.
+
+        ``left`` tokens and ``slots`` sequences may still come into the step.
+        """
+        if not knobs.max_wait_ms:
+            return -math.inf
+        oldest = self.oldest()
+        if oldest is None or len(self) >= slots or self.tokens >= left:
+            return -math.inf
+        return oldest.request.arrival + knobs.max_wait_ms / 1e3
+
+    def oldest(self) -> Sequence | None:
+        """The earliest arrival among those that never ran: the one the wait window counts from."""
+        arrived = self._arrived
+        while arrived and (arrived[0].state != "waiting" or arrived[0].preemptions):
+            arrived.popleft()
+        return arrived[0] if arrived else None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the counters disagree with the queue."""
+        live = [entry[3] for entry in self._heap if entry[3].state == "waiting"]
+        assert len(live) == len(self) == len(set(live)), "a sequence waits twice, or the count is wrong"
+        assert self.tokens == sum(s.pending for s in live) == sum(self._buckets.values())
+        assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
+
+
+def _bucket(key: float) -> int:
+    return math.floor(min(max(key, -_FAR), _FAR) * _BUCKETS_PER_UNIT)
