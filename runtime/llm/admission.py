@@ -4,8 +4,8 @@ Past capacity a queue makes every request late, and computing a prompt whose fir
 that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the tokens that are
 computed before a request's own, and r the prompt tokens computed a second as things stand:
 
-- at arrival a request is not accepted if ``now + w/r > arrival + D``; of classes that weigh less than the heaviest, if the wait
-  before its own tokens takes more than their share (weight / heaviest) of D, so that they make room for it;
+- at arrival a request is not accepted if ``now + w/r > arrival + D``, unless lighter ones wait before it: if enough of them
+  (the largest of the lightest first) weigh less together than it does, they are ended in its place;
 - when it is its turn, and while its prompt is being computed, the same is asked again with what is left. A prompt half computed
   gets a tenth of D more, for what it has cost is spent;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
@@ -24,7 +24,7 @@ second late. Related: early rejection by predicted TTFT as in Mooncake (FAST 202
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Literal, NamedTuple
@@ -101,7 +101,7 @@ class Admission:
         self.rate = PrefillRate(source)
         self._slack = slack
         self._weights = dict(weights or {})
-        self._heaviest = max(self._weights.values(), default=1.0)
+        self._lightest = min([1.0, *self._weights.values()])
         self._timeouts: list[tuple[float, int, Sequence]] = []
         self._added = 0
         self._let_in = -inf
@@ -109,10 +109,29 @@ class Admission:
 
     def arrive(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
         """Whether to refuse ``sequence``, which has just come and has ``ahead`` tokens before its own; None accepts it."""
-        verdict = self._judge(sequence, now, ahead, arriving=True) if self.policy.reject else None
+        verdict = self._judge(sequence, now, ahead) if self.policy.reject else None
         if verdict is None:
             self.queued(sequence)
         return verdict
+
+    def outweighed(self, sequence: Sequence, verdict: Verdict, waiting: Iterable[Sequence]) -> list[Sequence]:
+        """Those of ``waiting`` to be ended so that ``sequence``, which was refused with ``verdict``, comes in time; none if
+        that is not to be had for less than its own weight."""
+        own, late = self._weight(sequence), verdict.retry_after_s * self.rate.per_second
+        if own <= self._lightest:
+            return []
+        before = [s for s in waiting if s.key <= sequence.key and not s.preemptions and self._weight(s) < own]
+        chosen: list[Sequence] = []
+        for other in sorted(before, key=lambda s: (self._weight(s), -s.pending)):
+            if late <= 0:
+                break
+            own -= self._weight(other)
+            late -= other.pending
+            chosen.append(other)
+        return chosen if late <= 0 < own else []
+
+    def _weight(self, sequence: Sequence) -> float:
+        return self._weights.get(sequence.request.request_class, 1.0)
 
     def turn(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
         """Whether to end ``sequence``, whose turn it is to begin, behind ``ahead`` tokens of prompts being computed."""
@@ -135,17 +154,12 @@ class Admission:
         """A step has been made."""
         self.rate.observe(record)
 
-    def _judge(self, sequence: Sequence, now: float, ahead: int, *, arriving: bool = False) -> Verdict | None:
+    def _judge(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
         if target == inf:
             return None
         verdict = self._late(sequence, now, ahead + sequence.pending, target, 0.0)
-        if verdict is None and arriving and ahead and self._heaviest > 0:
-            share = self._weights.get(sequence.request.request_class, 1.0) / max(self._heaviest, 1.0)
-            wait = self.rate.seconds_for(ahead) if share < 1 else 0.0
-            if wait > share * target:
-                verdict = Verdict(SLO_REASON, f"{wait:.3g} s to wait is more than its weight's share", wait)
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
             self._probe = sequence
         return None if sequence is self._probe else verdict

@@ -14,6 +14,7 @@ from runtime.records import LimitedBy, StepRecord
 
 PRIOR_S: Final = 0.2
 _MEMORY_S: Final = 1.0
+_HAIR: Final = 1e-6  # of a step: no step more for a rounding error
 
 
 class RateSource(Protocol):
@@ -62,4 +63,4 @@ class PrefillRate:
             return 0.0
         step = self._seconds / self._steps if self._steps > 0 else 0.0
         plain = tokens / rate
-        return step * math.ceil(plain / step) if step > 0 else plain
+        return step * math.ceil(plain / step - _HAIR) if step > 0 else plain

@@ -90,8 +90,13 @@ class Scheduler:
             now = request.arrival if now is None else now
             ahead = self.waiting.tokens_before(sequence) + self._prompt_tokens_left()
             if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
-                self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
-                raise rejected(sequence, verdict)
+                room = self.admission.outweighed(sequence, verdict, self.waiting)
+                if not room:
+                    self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
+                    raise rejected(sequence, verdict)
+                for lighter in room:
+                    self._turn_away(lighter, verdict, now)
+                self.admission.queued(sequence)
         return sequence
 
     def _prompt_tokens_left(self) -> int:
