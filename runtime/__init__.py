@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runtime.errors import UnsupportedModelError as UnsupportedModelError
     from runtime.knobs import KnobLimits as KnobLimits
     from runtime.knobs import Knobs as Knobs
+    from runtime.llm.admission import AdmissionPolicy as AdmissionPolicy
     from runtime.llm.buffer import TokenEvent as TokenEvent
     from runtime.llm.engine import Engine as Engine
     from runtime.llm.stream import Completion as Completion
@@ -53,6 +54,7 @@ _WHERE = {
         " RequestError RequestTimeoutError StepFailedError UnsupportedModelError"
     ),
     "runtime.knobs": "KnobLimits Knobs",
+    "runtime.llm.admission": "AdmissionPolicy",
     "runtime.llm.buffer": "TokenEvent",
     "runtime.llm.engine": "Engine",
     "runtime.llm.stream": "Completion Stream",

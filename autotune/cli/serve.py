@@ -57,6 +57,13 @@ def serve(
     threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
     grace: Annotated[float, Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
+    reject_late: Annotated[
+        bool,
+        Option(
+            "--reject-late/--no-reject-late",
+            help="Answer 429 to what cannot meet its TTFT any more, and order by deadline. Needs an SLO with a TTFT.",
+        ),
+    ] = False,
     controlled: Annotated[
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
@@ -74,6 +81,8 @@ def serve(
         print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
     promise = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
+    if reject_late and (promise is None or promise.ttft_ms is promise.e2e_ms is None):
+        raise InputError("--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms")
     if controlled and promise is None:
         raise InputError("--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms")
     if decisions is not None and (controlled is False or promise is None):
@@ -116,6 +125,7 @@ def serve(
                 prefix_cache=facts.prefix_cache if facts else True,
                 max_queue=max_queue,
                 ordering=ordering,
+                admission=reject_late,
                 seed=seed,
                 threads=threads or (start_with.machine.threads if start_with else None),
             )
@@ -125,9 +135,11 @@ def serve(
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)
+        made = None
         if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
-            stack.enter_context(control(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
-        api = Api(engine, served_name=served_model_name, keep=() if log is None else (log.flush,))
+            made = stack.enter_context(control(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
+        keep = () if log is None else (log.flush,)
+        api = Api(engine, served_name=served_model_name, keep=keep, regime=made and (lambda: made.status().regime))
 
         def ready() -> None:
             kept = f" · SLO {promise}, {'not controlled' if controlled is False else 'controlled'}" if promise else ""

@@ -37,7 +37,7 @@ class ChatTokenizer(Protocol):
 
 
 class Api:
-    """The endpoints. ``keep`` is called every half a second, in a thread, while the server runs."""
+    """The endpoints. ``keep`` is called every half a second, in a thread, while the server runs. ``regime``: for the metrics."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class Api:
         served_name: str | None = None,
         metrics: ServingMetrics | None = None,
         keep: Sequence[Callable[[], None]] = (),
+        regime: Callable[[], str] | None = None,
     ) -> None:
         self.engine = engine
         self.name = served_name or engine.model.name
-        self.metrics = metrics or ServingMetrics(engine, served_name=self.name)
+        self.metrics = metrics or ServingMetrics(engine, served_name=self.name, regime=regime)
         self.lifecycle = Lifecycle()
         self._keep = (self.metrics.fold, *keep)
         self._created = int(time.time())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from runtime.knobs import KNOBS
+from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
 from runtime.llm.engine import Engine
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.serving.histogram import LatencyHistogram, bounds_with
@@ -25,15 +26,26 @@ from runtime.slo import METRICS, wilson_interval
 
 PREFIX: Final = "autotune_"
 WINDOW_S: Final = 60.0
+REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "invalid")
+"""Why a request may have been turned away: causes of records, ``invalid`` for what could never run."""
 
 
 class ServingMetrics(Collector):
-    """Listens to ``engine`` from now on. ``window_s``: how far attainment looks back."""
+    """Listens to ``engine`` from now on. ``window_s``: how far attainment looks back. ``regime`` says what a controller holds the
+    engine to be limited by, if one is attached."""
 
-    def __init__(self, engine: Engine, *, served_name: str | None = None, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        served_name: str | None = None,
+        window_s: float = WINDOW_S,
+        regime: Callable[[], str] | None = None,
+    ) -> None:
         self.window_s = window_s
         self.registry = CollectorRegistry()
         self._engine = engine
+        self._regime = regime
         self._name = served_name or engine.model.name
         bounds = bounds_with(
             target / 1000 for slo in engine.slos.values() for target in slo.targets_ms.values() if target is not None
@@ -56,6 +68,7 @@ class ServingMetrics(Collector):
         self._limited: Counter[LimitedBy] = Counter()
         self._tokens: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
+        self._rejections: Counter[str] = Counter()
         self._preemptions = 0
         self._met = self._offered = 0
         self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it kept its SLO)
@@ -90,6 +103,8 @@ class ServingMetrics(Collector):
 
     def _count(self, record: RequestRecord) -> None:
         self._ended[record.reason] += 1
+        if record.reason is FinishReason.REJECTED:
+            self._rejections[record.cause if record.cause in REJECTIONS else "invalid"] += 1
         self._tokens["prompt"] += record.prompt_tokens
         self._tokens["cached"] += record.cached_tokens
         self.queue_time.observe(record.queue_time)
@@ -120,6 +135,12 @@ class ServingMetrics(Collector):
         info = GaugeMetricFamily(f"{PREFIX}info", "What is served; always 1", labels=["model", "version"])
         info.add_metric([self._name, _version()], 1)
         yield info
+        if self._regime is not None:
+            regime = GaugeMetricFamily(
+                f"{PREFIX}control_regime", "What limits, says the controller; always 1", labels=["regime"]
+            )
+            regime.add_metric([self._regime()], 1)
+            yield regime
         used = view.kv_total_blocks - view.kv_free_blocks
         for name, doc, value in (
             ("up", "Whether the engine runs", not engine.closed),
@@ -156,6 +177,12 @@ class ServingMetrics(Collector):
         for reason in FinishReason:
             ended.add_metric([reason.value], self._ended[reason])
         yield ended
+        turned_away = CounterMetricFamily(
+            f"{PREFIX}requests_rejected", "Requests that were turned away, by why", labels=["why"]
+        )
+        for why in REJECTIONS:
+            turned_away.add_metric([why], self._rejections[why])
+        yield turned_away
         steps = CounterMetricFamily(
             f"{PREFIX}steps", "Engine steps, by what kept them from holding more", labels=["limited_by"]
         )

@@ -171,7 +171,11 @@ def mixed(
     classes = [RequestClass("urgent", "ttft=100ms", weights[0]), RequestClass("patient", "ttft=2s", weights[1])]
     world = World(admission=admission, slo="ttft=1s", classes=classes, ordering="fcfs")
     arrivals = sorted(
-        [(t, p, name) for name, seed in (("urgent", 4), ("patient", 5)) for t, p, _ in poisson(rate, 6, 100, 1, seed=seed)]
+        [
+            (t, p, name)
+            for name, seed in (("urgent", 4), ("patient", 5))
+            for t, p, _ in poisson(rate, 6, 100, 1, seed=seed)
+        ]
     )
     for number, (due, prompt, name) in enumerate(arrivals):
         world.run_until(due)

@@ -201,6 +201,22 @@ async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
             assert int(refused.headers["retry-after"]) >= 1 and int(refused.headers["retry-after-ms"]) >= 1
 
 
+async def test_what_would_come_too_late_is_429_with_a_hint_streamed_or_not() -> None:
+    class Slow:
+        prefill_rate = 0.5
+
+    async with served(slo="ttft=100ms", admission=True) as (client, b):
+        b.engine.set_admission(True, source=Slow())
+        assert (await client.complete()).status_code == 200, "with nothing before it, the first is let in"
+        for refused in (await client.complete(), await client.complete(stream=True)):
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "slo"
+            assert "its first token is predicted after" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) >= 5
+        told = (await client.get("/metrics")).text
+        assert 'autotune_requests_rejected_total{why="slo"} 2.0' in told
+        assert 'autotune_requests_rejected_total{why="queue_timeout"} 0.0' in told
+
+
 def fails_at(count: int) -> Callable[[Sequence], int]:
     def sample(sequence: Sequence) -> int:
         if len(sequence.output) == count:

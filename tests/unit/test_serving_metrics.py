@@ -176,6 +176,15 @@ def test_every_way_to_end_is_told() -> None:
     )
 
 
+def test_the_regime_of_a_controller() -> None:
+    regimes = iter(["learning", "kv-limited"])
+    with bench() as b:
+        metrics = ServingMetrics(b.engine, regime=lambda: next(regimes))
+        assert Scrape(metrics)("control_regime", regime="learning") == 1
+        values = Scrape(metrics).values
+    assert [labels for name, *labels in values if name == "control_regime"] == [[("regime", "kv-limited")]]
+
+
 def test_attainment_slides() -> None:
     with bench(slo=SLO(ttft_ms=100, attainment=0.9)) as b:
         metrics = ServingMetrics(b.engine, window_s=60)

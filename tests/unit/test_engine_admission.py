@@ -1,0 +1,48 @@
+"""Requests that a live engine turns away because they would come too late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from runtime import AdmissionPolicy, FinishReason, Knobs, RejectedError
+from tests.engines import bench
+
+
+def test_what_comes_too_late_is_turned_away() -> None:
+    """By prediction at arrival and by the queue's timeout: the stream says why, the record says so too."""
+    policy = AdmissionPolicy(queue_timeout=30.0)
+    with bench(slo="ttft=50ms", admission=policy, knobs=Knobs(8, 0, 4, 4)) as b:
+        assert b.engine.admission == policy
+        b.engine.set_admission(policy, source=SlowRate())
+        b.executor.hold()
+        first = b.engine.submit([1, 2, 3], max_tokens=1)  # nothing before it: a probe, whatever is predicted
+        b.held()
+        late = b.engine.submit([5, 6], max_tokens=1)
+        b.executor.go()
+        assert first.result(timeout=30).token_ids
+        with pytest.raises(RejectedError, match="its first token is predicted after") as caught:
+            late.result(timeout=30)
+        assert caught.value.reason == "slo" and caught.value.retry_after_s and caught.value.retry_after_s > 0
+        refused = next(r for r in (b.heard.request(), b.heard.request()) if not r.completed)
+        assert (refused.reason, refused.cause) == (FinishReason.REJECTED, "slo")
+        assert refused.retry_after_s == caught.value.retry_after_s and refused.scheduled is None
+        b.engine.set_admission(AdmissionPolicy(reject=False, queue_timeout=0.01))
+        b.executor.hold()
+        running = b.engine.submit([1], max_tokens=3)
+        b.held()
+        waiting = b.engine.submit([2], max_tokens=1)
+        time.sleep(0.02)
+        b.executor.go()
+        assert running.result(timeout=30)
+        with pytest.raises(RejectedError) as caught:
+            waiting.result(timeout=30)
+        assert caught.value.reason == "queue_timeout" and caught.value.retry_after_s
+        b.engine.set_admission(False)
+        assert b.engine.submit([3], max_tokens=1).result(timeout=30)
+        assert b.engine.admission is None
+
+
+class SlowRate:
+    prefill_rate = 1.0
