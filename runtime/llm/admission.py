@@ -114,10 +114,12 @@ class Admission:
             self.queued(sequence)
         return verdict
 
-    def outweighed(self, sequence: Sequence, verdict: Verdict, waiting: Iterable[Sequence]) -> list[Sequence]:
+    def outweighed(
+        self, sequence: Sequence, verdict: Verdict, now: float, waiting: Iterable[Sequence]
+    ) -> list[Sequence]:
         """Those of ``waiting`` to be ended so that ``sequence``, which was refused with ``verdict``, comes in time; none if
         that is not to be had for less than its own weight."""
-        own, late = self._weight(sequence), verdict.retry_after_s * self.rate.per_second
+        own, late = self._weight(sequence), verdict.retry_after_s * self.rate.per_second(now)
         if own <= self._lightest:
             return []
         before = [s for s in waiting if s.key <= sequence.key and not s.preemptions and self._weight(s) < own]
@@ -165,7 +167,7 @@ class Admission:
         return None if sequence is self._probe else verdict
 
     def _late(self, sequence: Sequence, now: float, tokens: int, target: float, grace: float) -> Verdict | None:
-        first = now + self.rate.seconds_for(tokens)
+        first = now + self.rate.seconds_for(tokens, now)
         late = first - sequence.request.arrival - target
         if not late > grace:
             return None

@@ -13,6 +13,8 @@ from typing import Final, Protocol
 from runtime.records import LimitedBy, StepRecord
 
 PRIOR_S: Final = 0.2
+STALE_S: Final = 5.0
+"""Seconds after which what was measured says nothing any more."""
 _MEMORY_S: Final = 1.0
 _HAIR: Final = 1e-6  # of a step: no step more for a rounding error
 
@@ -29,11 +31,12 @@ class RateSource(Protocol):
 class PrefillRate:
     """Prompt tokens a second, measured over steps in which prompts had to wait for something."""
 
-    __slots__ = ("_seconds", "_steps", "_tokens", "source")
+    __slots__ = ("_seconds", "_steps", "_tokens", "_until", "source")
 
     def __init__(self, source: RateSource | None = None) -> None:
         self.source = source
         self._tokens = self._seconds = self._steps = 0.0
+        self._until = -math.inf  # the end of what was measured
 
     def observe(self, record: StepRecord) -> None:
         if record.limited_by in (LimitedBy.DEMAND, LimitedBy.WAIT) or record.failed:
@@ -41,26 +44,28 @@ class PrefillRate:
         seconds = record.end - record.start
         if not (math.isfinite(seconds) and seconds > 0):
             return
-        keep = math.exp(-seconds / _MEMORY_S)
-        # with old - and new + the sums are what a second remembers, however many steps it held
-        fresh = (1 - keep) * _MEMORY_S / seconds
+        keep = math.exp(-max(0.0, record.end - self._until) / _MEMORY_S)
+        # what is new weighs as much as a memory that fades takes up of it, however many steps it held
+        fresh = (1 - math.exp(-seconds / _MEMORY_S)) * _MEMORY_S / seconds
         self._tokens = keep * self._tokens + fresh * record.prefill_tokens * record.steps
         self._seconds = keep * self._seconds + fresh * seconds
         self._steps = keep * self._steps + fresh * record.steps
+        self._until = record.end
 
-    @property
-    def per_second(self) -> float:
-        """0 if nothing is known."""
+    def per_second(self, now: float) -> float:
+        """0 if nothing is known. What was measured fades while nothing is."""
+        old = max(0.0, now - self._until)
         said = 0.0 if self.source is None else self.source.prefill_rate
-        if not (math.isfinite(said) and said > 0):
-            return self._tokens / self._seconds if self._seconds > 0 else 0.0
-        return (self._tokens + PRIOR_S * said) / (self._seconds + PRIOR_S)
+        if math.isfinite(said) and said > 0:
+            left = math.exp(-old / _MEMORY_S)
+            return (left * self._tokens + PRIOR_S * said) / (left * self._seconds + PRIOR_S)
+        return self._tokens / self._seconds if self._seconds > 0 and old < STALE_S else 0.0
 
-    def seconds_for(self, tokens: float) -> float:
+    def seconds_for(self, tokens: float, now: float) -> float:
         """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known."""
-        rate = self.per_second
+        rate = self.per_second(now)
         if rate <= 0:
             return 0.0
         step = self._seconds / self._steps if self._steps > 0 else 0.0
         plain = tokens / rate
-        return step * math.ceil(plain / step - _HAIR) if step > 0 else plain
+        return step * math.ceil(plain / step - _HAIR) if 0 < step < plain else max(step, plain)

@@ -90,7 +90,7 @@ class Scheduler:
             now = request.arrival if now is None else now
             ahead = self.waiting.tokens_before(sequence) + self._prompt_tokens_left()
             if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
-                room = self.admission.outweighed(sequence, verdict, self.waiting)
+                room = self.admission.outweighed(sequence, verdict, now, self.waiting)
                 if not room:
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
                     raise rejected(sequence, verdict)
