@@ -139,7 +139,12 @@ def serve(
         if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
             made = stack.enter_context(control(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
         keep = () if log is None else (log.flush,)
-        api = Api(engine, served_name=served_model_name, keep=keep, regime=made and (lambda: made.status().regime))
+        api = Api(
+            engine,
+            served_name=served_model_name,
+            keep=keep,
+            regime=None if made is None else lambda: made.status().regime,
+        )
 
         def ready() -> None:
             kept = f" · SLO {promise}, {'not controlled' if controlled is False else 'controlled'}" if promise else ""
