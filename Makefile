@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-trace-fit clean
+.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -29,7 +29,8 @@ help:
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
 	@echo "make bench-fidelity    what the simulator says of six workloads, against what the live engine does"
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
-	@echo "make bench-controller  the live engine with control, with defaults and at fixed settings"
+	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"
+	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
 	@echo "make clean             remove .venv and every cache"
 
@@ -77,6 +78,9 @@ bench-sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.sweep $(ARGS)
 
 bench-controller: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.controller $(ARGS)
+
+bench-controller-live: $(STAMP)
 	$(PY) -m benchmarks.controller_live $(ARGS)
 
 bench-trace-fit: $(STAMP)

@@ -22,11 +22,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from autotune.attach import control
-from autotune.cost_model import CostModel
 from autotune.evaluate import evaluate
-from autotune.profile.parts import CostFacts
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.controller_hardware import H200, h200
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -34,29 +33,6 @@ from runtime.slo import SLO
 PROMISE = SLO(ttft_ms=500, tpot_ms=30)
 RATE = 0.9 * 22.4  # of the peak goodput under that promise
 KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=2048, chunk_size=2048)
-KV_TOKENS = 760_000
-
-
-def h200() -> CostModel:
-    """Llama-8B in bfloat16: 15 GB of weights, 16 GFLOP and 128 KiB of KV a token, memory and compute overlapped."""
-    coefficients = {
-        "overhead_s": 0.75e-3, "decode_s": 0.0, "chunk_s": 0.0,
-        "weights_s": 15e9 / 3.84e12, "decode_kv_s": 131072 / 3.84e12, "prefill_kv_s": 131072 / 3.84e12,
-        "token_s@0": 16e9 / 643e12, "pair_s": 4 * 32 * 32 * 128 / 643e12,
-    }  # fmt: skip
-    zeros = ((0.0,) * len(coefficients),) * len(coefficients)
-    return CostModel(
-        CostFacts(
-            family="max",
-            coefficients=coefficients,
-            covariance=zeros,
-            points=0,
-            seconds=0.0,
-            error=0.0,
-            regions=(),
-            learner=None,
-        )
-    )
 
 
 class Tally:
@@ -98,7 +74,7 @@ class Timing(NamedTuple):
 def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forward: bool = True) -> Timing:
     """Serve ``arrivals`` to the end."""
     engine = SimulatedEngine(
-        h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, limits=KnobLimits(), slo=PROMISE, fast_forward=fast_forward
+        h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, limits=KnobLimits(), slo=PROMISE, fast_forward=fast_forward
     )
     tally = Tally(PROMISE)
     engine.subscribe(tally)
@@ -113,7 +89,7 @@ def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forw
 def evaluated(load: Workload, requests: int) -> float:
     """Requests for each second of CPU of one measurement as the sweep makes it: arrivals, simulation, score."""
     window = requests / RATE
-    engine = SimulatedEngine(h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, slo=PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=PROMISE)
     started = time.process_time()
     score = evaluate(engine, None, load, PROMISE, vocab_size=2, seed=0, duration=window)
     return score.offered / (time.process_time() - started)
@@ -121,7 +97,7 @@ def evaluated(load: Workload, requests: int) -> float:
 
 def million(load: Workload, requests: int) -> None:
     """Serve ``requests`` of them in ten parts; memory after each."""
-    engine = SimulatedEngine(h200(), kv_tokens=KV_TOKENS, knobs=KNOBS, slo=PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=PROMISE)
     tally = Tally(PROMISE)
     engine.subscribe(tally)
     source = load.arrivals(0, limit=requests)

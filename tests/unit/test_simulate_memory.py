@@ -9,7 +9,8 @@ import pytest
 
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
-from benchmarks.simulator import PROMISE, Tally, h200
+from benchmarks.controller_hardware import h200
+from benchmarks.simulator import PROMISE, Tally
 from runtime.knobs import Knobs
 
 

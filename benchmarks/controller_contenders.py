@@ -1,0 +1,79 @@
+"""Who takes part, in four groups: fixed settings, other tools' algorithms, ours turning knobs only, and ours with all it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from autotune.attach import control
+from autotune.controllers.protocol import Controller
+from autotune.controllers.registry import CONTROLLERS
+from autotune.simulate import SimulatedEngine
+from benchmarks.controller_run import Driver
+from benchmarks.controller_scenarios import COLD
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+GROUPS = ("fixed", "rivals", "knobs", "full")
+
+
+class Contender(NamedTuple):
+    """``driver`` makes what takes part in one run, from the fixed knobs of each phase if it has any."""
+
+    name: str
+    group: str
+    about: str
+    driver: Callable[[tuple[Knobs, ...]], Driver]
+
+
+class KnobsOnly:
+    """A controller whose word on knobs counts, and whose budgets of single steps do not."""
+
+    def __init__(self, inner: Controller) -> None:
+        self._inner = inner
+
+    def budget(self, view: SchedulerView) -> int:
+        return view.knobs.token_budget
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _attached(name: str, *, knobs_only: bool = False) -> Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]]:
+    def attach(engine: SimulatedEngine, slo: SLO) -> AbstractContextManager[Any]:
+        if not knobs_only:
+            return control(engine, slo=slo, controller=name)
+        controller = CONTROLLERS[name](slo, engine.knobs, engine.kv_tokens, engine.block_size)
+        return control(engine, slo=slo, controller=KnobsOnly(controller))
+
+    return attach
+
+
+def _fixed(name: str, about: str, knobs: Knobs) -> Contender:
+    return Contender(name, "fixed", about, lambda schedule: Driver(schedule or (knobs,)))
+
+
+def _controlled(name: str, group: str, about: str, *, knobs_only: bool = False) -> Contender:
+    attach = _attached(name.removesuffix("-knobs"), knobs_only=knobs_only)
+    return Contender(name, group, about, lambda schedule: Driver(attach=attach))
+
+
+STATIC, STATIC_REJECT = "static", "static-reject"
+RIVALS = tuple(name for name in CONTROLLERS if name not in ("predictive", "static"))
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        _fixed("vllm-1024", "vLLM's defaults for a large GPU: 1024 sequences, 8192 tokens", COLD),
+        _fixed("vllm-512", "512 sequences, 2048 tokens", Knobs(512, 0, 2048, 2048)),
+        _fixed(STATIC, "any fixed setting: the oracle's own", COLD),
+        *(_controlled(name, "rivals", f"the {name} controller") for name in RIVALS),
+        _controlled(
+            "predictive-knobs", "knobs", "the predictive controller without budgets for steps", knobs_only=True
+        ),
+        _controlled("predictive", "full", "the predictive controller"),
+    )
+}
+REPORTED = tuple(name for name in CONTENDERS if name != STATIC)

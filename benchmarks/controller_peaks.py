@@ -1,0 +1,85 @@
+"""Peak goodput: the highest over a grid of fixed settings and rates, whatever the attainment. Loads are relative to it.
+
+Requests stay in the queue here until they are served. With a queue timeout goodput goes on rising far past capacity, for then
+whoever has a short prompt is still in time, and a load of 1.0 would be more than can be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.controller_scenarios import GRID, LOADS, Load
+from benchmarks.controller_work import PeakTask, Workers
+from runtime.knobs import Knobs
+
+_SEED = 90_001  # no contender's
+_USUAL = (Knobs(256, 0, 2048, 2048), Knobs(64, 0, 512, 512), Knobs(16, 0, 256, 256))  # to find out where to look
+_CELLS = 10
+
+
+class PeakSearch:
+    """Raises the rate while usual settings serve more; ranks all cells there; climbs along rates with the best of them."""
+
+    def __init__(self, load: Load, workers: Workers) -> None:
+        self._load = LOADS.index(load)
+        self._workers = workers
+        self._found: dict[float, dict[Knobs, float]] = {}
+        self.runs = 0
+
+    def find(self) -> tuple[float, Knobs, float]:
+        """(goodput, setting, rate) of the peak."""
+        rate = self._raise()
+        cells = _best(self.measure(GRID.cells(), 1.1 * rate, 400), _CELLS)
+        for factor in (1.25, 1.08):
+            rate = self._climb(rate, factor, cells)
+        each = [(value, r, knobs) for r, values in self._found.items() for knobs, value in values.items()]
+        finalists = sorted(each, reverse=True, key=lambda found: found[0])[:6]
+        final = [(self._mean(knobs, r), knobs, r) for _, r, knobs in finalists]
+        return max(final, key=lambda found: found[0])
+
+    def _raise(self) -> float:
+        """Where usual settings serve the most, on a coarse ladder of rates."""
+        rate, best, at = 0.2, 0.0, 0.2
+        while rate <= 8 * at:
+            value = max(self.measure(_USUAL, rate, 300).values())
+            if value > best:
+                best, at = value, rate
+            if value < 0.6 * best:
+                break
+            rate *= 1.5
+        return at
+
+    def _climb(self, rate: float, factor: float, cells: Sequence[Knobs]) -> float:
+        """The rate of the highest goodput, by steps of ``factor``; two lower ones in a row end the way."""
+        best, at = self._goodput(rate, cells), rate
+        for step in (factor, 1 / factor):
+            worse, tried = 0, at * step
+            while worse < 2:
+                value = self._goodput(tried, cells)
+                if value > best:
+                    best, at, worse = value, tried, 0
+                else:
+                    worse += 1
+                tried *= step
+        return at
+
+    def _goodput(self, rate: float, cells: Sequence[Knobs]) -> float:
+        rate = round(rate, 6)
+        if rate not in self._found:
+            self._found[rate] = self.measure(cells, rate, 1200)
+        return max(self._found[rate].values())
+
+    def _mean(self, knobs: Knobs, rate: float) -> float:
+        tasks = [PeakTask(self._load, knobs, rate, 3000, _SEED + i) for i in (1, 2, 3)]
+        self.runs += len(tasks)
+        return sum(value for _, value in self._workers.peaks(tasks)) / len(tasks)
+
+    def measure(self, cells: Iterable[Knobs], rate: float, requests: int) -> dict[Knobs, float]:
+        """Goodput of each of ``cells`` at ``rate``, over so many requests or a while."""
+        tasks = [PeakTask(self._load, knobs, rate, requests, _SEED) for knobs in cells]
+        self.runs += len(tasks)
+        return {task.knobs: value for task, value in self._workers.peaks(tasks)}
+
+
+def _best(values: dict[Knobs, float], count: int) -> list[Knobs]:
+    return sorted(values, key=lambda knobs: (-values[knobs], str(knobs)))[:count]

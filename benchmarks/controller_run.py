@@ -1,0 +1,213 @@
+"""One run: a contender serves a scenario's requests of one seed on a simulated machine, and every request is judged.
+
+Requests are judged by the promise that was in force when they came. Whoever serves, a request that has not been started when its
+TTFT target has passed leaves the queue and is a miss: without that, first come first served past capacity makes every request
+late, and every ratio above 1.0 would be an artefact.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from math import inf
+from typing import Any, NamedTuple
+
+from autotune.simulate import SimulatedEngine
+from autotune.workload import Arrival
+from benchmarks.controller_hardware import Weather
+from benchmarks.controller_loads import arrivals
+from benchmarks.controller_scenarios import COLD, Phase, Scenario
+from runtime.knobs import Knobs
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import Sequence as RunningSequence
+from runtime.slo import SLO, RequestClass
+
+BIN_S = 5.0
+"""Outcomes are counted by phase and, over time, by bins of so many seconds."""
+
+_SEED = 7_000_003  # apart from all that other benchmarks draw
+
+
+class Bench(NamedTuple):
+    """What every run needs: requests/s by load, in the order of ``LOADS`` (see the scenarios), and where the traces are."""
+
+    peaks: dict[str, float]
+    traces: str | None = None
+
+
+class Outcome(NamedTuple):
+    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away early."""
+
+    phases: tuple[tuple[int, int], ...]
+    bins: tuple[tuple[int, int], ...]
+    rejected: int = 0
+
+    @property
+    def met(self) -> int:
+        return sum(met for _, met in self.phases)
+
+    @property
+    def offered(self) -> int:
+        return sum(offered for offered, _ in self.phases)
+
+    def first(self, seconds: float) -> tuple[int, int]:
+        """(offered, met) of the first seconds."""
+        bins = self.bins[: int(seconds / BIN_S)]
+        return sum(offered for offered, _ in bins), sum(met for _, met in bins)
+
+
+class Driver(NamedTuple):
+    """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
+    controller to work, and returns what is told of a new promise; ``engine``: its options of the engine."""
+
+    schedule: tuple[Knobs, ...] = (COLD,)
+    attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()
+    engine: dict[str, Any] = {}  # noqa: RUF012
+
+
+@lru_cache(maxsize=4)
+def requests(
+    scenario: Scenario, seed: int, rates: tuple[float, ...], traces: str | None
+) -> tuple[tuple[Arrival, ...], ...]:
+    """The requests of each phase, their times counted from its beginning; the same for every contender."""
+    return tuple(
+        tuple(
+            arrivals(
+                phase.parts,
+                scenario.pattern,
+                rate,
+                phase.seconds,
+                (_SEED, seed, number),
+                kv_tokens=scenario.hardware.kv_tokens,
+                traces=traces,
+            )
+        )
+        for number, (phase, rate) in enumerate(zip(scenario.phases, rates, strict=True))
+    )
+
+
+def rates_of(scenario: Scenario, peaks: dict[str, float]) -> tuple[float, ...]:
+    """Requests/s of each phase."""
+    return tuple(phase.load * peaks[str(scenario.load(phase))] for phase in scenario.phases)
+
+
+def run(scenario: Scenario, driver: Driver, seed: int, bench: Bench) -> Outcome:
+    """Serve the requests of ``seed`` from a cold start to the last answer."""
+    phases = requests(scenario, seed, rates_of(scenario, bench.peaks), bench.traces)
+    return serve(scenario, phases, driver, seed)
+
+
+def serve(
+    scenario: Scenario, phases: Sequence[Sequence[Arrival]], driver: Driver, seed: int, *, patient: bool = False
+) -> Outcome:
+    """The same for requests at hand. ``patient`` ones never leave the queue."""
+    weather = Weather(scenario.hardware.cost(), stalls=scenario.stalls, seed=seed)
+    engine = SimulatedEngine(
+        weather,
+        kv_tokens=scenario.hardware.kv_tokens,
+        knobs=driver.schedule[0],
+        slo=scenario.phases[0].slo,
+        classes=[RequestClass(name, slo) for name, slo in scenario.classes.items()],
+        prefix_cache=False,
+        max_queue=1_000_000,
+        noise=scenario.noise,
+        seed=seed,
+        **{"ordering": "fcfs", **driver.engine},
+    )
+    judge = Judge(scenario)
+    engine.subscribe(judge)
+    queue = Queue(engine)
+    with driver.attach(engine, scenario.phases[0].slo) as told:
+        for number, (phase, start) in enumerate(zip(scenario.phases, scenario.starts, strict=True)):
+            weather.slow = phase.slow
+            if number:
+                _turn(engine, scenario.phases[number - 1], phase, driver, number, told)
+            promises = {**scenario.classes, "default": phase.slo}
+            for index, arrival in enumerate(phases[number]):
+                due = start + arrival.time
+                queue.run_to(due)
+                target = None if patient else promises[arrival.request_class].ttft_ms
+                queue.offer(arrival, f"{number}-{index}", due, inf if target is None else due + target / 1e3)
+            queue.run_to(start + phase.seconds)
+        queue.run_to(inf)
+    return judge.outcome()
+
+
+def _turn(engine: SimulatedEngine, before: Phase, phase: Phase, driver: Driver, number: int, told: Any) -> None:
+    """Put in force what a new phase brings."""
+    if phase.slo != before.slo:
+        (told if hasattr(told, "set_slo") else engine).set_slo(phase.slo)
+    if number < len(driver.schedule):
+        engine.set_knobs(driver.schedule[number])
+
+
+class Queue:
+    """Feeds an engine, and takes out whoever has waited for as long as its first token may take."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self._expiries: list[tuple[float, int, RunningSequence]] = []
+        self._offered = 0
+
+    def offer(self, arrival: Arrival, name: str, due: float, expiry: float) -> None:
+        sequence = self._engine.offer(arrival, name, due=due, deadline=expiry if expiry < inf else None, shared=False)
+        if sequence is not None and expiry < inf:
+            self._offered += 1
+            heapq.heappush(self._expiries, (expiry, self._offered, sequence))
+
+    def run_to(self, when: float) -> None:
+        engine, heap = self._engine, self._expiries
+        while True:
+            while heap and not _not_begun(heap[0][2]):
+                heapq.heappop(heap)
+            expiry = heap[0][0] if heap else inf
+            if expiry > when or not heap:
+                break
+            engine.run_until(expiry)
+            while heap and heap[0][0] <= engine.clock.now():
+                sequence = heapq.heappop(heap)[2]
+                if _not_begun(sequence):
+                    engine.end(sequence, FinishReason.TIMEOUT, "waited for as long as its first token may take")
+        if when == inf:
+            engine.run()
+        else:
+            engine.run_until(when)
+
+
+def _not_begun(sequence: RunningSequence) -> bool:
+    return sequence.state == "waiting" and sequence.scheduled is None
+
+
+class Judge:
+    """Counts what was offered and what met its promise; keeps no record."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._starts = scenario.starts
+        self._promises = [{**scenario.classes, "default": phase.slo} for phase in scenario.phases]
+        self._phases = [[0, 0] for _ in scenario.phases]
+        self._bins = [[0, 0] for _ in range(int(scenario.seconds / BIN_S))]
+        self._rejected = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        pass
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        pass
+
+    def on_request(self, record: RequestRecord) -> None:
+        phase = bisect_right(self._starts, record.arrival) - 1
+        met = self._promises[phase][record.request_class].met(record)
+        for count in (self._phases[phase], self._bins[min(int(record.arrival / BIN_S), len(self._bins) - 1)]):
+            count[0] += 1
+            count[1] += met
+        self._rejected += record.reason is FinishReason.REJECTED
+
+    def outcome(self) -> Outcome:
+        return Outcome(_pairs(self._phases), _pairs(self._bins), self._rejected)
+
+
+def _pairs(counts: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((offered, met) for offered, met in counts)

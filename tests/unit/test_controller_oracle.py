@@ -1,0 +1,220 @@
+"""The oracle of the controllers' benchmark: what it finds, what it keeps, and what is said of contenders beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import controller, controller_scenarios, controller_work
+from benchmarks.controller_cache import Cache, from_entry, load_digest, scenario_digest, to_entry
+from benchmarks.controller_contenders import STATIC
+from benchmarks.controller_hardware import H200, H200_ADD
+from benchmarks.controller_known import REPORTED, TUNED, Oracles, OracleStore, seed_set
+from benchmarks.controller_loads import POISSON
+from benchmarks.controller_oracle import Best, OracleSearch
+from benchmarks.controller_peaks import PeakSearch
+from benchmarks.controller_run import Bench, Outcome
+from benchmarks.controller_scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
+from benchmarks.controller_table import Comparison
+from benchmarks.controller_work import Task, Workers
+from benchmarks.sweep_cases import Grid
+from runtime.errors import InputError
+from runtime.knobs import Knobs
+
+TINY = Scenario(
+    "tiny",
+    "two phases, one of them strict",
+    H200,
+    (Phase(10.0, one("conv", "inter"), 0.9), Phase(10.0, one("conv", "strict"), 1.0)),
+    grid=Grid((16, 128), (512, 8192), ()),
+)
+BENCH = Bench({"H200 conv-inter": 22.0, "H200 conv-strict": 18.0})
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
+    return TINY
+
+
+class TestOracle:
+    def test_no_schedule_of_the_grid_does_better(self, tiny: Scenario) -> None:
+        seeds = (1, 2)
+        with Workers(1, BENCH) as workers:
+            best = OracleSearch(tiny, seeds, workers).find()
+            cells = tiny.grid.cells()
+            tasks = [Task(tiny.name, STATIC, seed, (a, b)) for a in cells for b in cells for seed in seeds]
+            met: dict[tuple[Knobs, ...], int] = {}
+            for task, outcome in workers.runs(tasks):
+                met[task.schedule] = met.get(task.schedule, 0) + outcome.met
+        assert sum(o.met for o in best.by_seed.values()) == max(met.values())
+        assert sum(best.single_met.values()) == max(met[cell, cell] for cell in cells)
+        assert best.runs <= len(cells) ** 2 * 2
+
+    def test_rejection_is_worth_something_past_capacity_only_if_it_is_there(self, tiny: Scenario) -> None:
+        with Workers(1, BENCH) as workers:
+            plain = OracleSearch(tiny, (1,), workers).judge((COLD,), COLD)
+        assert plain.by_seed[1].rejected == 0
+        assert plain.schedule == (COLD,)
+
+    def test_two_processes_find_what_one_finds(self) -> None:
+        tasks = [Task("M13", STATIC, seed, (Knobs(16, 0, 512, 512),)) for seed in (1, 2)]
+        bench = Bench({str(load): 0.4 for load in LOADS})
+        with Workers(2, bench) as two:
+            found = dict(two.runs(tasks))
+        assert found == {task: controller_work.run_task(task, bench) for task in tasks}
+
+
+class TestPeaks:
+    def test_the_peak_is_where_more_load_serves_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("benchmarks.controller_peaks.GRID", Grid((16, 128), (512, 2048), ()))
+        monkeypatch.setattr("benchmarks.controller_work.LEAST_S", 30.0)
+        monkeypatch.setattr(
+            PeakSearch, "_mean", lambda self, knobs, rate: max(self.measure((knobs,), rate, 800).values())
+        )
+        load = next(load for load in LOADS if str(load) == "H200 code-strict")
+        with Workers(1, Bench({})) as workers:
+            search = PeakSearch(load, workers)
+            goodput, _, rate = search.find()
+            beyond = max(search.measure(Grid((16, 128), (512, 2048), ()).cells(), 1.5 * rate, 800).values())
+        assert goodput == pytest.approx(8.6, rel=0.25)  # the study's simulator
+        assert 0.5 * rate < goodput < 1.1 * rate
+        assert beyond < goodput
+
+
+class TestCache:
+    def test_what_was_found_comes_back_and_is_one_line(self, tmp_path: Path) -> None:
+        outcome = Outcome(((10, 8), (5, 5)), ((15, 13),), 2)
+        best = Best((COLD, Knobs(64, 0, 512, 256)), {101: outcome}, COLD, {101: 12}, 77)
+        path = tmp_path / "data" / "cache.json"
+        Cache(path).put("M1", "abc", to_entry(best))
+        Cache(path).put("M0", "abd", to_entry(best))
+        entry = Cache(path).get("M1", "abc")
+        assert entry is not None
+        assert from_entry(entry) == best
+        assert Cache(path).get("M1", "other") is None
+        assert Cache(path, use=False).get("M1", "abc") is None
+        assert [line[:6] for line in path.read_text().splitlines()] == ["{", ' "M0":', ' "M1":', "}"]
+
+    def test_a_digest_is_of_behaviour(self) -> None:
+        first = scenario_digest(TINY, STATIC, BENCH)
+        assert scenario_digest(replace(TINY, about="other words", grid=Grid((1,), (1,), ())), STATIC, BENCH) == first
+        for other in (
+            replace(TINY, hardware=H200_ADD),
+            replace(TINY, noise=0.01),
+            replace(TINY, phases=(TINY.phases[0], replace(TINY.phases[1], slow=1.1))),
+            replace(TINY, phases=(TINY.phases[0], replace(TINY.phases[1], load=1.01))),
+            replace(TINY, pattern=POISSON._replace(kind="gamma", cv=2.0)),
+        ):
+            rates = Bench({**BENCH.peaks, "H200add conv-inter": 22.0, "H200add conv-strict": 18.0})
+            assert scenario_digest(other, STATIC, rates) != first
+        digests = {load_digest(load, Bench({})) for load in LOADS[:4]}
+        assert len(digests) == 4
+
+    def test_a_search_is_made_once(self, tiny: Scenario, tmp_path: Path) -> None:
+        said: list[str] = []
+        for _ in range(2):
+            with Workers(1, BENCH) as workers:
+                found = OracleStore(Cache(tmp_path / "c.json"), workers, (21, 22), said.append).of([tiny])
+            assert found["tiny"].plain.by_seed[21].offered > 100
+        assert sum(f"tiny {STATIC} 21-22" in line for line in said) == 1
+
+    def test_oracles_of_part_of_a_set_are_those_of_the_set(self) -> None:
+        assert seed_set((101, 102)) == REPORTED
+        assert seed_set((3,)) == TUNED
+        assert seed_set((7, 101)) == (7, 101)
+
+
+def outcome(*met: int, offered: int = 100) -> Outcome:
+    """A minute of two phases in bins of 5 s, each of which met so many."""
+    bins = tuple((offered, m) for m in met)
+    half = len(bins) // 2
+    phases = tuple((sum(o for o, _ in b), sum(m for _, m in b)) for b in (bins[:half], bins[half:]))
+    return Outcome(phases, bins)
+
+
+class TestTable:
+    M5 = SCENARIOS["M5"]
+
+    def comparison(self, ours: Outcome, best: Outcome) -> Comparison:
+        oracles = {"M5": Oracles(Best((COLD,), {1: best}, COLD, {1: best.met // 2}, 1), None)}
+        return Comparison({("M5", "predictive"): {1: ours}}, oracles)
+
+    def test_ratios_are_of_goodput(self) -> None:
+        found = self.comparison(outcome(*[90] * 48), outcome(*[75] * 48))
+        assert found.ratio("M5", "predictive") == pytest.approx(1.2)
+        assert found.hindsight("M5") == pytest.approx(0.5)
+        assert found.figures()["full_mean"] == found.figures()["full_min"] == pytest.approx(1.2)
+        assert "knobs_mean" not in found.figures()
+
+    def test_the_cold_start_is_the_first_half_minute(self) -> None:
+        found = self.comparison(outcome(*[20] * 6, *[100] * 42), outcome(*[100] * 48))
+        assert found.cold("M5", "predictive") == pytest.approx(0.2)
+
+    def test_recovery_is_counted_from_the_shift_and_the_slowest_counts(self) -> None:
+        # phases begin at bins 16 and 32; 3 bad bins after the first shift, 1 after the second
+        ours = [100] * 16 + [0] * 3 + [100] * 13 + [0] + [100] * 15
+        found = self.comparison(outcome(*ours), outcome(*[100] * 48))
+        assert found.recovery(self.M5, "predictive") == 15.0
+        never = self.comparison(outcome(*[100] * 16, *[50] * 32), outcome(*[100] * 48))
+        assert never.recovery(self.M5, "predictive") == float("inf")
+        assert "/ -" in never.tables()
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--seeds", "0"],
+            ["--seeds", "9-3"],
+            ["--seeds", "x"],
+            ["--jobs", "0"],
+            ["--traces", "nowhere"],
+            ["--scenario", "M15"],
+            ["--contender", "pid"],
+        ],
+    )
+    def test_bad_input_is_one_line_and_exit_code_2(
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert controller.main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {arguments[0]} is ")
+
+    def test_seeds(self) -> None:
+        assert controller.seeds_of("3") == (1, 2, 3)
+        assert controller.seeds_of("101-103") == (101, 102, 103)
+        assert controller.seeds_of("4,9") == (4, 9)
+        with pytest.raises(InputError):
+            controller.seeds_of("-3")
+
+    def test_from_the_peak_to_the_line_of_json(
+        self, tiny: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(controller, "FOLDER", tmp_path)
+        monkeypatch.setattr(controller, "peaks", lambda *_: BENCH.peaks)
+        asked = [
+            "--scenario",
+            "tiny",
+            "--contender",
+            "predictive",
+            "--contender",
+            "vllm-1024",
+            "--seeds",
+            "21-21",
+            "--jobs",
+            "1",
+        ]
+        assert controller.main(asked) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(line.startswith("tiny      predictive") for line in lines) == 1
+        assert isinstance(json.loads(lines[-1]), dict)
+        assert (tmp_path / "controller_presets.json").is_file()
+
+
+def test_loads_are_named_by_what_they_hold() -> None:
+    assert str(Load("H200", SCENARIOS["M6"].phases[0].parts)) == "H200 conv-inter 85% + moon-long 15%"
+    assert len({str(load) for load in controller_scenarios.LOADS}) == len(controller_scenarios.LOADS)
