@@ -67,7 +67,7 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             say(f"{load!s:<48}{bench.peaks[str(load)]:>8.2f} requests/s")
         return
     with Workers(args.jobs, bench) as workers:
-        oracles = OracleStore(cache, workers, seeds, say).of(scenarios)
+        oracles = OracleStore(cache, workers, seeds, say, reject=not args.no_reject_oracle).of(scenarios)
         if args.oracle_only:
             return
         tasks = [
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
     parser.add_argument("--recompute", action="store_true", help="search for peak goodputs and oracles anew")
     parser.add_argument("--oracle-only", action="store_true", help="search for oracles that are not known, and end")
+    parser.add_argument("--no-reject-oracle", action="store_true", help="leave out the oracle with early rejection")
     parser.add_argument(
         "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"
     )

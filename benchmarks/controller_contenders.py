@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from autotune.attach import control
+from autotune.attached import Control
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.simulate import SimulatedEngine
@@ -41,22 +41,19 @@ class KnobsOnly:
         return getattr(self._inner, name)
 
 
-def _attached(name: str, *, knobs_only: bool = False) -> Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]]:
-    def attach(engine: SimulatedEngine, slo: SLO) -> AbstractContextManager[Any]:
-        if not knobs_only:
+def _fixed(name: str, about: str, knobs: Knobs, *, reject: bool = False) -> Contender:
+    return Contender(name, "fixed", about, lambda schedule: Driver(schedule or (knobs,), reject=reject))
+
+
+def _controlled(name: str, group: str, about: str) -> Contender:
+    def attach(engine: SimulatedEngine, slo: SLO) -> Control:
+        if group == "full":
+            return control(engine, slo=slo, controller=name, admission=True)
+        if group == "rivals":
             return control(engine, slo=slo, controller=name)
-        controller = CONTROLLERS[name](slo, engine.knobs, engine.kv_tokens, engine.block_size)
-        return control(engine, slo=slo, controller=KnobsOnly(controller))
+        made = CONTROLLERS[name.removesuffix("-knobs")](slo, engine.knobs, engine.kv_tokens, engine.block_size)
+        return control(engine, slo=slo, controller=KnobsOnly(made))
 
-    return attach
-
-
-def _fixed(name: str, about: str, knobs: Knobs) -> Contender:
-    return Contender(name, "fixed", about, lambda schedule: Driver(schedule or (knobs,)))
-
-
-def _controlled(name: str, group: str, about: str, *, knobs_only: bool = False) -> Contender:
-    attach = _attached(name.removesuffix("-knobs"), knobs_only=knobs_only)
     return Contender(name, group, about, lambda schedule: Driver(attach=attach))
 
 
@@ -69,11 +66,10 @@ CONTENDERS = {
         _fixed("vllm-1024", "vLLM's defaults for a large GPU: 1024 sequences, 8192 tokens", COLD),
         _fixed("vllm-512", "512 sequences, 2048 tokens", Knobs(512, 0, 2048, 2048)),
         _fixed(STATIC, "any fixed setting: the oracle's own", COLD),
+        _fixed(STATIC_REJECT, "the same with early rejection", COLD, reject=True),
         *(_controlled(name, "rivals", f"the {name} controller") for name in RIVALS),
-        _controlled(
-            "predictive-knobs", "knobs", "the predictive controller without budgets for steps", knobs_only=True
-        ),
-        _controlled("predictive", "full", "the predictive controller"),
+        _controlled("predictive-knobs", "knobs", "the predictive controller, turning knobs only"),
+        _controlled("predictive", "full", "the same with budgets for steps, early rejection and deadline order"),
     )
 }
-REPORTED = tuple(name for name in CONTENDERS if name != STATIC)
+REPORTED = tuple(name for name in CONTENDERS if name not in (STATIC, STATIC_REJECT))

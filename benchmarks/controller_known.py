@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.controller_cache import Cache, from_entry, load_digest, scenario_digest, to_entry
-from benchmarks.controller_contenders import CONTENDERS, STATIC, STATIC_REJECT
+from benchmarks.controller_contenders import STATIC, STATIC_REJECT
 from benchmarks.controller_oracle import Best, OracleSearch
 from benchmarks.controller_peaks import PeakSearch
 from benchmarks.controller_run import Bench
@@ -54,17 +54,18 @@ def seed_set(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 class OracleStore:
-    """Oracles of scenarios on a set of seeds."""
+    """Oracles of scenarios on a set of seeds; those with early rejection only if ``reject``."""
 
-    def __init__(self, cache: Cache, workers: Workers, seeds: Sequence[int], say: Say) -> None:
+    def __init__(self, cache: Cache, workers: Workers, seeds: Sequence[int], say: Say, *, reject: bool = True) -> None:
         self._cache, self._workers, self._say = cache, workers, say
         self._seeds = seed_set(seeds)
+        self._reject = reject
 
     def of(self, scenarios: Iterable[Scenario]) -> dict[str, Oracles]:
         return {scenario.name: self.one(scenario) for scenario in scenarios}
 
     def one(self, scenario: Scenario) -> Oracles:
-        reject = self._best(scenario, reject=True) if STATIC_REJECT in CONTENDERS else None
+        reject = self._best(scenario, reject=True) if self._reject else None
         return Oracles(self._best(scenario, reject=False), reject)
 
     def _best(self, scenario: Scenario, *, reject: bool) -> Best:

@@ -7,22 +7,20 @@ late, and every ratio above 1.0 would be an artefact.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from math import inf
 from typing import Any, NamedTuple
 
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival
 from benchmarks.controller_hardware import Weather
 from benchmarks.controller_loads import arrivals
-from benchmarks.controller_scenarios import COLD, Phase, Scenario
+from benchmarks.controller_scenarios import COLD, Scenario
 from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.records import FinishReason, RequestRecord, StepRecord
-from runtime.request import Sequence as RunningSequence
 from runtime.slo import SLO, RequestClass
 
 BIN_S = 5.0
@@ -39,7 +37,7 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away early."""
+    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away."""
 
     phases: tuple[tuple[int, int], ...]
     bins: tuple[tuple[int, int], ...]
@@ -61,14 +59,14 @@ class Outcome(NamedTuple):
 
 class Driver(NamedTuple):
     """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
-    controller to work, and returns what is told of a new promise; ``engine``: its options of the engine."""
+    controller to work; ``reject``: whether the engine itself turns away early what cannot make its TTFT."""
 
     schedule: tuple[Knobs, ...] = (COLD,)
     attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()
-    engine: dict[str, Any] = {}  # noqa: RUF012
+    reject: bool = False
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def requests(
     scenario: Scenario, seed: int, rates: tuple[float, ...], traces: str | None
 ) -> tuple[tuple[Arrival, ...], ...]:
@@ -115,70 +113,22 @@ def serve(
         max_queue=1_000_000,
         noise=scenario.noise,
         seed=seed,
-        **{"ordering": "fcfs", **driver.engine},
+        ordering="fcfs",
+        admission=False if patient else AdmissionPolicy(reject=driver.reject, queue_timeout="ttft", order=None),
     )
     judge = Judge(scenario)
     engine.subscribe(judge)
-    queue = Queue(engine)
-    with driver.attach(engine, scenario.phases[0].slo) as told:
+    with driver.attach(engine, scenario.phases[0].slo):
         for number, (phase, start) in enumerate(zip(scenario.phases, scenario.starts, strict=True)):
+            engine.run_until(start)
             weather.slow = phase.slow
             if number:
-                _turn(engine, scenario.phases[number - 1], phase, driver, number, told)
-            promises = {**scenario.classes, "default": phase.slo}
-            for index, arrival in enumerate(phases[number]):
-                due = start + arrival.time
-                queue.run_to(due)
-                target = None if patient else promises[arrival.request_class].ttft_ms
-                queue.offer(arrival, f"{number}-{index}", due, inf if target is None else due + target / 1e3)
-            queue.run_to(start + phase.seconds)
-        queue.run_to(inf)
+                engine.set_slo(phase.slo)
+            if 0 < number < len(driver.schedule):
+                engine.set_knobs(driver.schedule[number])
+            engine.serve(phases[number], start=start, label=f"{number}", shared=False)
+        engine.run()
     return judge.outcome()
-
-
-def _turn(engine: SimulatedEngine, before: Phase, phase: Phase, driver: Driver, number: int, told: Any) -> None:
-    """Put in force what a new phase brings."""
-    if phase.slo != before.slo:
-        (told if hasattr(told, "set_slo") else engine).set_slo(phase.slo)
-    if number < len(driver.schedule):
-        engine.set_knobs(driver.schedule[number])
-
-
-class Queue:
-    """Feeds an engine, and takes out whoever has waited for as long as its first token may take."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self._engine = engine
-        self._expiries: list[tuple[float, int, RunningSequence]] = []
-        self._offered = 0
-
-    def offer(self, arrival: Arrival, name: str, due: float, expiry: float) -> None:
-        sequence = self._engine.offer(arrival, name, due=due, deadline=expiry if expiry < inf else None, shared=False)
-        if sequence is not None and expiry < inf:
-            self._offered += 1
-            heapq.heappush(self._expiries, (expiry, self._offered, sequence))
-
-    def run_to(self, when: float) -> None:
-        engine, heap = self._engine, self._expiries
-        while True:
-            while heap and not _not_begun(heap[0][2]):
-                heapq.heappop(heap)
-            expiry = heap[0][0] if heap else inf
-            if expiry > when or not heap:
-                break
-            engine.run_until(expiry)
-            while heap and heap[0][0] <= engine.clock.now():
-                sequence = heapq.heappop(heap)[2]
-                if _not_begun(sequence):
-                    engine.end(sequence, FinishReason.TIMEOUT, "waited for as long as its first token may take")
-        if when == inf:
-            engine.run()
-        else:
-            engine.run_until(when)
-
-
-def _not_begun(sequence: RunningSequence) -> bool:
-    return sequence.state == "waiting" and sequence.scheduled is None
 
 
 class Judge:
