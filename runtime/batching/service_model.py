@@ -25,7 +25,7 @@ _WARM_UP = 1  # calls left out: the first is for caches and lazy initialisation
 _READY = 4  # calls that must have been seen to predict
 _KEPT = 128  # ratios of actual to predicted
 _QUANTILE = 0.98
-_FIRST_MARGIN, _MARGINS = 1.15, (1.01, 2.0)
+_FIRST_MARGIN, _MARGINS = 1.1, (1.0, 2.0)
 
 
 class Price(NamedTuple):
@@ -94,7 +94,7 @@ class ServiceModel:
             self._unit = seconds
             self._cost = n / (32 * c)
         if self.ready:
-            expected = self.predict(n, c, call.others)
+            expected = self.predict(n, c, call.others) if call.predicted is None else call.predicted
             if expected > 0:
                 self._ratios.append(seconds / expected)
                 if len(self._ratios) < 32 or self._seen % 8 == 0:
@@ -114,4 +114,4 @@ class ServiceModel:
             self.margin = max(_FIRST_MARGIN, min(ratios[-1], _MARGINS[1]))
             return
         at = ratios[min(len(ratios) - 1, math.ceil(_QUANTILE * len(ratios)) - 1)]
-        self.margin = min(max(at * 1.01, _MARGINS[0]), _MARGINS[1])
+        self.margin = min(max(at * 1.002, _MARGINS[0]), _MARGINS[1])

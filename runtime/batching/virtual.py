@@ -88,7 +88,9 @@ def serve(
             now = when
         for _, _, do in [heapq.heappop(todo) for _ in range(sum(entry[0] <= now for entry in todo))]:
             do(now)
+        ask = core.hold_until <= now or bool(todo) or core.state.closing
         for work in [work for work in running if work.left <= _EPS]:
+            ask = True
             running.remove(work)
             alive = [item for item in work.call.items if item.state is not ENDED]
             core.done(work.call, now)
@@ -105,7 +107,9 @@ def serve(
                 end(item, FinishReason.REJECTED, error.reason)
         if following is None and not todo and not running:
             core.state.closing = True
-        while True:
+        ask = ask or core.state.waiting >= core.hold_items or core.state.waiting_cost >= core.knobs.token_budget
+        ask = ask or core.state.room <= 0 or core.expiries.next <= now
+        while ask:
             step = core.next(now)
             for ended in step.ended:
                 end(ended.item, ended.reason, ended.cause)

@@ -21,16 +21,19 @@ from math import ceil, inf
 
 from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
-from runtime.batching.strategies.holding import better_alone, worth_more
+from runtime.batching.strategies.holding import better_alone, lanes, worth_more
 from runtime.batching.strategies.lookahead import Bounds, choose
 from runtime.batching.strategies.protocol import Decision, Fit, State, cost_of, fit
 from runtime.records import LimitedBy
 
 _FIRST = 16  # items that a call may hold before any has been seen
 _LOOK = 256  # items looked at, at most
-_HOPE = 0.95  # of the expected time: below this an item has no chance
+_HOPE = 1.0  # of the expected time: with less than this left an item has hardly a chance
 _TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
-_ASK_AGAIN = 512  # calls after which one goes beside others, to see whether they still slow one another down
+_GUARD = 0.02  # of the promised time, kept in reserve when holding
+_SEEN_BESIDE = 16  # calls beside others to be seen before what they do to one another is believed
+_ONLY_AN_END = 1 << 60  # items: no arrival changes the decision
+_ASK_AGAIN = 512  # calls in a row kept apart, after which one goes beside others: do they still slow one another down?
 
 
 class Adaptive:
@@ -47,7 +50,8 @@ class Adaptive:
         self._most_cost = 0
         self._mean_cost = 0.0  # of an item
         self._late = 0
-        self._kept_apart = 0
+        self._kept_apart = 0  # calls in a row
+        self._lanes_at = (-1, 0)  # (samples of the model, lanes)
 
     def admit(self, item: Item, state: State) -> float | None:
         model = self.model
@@ -57,12 +61,13 @@ class Adaptive:
         most, _ = self._ceilings(state)
         if waiting < most and state.waiting_cost < state.knobs.token_budget:
             return None
-        slots = state.slots
-        price = model.price(slots - 1)
         calls = max(ceil((waiting + 1) / most), (state.waiting_cost + item.cost) / state.knobs.token_budget)
-        queued = price.fixed * calls + price.per_item * waiting + price.per_cost * (state.waiting_cost + item.cost)
-        running = sum(max(0.0, call.start + (call.predicted or 0.0) - state.now) for call in state.running)
-        ready = state.now + model.margin * (queued + running) / slots
+        cost = state.waiting_cost + item.cost
+        left = sum(max(0.0, call.start + (call.predicted or 0.0) - state.now) for call in state.running)
+        at_once = self._lanes(state)
+        a, b, d = model.price(at_once - 1)
+        took = (a * calls + b * waiting + d * cost + left) / at_once
+        ready = state.now + model.margin * took
         return None if ready <= item.deadline else ready - item.deadline
 
     def decide(self, state: State) -> Decision:
@@ -75,14 +80,17 @@ class Adaptive:
         if not model.ready:
             return Decision(found.items, limited_by=found.limited_by)
         due = min(item.deadline for item in found.items)
-        price = model.price(len(state.running))
+        if state.running and not state.must_go and self._keep_apart(found, due, state, model):
+            window = state.oldest + state.knobs.max_wait_ms / 1e3
+            if window > now:
+                return Decision(wake_at=window, wake_items=most if len(found.items) < most else _ONLY_AN_END)
+        price = model.price(self._beside(state, state.waiting - len(found.items), most))
         drop: list[Item] = []
         if due < inf:
             margin = model.margin
             took = margin * price.of(len(found.items), found.cost)
-            half = inf if state.slo_s is None else state.slo_s / 2
-            if now + took > due or (took > half and len(found.items) > 1):
-                bounds = Bounds(most, budget, Price(*(margin * p for p in price)), half)
+            if now + took > due:
+                bounds = Bounds(most, budget, Price(*(margin * p for p in price)), self._free_at(state))
                 chosen, drop = self._on_time(state, bounds, price)
                 if not chosen:
                     return Decision(drop=drop, wake_at=now if state.waiting > len(drop) else inf)
@@ -106,7 +114,7 @@ class Adaptive:
         now, queue = state.now, state.queue
         alive: list[Item] = []
         doomed: list[Item] = []
-        for item in queue.first(min(_LOOK, 2 * bounds.most)):
+        for item in queue.first(min(_LOOK, 3 * bounds.most)):
             hopeless = item.deadline < now + _HOPE * price.of(1, item.cost)
             (doomed if hopeless else alive).append(item)
         if alive:
@@ -132,26 +140,51 @@ class Adaptive:
         """Until when to hold ``found`` back; ``now`` for not at all."""
         now, items = state.now, found.items
         full = found.limited_by is not LimitedBy.DEMAND
-        apart = False
-        if state.running and model.beside >= 16 and self._kept_apart < _ASK_AGAIN:
-            apart = better_alone(list(items), found.cost, full, state, model)
-        if not apart and (full or not self.call_price_s):
+        if full or not self.call_price_s:
             return now
         oldest = state.oldest
         last = oldest + state.knobs.max_wait_ms / 1e3
         if due < inf:  # with one more of its kind it must still be on time
-            last = min(last, due - model.margin * price.of(len(items) + 1, found.cost * (1 + 1 / len(items))))
-        if apart:
-            self._kept_apart += 1
-            return last
+            guard = 0.0 if state.slo_s is None else _GUARD * state.slo_s
+            last = min(last, due - guard - model.margin * price.of(len(items) + 1, found.cost * (1 + 1 / len(items))))
         waited = sum(now - item.arrival for item in items)
         return min(last, worth_more(waited, len(items), oldest, state, self.call_price_s))
 
+    def _lanes(self, state: State) -> int:
+        """Calls that are worth making at a time, as far as has been seen."""
+        model = self.model
+        if model is None or model.beside < _SEEN_BESIDE or state.slots == 1:
+            return state.slots
+        if self._lanes_at[0] != model.samples:
+            start = self._lanes_at[1] or state.slots
+            count = lanes(start, state.slots, max(1, self._most_items), max(1, self._most_cost), model)
+            self._lanes_at = (model.samples, count)
+        return self._lanes_at[1]
+
+    def _keep_apart(self, found: Fit, due: float, state: State, model: ServiceModel) -> bool:
+        """Whether ``found`` had better wait for a call that runs to end, because they slow one another down."""
+        if model.beside < _SEEN_BESIDE or self._kept_apart >= _ASK_AGAIN:
+            return False
+        if len(state.running) >= self._lanes(state):
+            return True
+        return found.limited_by is LimitedBy.DEMAND and better_alone(found.items, found.cost, due, state, model)
+
+    def _beside(self, state: State, left: int, most: int) -> int:
+        """How many calls one that begins now will have beside it: those that run, and those that ``left`` items begin."""
+        running = len(state.running)
+        return max(running, min(self._lanes(state) - 1, running - (-left // most)))
+
+    def _free_at(self, state: State) -> float:
+        """When another worker can take the next call."""
+        if len(state.running) + 1 < self._lanes(state):
+            return state.now
+        return min((call.start + (call.predicted or 0.0) for call in state.running), default=inf)
+
     def began(self, call: Call, state: State) -> None:
-        if state.running:
-            self._kept_apart = 0
+        self._kept_apart = 0 if state.running else self._kept_apart + 1
         if self.model is not None and self.model.ready:
-            call.predicted = self.model.predict(len(call.items), call.cost, call.others)
+            others = self._beside(state, state.waiting, self._ceilings(state)[0])
+            call.predicted = self.model.predict(len(call.items), call.cost, others)
 
     def observe(self, call: Call, state: State) -> None:
         if self.model is not None:

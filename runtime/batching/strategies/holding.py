@@ -13,18 +13,20 @@ goes when the item that is due first could otherwise be late, or the wait window
 
 **A device that others use.** Beside others a call takes longer, and makes theirs longer. With o running, k items to go, and
 the first of them over in r seconds, now costs k·t(k, o) plus the delay it causes; waiting costs k·(r + t(k + arrivals,
-o − 1)). With a full call's worth waiting, what counts is whether one more call at a time gets more items through.
+o − 1)), and must keep the deadline unless it is over sooner even so. With a full call's worth waiting, what counts is whether
+one more call at a time gets more items through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from runtime.batching.item import Item
 from runtime.batching.service_model import ServiceModel
 from runtime.batching.strategies.protocol import State
 
-_WORTH = 1.02  # how many times more must get through for one more call at a time
+_ONE_MORE, _ONE_LESS = 1.025, 1.005  # times as much that must get through for one more call at a time, and to keep it
 
 
 def worth_more(waits_s: float, items: int, oldest: float, state: State, price: float) -> float:
@@ -38,13 +40,27 @@ def worth_more(waits_s: float, items: int, oldest: float, state: State, price: f
     return state.last_arrival + surplus / items
 
 
-def better_alone(items: list[Item], cost: int, full: bool, state: State, model: ServiceModel) -> bool:
-    """Whether ``items`` had better wait for a running call to end than go beside ``state.running``."""
+def lanes(now: int, slots: int, items: int, cost: float, model: ServiceModel) -> int:
+    """How many full calls at a time get the most items through, beginning at the ``now`` that are thought so already.
+
+    One more must bring more than noise does, one less may lose next to nothing; between the two it stays as it is.
+    """
+
+    def rate(count: int) -> float:
+        return count / max(model.predict(items, cost, count - 1), 1e-9)
+
+    while now < slots and rate(now + 1) > _ONE_MORE * rate(now):
+        now += 1
+    while now > 1 and rate(now) < _ONE_LESS * rate(now - 1):
+        now -= 1
+    return now
+
+
+def better_alone(items: Sequence[Item], cost: int, due: float, state: State, model: ServiceModel) -> bool:
+    """Whether ``items``, no full call and due at ``due``, had better wait for a call in ``state.running`` to end."""
     running, now = state.running, state.now
     others, k = len(running), len(items)
     beside, alone = model.price(others), model.price(others - 1)
-    if full:
-        return (others + 1) / beside.of(k, cost) < _WORTH * others / alone.of(k, cost)
     took = beside.of(k, cost)
     delay, soonest = 0.0, inf
     for call in running:
@@ -55,5 +71,7 @@ def better_alone(items: list[Item], cost: int, full: bool, state: State, model: 
     more = (
         0.0 if state.gap_s in (0.0, inf) else min(soonest / state.gap_s, float(max(0, state.knobs.max_batch_size - k)))
     )
-    later = soonest + alone.of(k, cost) * (1 - 1e-9) + more * (alone.per_item + alone.per_cost * cost / k)
-    return k * later < k * took + delay
+    later = soonest + alone.of(k, cost) + more * (alone.per_item + alone.per_cost * cost / k)
+    if later < took:
+        return True
+    return k * later < k * took + delay and now + model.margin * later <= due

@@ -1,65 +1,68 @@
 """Which of the items that wait are to go now, when not all of them can be on time.
 
-A call ends for all of its items at once, so an item may go only with those that let it be on time. Three plans are made
-and the one that gets most items there in time, in this call and the next, is taken (ties: in this order):
+A call ends for all of its items at once, so an item may go only with those that let it be on time.
 
-- *half*: from the front, as long as the call takes no more than half of the promised time: what comes while it runs can then
-  wait for its end and still be served;
-- *rescue*: from the front, as long as the item that is due first makes it;
-- *most*: those that make the largest call in which everybody is on time; whoever has too little time left is passed over.
-  Among the rest the cheapest are preferred (Moore, Management Science 15, 1968: drop the longest job whenever one is late).
-
-With room to spare the first two rescue what has little time left. Under overload passing it over costs nothing, for the
-call stays full: serving what is nearly late in small calls is what loses capacity.
+- *most*: those that make the largest call in which everybody is on time; whoever has too little time left for it is passed
+  over. Among the rest the cheapest are preferred (Moore, Management Science 15, 1968: drop the longest job whenever one is
+  late). Serving in small calls what is nearly late would lose capacity, and with it more items than it saves.
+- *rescue*, looked at where promises differ: from the earliest deadline on, as long as that is kept. Those with much time
+  left can wait for the next call, so that the plan goes that gets most items there in this call and the next.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from runtime.batching.item import Item
 from runtime.batching.service_model import Price
 
+_ALIKE = 0.75  # of the longest promise: shorter ones are another kind
+
 
 class Bounds(NamedTuple):
-    """Of a call: ``most`` items of ``budget`` cost; ``price`` in seconds nearly never exceeded (the margin is in it)."""
+    """Of a call: ``most`` items of ``budget`` cost; ``price`` in seconds nearly never exceeded (the margin is in it).
+
+    ``free_at``: when another worker will be free for the call after it (inf: none but the one that runs it).
+    """
 
     most: int
     budget: int
     price: Price
-    half_s: float
+    free_at: float = inf
 
 
 def choose(items: Sequence[Item], now: float, bounds: Bounds, *, reorder: bool) -> list[Item]:
-    """The items to go now. ``items`` can each make it alone. ``reorder``: the cheap may pass the dear."""
-    plans = [_from_front(items, now, bounds, bounds.half_s), _from_front(items, now, bounds, float("inf"))]
-    plans.append(_most(items, now, bounds) if reorder else _in_order(items, now, bounds))
-    best: list[Item] = []
-    score = 0
-    for plan in plans:
-        if not plan:
-            continue
-        gone = set(map(id, plan))
-        rest = [item for item in items if id(item) not in gone]
-        after = now + bounds.price.of(len(plan), sum(item.cost for item in plan))
-        value = len(plan) + len((_most if reorder else _in_order)(rest, after, bounds))
-        if value > score:
-            best, score = plan, value
-    return best
+    """The items to go now. ``items`` can each make it alone. ``reorder``: they may go in any order."""
+    if not reorder:
+        return _in_order(items, now, bounds)
+    most = _most(items, now, bounds)
+    promises = [item.deadline - item.arrival for item in items]
+    if min(promises) > _ALIKE * max(promises):
+        return most
+    rescue = _from_front(sorted(items, key=_deadline), now, bounds)
+    return rescue if _in_two(rescue, items, now, bounds) > _in_two(most, items, now, bounds) else most
 
 
-def _from_front(items: Sequence[Item], now: float, bounds: Bounds, longest_s: float) -> list[Item]:
-    """In order, as long as the tightest deadline of those taken holds and the call takes at most ``longest_s``."""
+def _in_two(plan: Sequence[Item], items: Sequence[Item], now: float, bounds: Bounds) -> int:
+    """Items on time in ``plan`` and in the best call after it."""
+    gone = set(map(id, plan))
+    after = min(bounds.free_at, now + bounds.price.of(len(plan), sum(item.cost for item in plan)))
+    return len(plan) + len(_most([item for item in items if id(item) not in gone], after, bounds))
+
+
+def _from_front(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
+    """In order, as long as the tightest deadline of those taken holds."""
     fixed, per_item, per_cost = bounds.price
-    due, seconds, cost = now + longest_s, fixed, 0
+    due, seconds, cost = inf, fixed, 0
     taken: list[Item] = []
     for item in items:
         seconds += per_item + per_cost * item.cost
         cost += item.cost
         sooner = min(due, item.deadline)
-        if taken and (now + seconds > sooner or len(taken) == bounds.most or cost > bounds.budget):
+        if now + seconds > sooner or len(taken) == bounds.most or (cost > bounds.budget and taken):
             break
         taken.append(item)
         due = sooner
@@ -67,10 +70,17 @@ def _from_front(items: Sequence[Item], now: float, bounds: Bounds, longest_s: fl
 
 
 def _in_order(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
-    """In order, passing over whoever would be late in the call as it would be full."""
-    front = items[: bounds.most]
-    until = now + bounds.price.of(len(front), sum(item.cost for item in front))
-    return _from_front([item for item in items if item.deadline >= until], now, bounds, float("inf"))
+    """In order, passing over whoever would be late: the largest call, to within a quarter, that can be filled like that."""
+    fixed, per_item, per_cost = bounds.price
+    each = per_item + per_cost * sum(item.cost for item in items) / len(items) if items else 0.0
+    size = min(len(items), bounds.most)
+    while size:
+        until = now + fixed + each * size
+        alive = [item for item in items if item.deadline >= until]
+        if len(alive) >= size or size == 1:
+            return _from_front(alive, now, bounds)
+        size = max(size * 3 // 4, 1)
+    return []
 
 
 def _most(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:

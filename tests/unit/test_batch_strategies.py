@@ -1,0 +1,222 @@
+"""The adaptive strategy in virtual time: what it learns, when it goes, what it drops, when it waits."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import pytest
+
+from runtime.batching.item import Call, Item
+from runtime.batching.service_model import Price, ServiceModel
+from runtime.batching.strategies import Adaptive, Dynamic
+from runtime.batching.strategies.lookahead import Bounds, choose
+from runtime.batching.virtual import Served
+from runtime.slo import SLO
+from tests.unit.batching_world import CAPACITY, SLO_400, core_of, latency, linear, poisson, run, share
+
+
+def call_of(n: int, cost: int, seconds: float, others: float = 0.0) -> Call:
+    call = Call([Item(None, 0.0)] * n, cost, 0, 0.0, 0, 0)
+    call.end, call.others = seconds, others
+    return call
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_time_of_a_call_is_learned(shared: bool) -> None:
+    rng = random.Random(1)
+    model = ServiceModel(shared=shared)
+    for _ in range(200):
+        n = rng.randint(1, 40)
+        cost, others = n * rng.randint(5, 50), rng.choice([0.0, 1.0, 1.7]) * shared
+        model.observe(call_of(n, cost, (0.02 + 0.001 * n + 1e-4 * cost) * (1 + 0.6 * others), others))
+    assert model.predict(10, 300) == pytest.approx(0.06, rel=0.02)
+    assert model.margin < 1.05
+    if shared:
+        assert model.predict(10, 300, 2) == pytest.approx(0.06 * 2.2, rel=0.03)
+
+
+def test_calls_that_say_nothing_of_the_time_teach_nothing() -> None:
+    model = ServiceModel()
+    failed, stretched, endless = call_of(1, 1, 1.0), call_of(1, 1, 1.0), call_of(1, 1, inf)
+    failed.failed, stretched.stretched = 1, True
+    for call in [failed, stretched, endless, call_of(1, 1, 0.0)] * 10:
+        model.observe(call)
+    assert not model.ready and model.samples == 0
+
+
+def test_the_margin_follows_how_much_calls_scatter() -> None:
+    rng = random.Random(2)
+    steady, wild = ServiceModel(), ServiceModel()
+    for _ in range(300):
+        n = rng.randint(1, 32)
+        steady.observe(call_of(n, n, 0.02 + 0.002 * n))
+        wild.observe(call_of(n, n, (0.02 + 0.002 * n) * rng.choice([0.9, 1.0, 1.4])))
+    assert steady.margin < 1.05 < 1.2 < wild.margin <= 2.0
+
+
+@pytest.mark.parametrize(("load", "least"), [(0.05, 0.995), (0.3, 0.995), (0.7, 0.995), (0.9, 0.995)])
+def test_up_to_nine_tenths_of_capacity_all_are_on_time(load: float, least: float) -> None:
+    served = run(core_of(Adaptive(), slo=SLO_400), poisson(load * CAPACITY, 20, 11))
+    assert share(served, SLO_400) >= least
+
+
+@pytest.mark.parametrize("load", [1.05, 1.3])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_beyond_capacity_as_many_are_on_time_as_can_be(load: float, noise: float) -> None:
+    rng = random.Random(4)
+    slower = 1.0 + noise * 0.8  # the mean of what the noise adds
+    items = poisson(load * CAPACITY / slower, 20, 12)
+    served = run(
+        core_of(Adaptive(), slo=SLO_400), items, lambda call: linear(call) * (1 + noise * abs(rng.gauss(0, 1)))
+    )
+    assert share(served, SLO_400) >= 0.97 / load
+
+
+def test_an_idle_worker_takes_what_comes_at_once() -> None:
+    served = run(core_of(Adaptive(), slo=SLO_400), poisson(0.05 * CAPACITY, 20, 13))
+    alone = [call for call in served.calls if len(call.items) == 1]
+    assert len(alone) > 0.6 * len(served.calls)
+    assert latency(served.records, 50) <= 1.1 * 0.022
+    waits = [call.start - call.items[0].arrival for call in alone]
+    assert min(waits) == 0.0 and sorted(waits)[len(waits) // 2] == 0.0
+
+
+def test_nothing_is_left_of_a_burst_two_seconds_after_it() -> None:
+    low = 0.05 * CAPACITY
+    items = [*poisson(low, 10, 14), *poisson(1.3 * CAPACITY, 10, 15, start=10.0), *poisson(low, 10, 16, start=20.0)]
+    records = run(core_of(Adaptive(), slo=SLO_400), items).records
+    before = [r for r in records if r.arrival < 10]
+    after = [r for r in records if r.arrival >= 22]
+    assert latency(after, 50) <= 1.1 * latency(before, 50)
+
+
+@pytest.mark.parametrize("rate", [80, 120, 200, 300])
+def test_a_promise_of_two_and_a_half_times_the_bare_time(rate: float) -> None:
+    """Against dispatch when free that drops what has already missed: never worse by more than a hair, mostly far better."""
+    slo = SLO(e2e_ms=2.5 * 22)
+    ours = share(run(core_of(Adaptive(), slo=slo), poisson(rate, 20, 17)), slo)
+    plain = share(run(core_of(Dynamic(), slo=slo, wait_ms=0), poisson(rate, 20, 17)), slo)
+    assert ours >= plain - 0.01
+    assert rate < 200 or ours > 1.2 * plain
+
+
+def test_costs_that_vary_a_hundredfold() -> None:
+    slo = SLO(e2e_ms=200)
+    items = poisson(110, 20, 18, lambda r: round(10 ** r.uniform(0, 2)))
+    served = run(core_of(Adaptive(), slo=slo), items, lambda call: 0.010 + 0.0004 * call.cost)
+    assert share(served, slo) > 0.95
+
+
+def test_short_promises_are_rescued_while_long_ones_can_wait() -> None:
+    price = Price(0.02, 0.002, 0.0)
+    bounds = Bounds(most=32, budget=10**6, price=price)
+    tight = [Item(None, 0.0, deadline=0.05) for _ in range(5)]
+    loose = [Item(None, 0.0, deadline=0.4) for _ in range(20)]
+    rescued = choose([*loose, *tight], 0.0, bounds, reorder=True)
+    assert set(tight) < set(rescued) and price.of(len(rescued), 0) <= 0.05
+    many = [Item(None, 0.0, deadline=0.4) for _ in range(200)]
+    assert set(choose([*tight, *many], 0.0, bounds, reorder=True)) <= set(many)  # then the call had better be full
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_what_is_nearly_late_is_passed_over_for_a_full_call(reorder: bool) -> None:
+    bounds = Bounds(most=32, budget=10**6, price=Price(0.02, 0.002, 0.0))
+    items = [Item(None, i / 1000, deadline=0.06 + i / 1000) for i in range(60)]
+    chosen = choose(items, 0.059, bounds, reorder=reorder)
+    seconds = bounds.price.of(len(chosen), len(chosen))
+    assert min(item.deadline for item in chosen) >= 0.059 + seconds
+    assert items[0] not in chosen and len(chosen) >= (13 if reorder else 10)  # 13 is the most that can be
+
+
+def test_of_unequal_costs_the_most_items_make_it() -> None:
+    bounds = Bounds(most=32, budget=10**6, price=Price(0.01, 0.0, 0.001))
+    items = [Item(None, 0.0, cost, deadline=0.06) for cost in (40, 5, 30, 5, 10, 20, 10)]
+    chosen = choose(items, 0.0, bounds, reorder=True)
+    assert sorted(item.cost for item in chosen) == [5, 5, 10, 10, 20]
+
+
+def test_a_promise_too_short_for_anything_is_served_late_rather_than_never() -> None:
+    slo = SLO(e2e_ms=10)
+    served = run(core_of(Adaptive(), slo=slo), poisson(50, 10, 19))
+    assert share(served, slo) == 0.0
+    assert sum(record.completed for record in served.records) > 0.9 * len(served.records)
+
+
+def test_a_machine_that_gets_faster_again_is_not_written_off() -> None:
+    """Ten times slower for five seconds, so that nothing can be on time; then as before."""
+    items = poisson(50, 30, 20)
+    speed = {"now": 1.0}
+    events = [(10.0, lambda _: speed.update(now=20.0)), (15.0, lambda _: speed.update(now=1.0))]
+    served = run(core_of(Adaptive(), slo=SLO_400), items, lambda call: linear(call) * speed["now"], events=events)
+    late = [r for r in served.records if r.arrival > 18]
+    assert sum(SLO_400.met(r) for r in late) >= 0.99 * len(late)
+
+
+@pytest.mark.parametrize("load", [0.05, 0.3, 0.7])
+def test_with_a_price_for_each_call_waiting_pays(load: float) -> None:
+    """Fewer calls than any static window that keeps the promise as well; and no fewer in time."""
+    calls = {}
+    for window in (0, 25, 50, 100, 150, 200, 250, 300, 350):
+        core = core_of(Dynamic(), slo=SLO_400, wait_ms=window)
+        served = run(core, poisson(load * CAPACITY, 30, 21))
+        if share(served, SLO_400) >= 0.99:
+            calls[window] = late_calls(served)
+    ours = run(core_of(Adaptive(call_price_s=inf), slo=SLO_400), poisson(load * CAPACITY, 30, 21))
+    assert share(ours, SLO_400) >= 0.99
+    assert late_calls(ours) <= 1.05 * min(calls.values())
+    assert late_calls(ours) < 0.7 * calls[0]
+
+
+def late_calls(served: Served) -> int:
+    """Calls once service times have been learned."""
+    return sum(call.start > 3 for call in served.calls)
+
+
+def test_a_price_is_weighed_against_the_waiting() -> None:
+    counts = []
+    for price in (0.0, 0.1, 0.5, 2.0, inf):
+        served = run(core_of(Adaptive(call_price_s=price), slo=SLO_400), poisson(60, 30, 22))
+        counts.append((len(served.calls), latency(served.records, 50)))
+    assert counts == sorted(counts, key=lambda pair: -pair[0])
+    assert [pair[1] for pair in counts] == sorted(pair[1] for pair in counts)
+
+
+def test_the_wait_window_is_a_ceiling_for_holding() -> None:
+    served = run(core_of(Adaptive(call_price_s=inf), slo=SLO_400, wait_ms=30), poisson(10, 20, 23))
+    waits = [call.start - min(item.arrival for item in call.items) for call in served.calls[8:]]
+    assert max(waits) <= 0.030 + 0.1 and sorted(waits)[len(waits) // 2] == pytest.approx(0.030, abs=0.001)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_calls_that_slow_one_another_down_are_kept_apart(load: float) -> None:
+    """Three workers on a device that does one thing at a time: one call after the other is faster for everybody."""
+    items = poisson(load * CAPACITY, 20, 24)
+    shared = {"workers": 3}
+    ours = run(core_of(Adaptive(), slo=SLO_400, **shared), items, slowdown=float)
+    items = poisson(load * CAPACITY, 20, 24)
+    plain = run(core_of(Dynamic(), slo=SLO_400, wait_ms=0, **shared), items, slowdown=float)
+    assert latency(ours.records, 50) < 0.7 * latency(plain.records, 50)
+    assert share(ours, SLO_400) >= share(plain, SLO_400)
+
+
+def test_workers_that_do_not_disturb_one_another_are_all_used() -> None:
+    served = run(core_of(Adaptive(), slo=SLO_400, workers=3), poisson(2.4 * CAPACITY, 20, 25))
+    assert share(served, SLO_400) >= 0.995
+    assert {call.worker for call in served.calls} == {0, 1, 2}
+
+
+def test_sizes_nobody_gave_are_felt_out() -> None:
+    served = run(
+        core_of(Adaptive(), slo=SLO(e2e_ms=2000), size=4096), poisson(1000, 10, 26), lambda c: 0.1 + 1e-4 * len(c.items)
+    )
+    largest = 16
+    for call in served.calls:
+        assert len(call.items) <= max(16, 2 * largest)
+        largest = max(largest, len(call.items))
+    assert largest > 60
+
+
+def test_wrong_values_are_named() -> None:
+    with pytest.raises(ValueError, match="call_price_s is -1"):
+        Adaptive(call_price_s=-1)
