@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from runtime.batching.batcher import Batcher as Batcher
     from runtime.batching.decorator import batch as batch
     from runtime.batching.future import ItemFuture as ItemFuture
+    from runtime.batching.largest import find_max_batch as find_max_batch
     from runtime.errors import AutotuneError as AutotuneError
     from runtime.errors import EngineClosedError as EngineClosedError
     from runtime.errors import InputError as InputError
@@ -49,6 +50,7 @@ _WHERE = {
     "runtime.batching.batcher": "Batcher",
     "runtime.batching.decorator": "batch",
     "runtime.batching.future": "ItemFuture",
+    "runtime.batching.largest": "find_max_batch",
     "runtime.errors": (
         "AutotuneError EngineClosedError InputError LeaseError ModelError RejectedError RequestCancelledError"
         " RequestError RequestTimeoutError StepFailedError UnsupportedModelError"

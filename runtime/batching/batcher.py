@@ -85,6 +85,10 @@ class Batcher(TunableBatcher):
             raise ValueError(
                 "processes is set and fn is asynchronous or a generator; only a plain function can be sent"
             )
+        if processes and concurrency != 1:
+            raise ValueError(
+                f"concurrency is {concurrency} and processes is set; a process runs one call, take more replicas"
+            )
         loop = LoopThread(name or "batcher")
         children = [ProcessWorker(worker) for worker in workers] if processes else []
         functions = [Function(worker, collate=collate, loop=loop) for worker in (children or workers)]

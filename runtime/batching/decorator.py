@@ -28,7 +28,7 @@ class Batched:
         self._lock = threading.Lock()
         self._batcher: Batcher | None = None
         self._name = getattr(function, "__name__", "")
-        self._bound: weakref.WeakKeyDictionary[Any, Batched] = weakref.WeakKeyDictionary()
+        self._bound: dict[int, Batched] = {}  # by identity: instances need not be hashable
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -37,9 +37,10 @@ class Batched:
         if instance is None:
             return self
         with self._lock:
-            bound = self._bound.get(instance)
+            bound = self._bound.get(id(instance))
             if bound is None:
-                bound = self._bound[instance] = Batched(self.function, self._options, instance)
+                bound = self._bound[id(instance)] = Batched(self.function, self._options, instance)
+                weakref.finalize(instance, self._bound.pop, id(instance), None).atexit = False
         return bound
 
     @property

@@ -24,7 +24,10 @@ class LoopThread:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self._name} loop", daemon=True)
                 self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        found, fatal = asyncio.run_coroutine_threadsafe(_contained(coroutine), self._loop).result()
+        if fatal is not None:
+            raise fatal
+        return found
 
     def close(self) -> None:
         """Stop and close the loop; nothing runs in it any more."""
@@ -36,3 +39,13 @@ class LoopThread:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """What would end the loop, such as SystemExit, goes to the worker that called instead."""
+    try:
+        return await coroutine, None
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as fatal:
+        return None, fatal

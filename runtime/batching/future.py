@@ -135,10 +135,10 @@ class Delivery:
     """Use as a context manager around the results of a call."""
 
     def __enter__(self) -> None:
-        _WAKES.gathered = {}
+        self._outer, _WAKES.gathered = _WAKES.gathered, {}  # a callback may deliver for another batcher
 
     def __exit__(self, *exc: object) -> None:
-        gathered, _WAKES.gathered = _WAKES.gathered, None
+        gathered, _WAKES.gathered = _WAKES.gathered, self._outer
         for loop, waiters in (gathered or {}).items():
             _call(loop, waiters)
 

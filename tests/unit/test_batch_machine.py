@@ -22,6 +22,7 @@ from runtime.batching.core import BatchCore
 from runtime.batching.groupings import GROUPINGS
 from runtime.batching.item import ENDED, Call, Item
 from runtime.batching.strategies import STRATEGIES, strategy_of
+from runtime.batching.virtual import serve
 from runtime.errors import AutotuneError, RejectedError
 from runtime.slo import SLO
 from tests.unit.batching_world import LIMITS, knobs
@@ -165,6 +166,19 @@ def test_every_item_has_exactly_one_outcome_and_no_call_breaks_a_knob(
             getattr(world, action)()
         world.check()
     world.close(drain)
+
+
+@given(
+    gaps=st.lists(st.floats(0, 0.02), min_size=1, max_size=60),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    grouping=st.sampled_from(["arrival", "padded"]),
+    costs=st.integers(1, 50),
+)
+def test_arrival_order_is_kept(gaps: list[float], strategy: str, grouping: str, costs: int) -> None:
+    items = [Item(None, sum(gaps[: i + 1]), 1 + i * 7 % costs) for i in range(len(gaps))]
+    core = BatchCore(strategy_of(strategy), grouping, knobs=knobs(5, 10, 60), limits=LIMITS)
+    served = serve(core, items, lambda call: 0.01 + 0.001 * call.cost)
+    assert [item for call in served.calls for item in call.items] == items
 
 
 class Counting:

@@ -1,54 +1,17 @@
-"""The batcher with its threads: kinds of functions, results and exceptions, cancelling, timeouts, back-pressure, closing."""
+"""The batcher with its threads: results and exceptions of each item, futures, replicas, wrong values."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, CancelledError, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, as_completed, wait
 from typing import Any
 
 import pytest
 
-from runtime import SLO, Batcher, FinishReason, RequestRecord, StepRecord, batch
-from runtime.batching.strategies import Adaptive, Static
-from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
-
-
-class Gated:
-    """A function that waits inside until it is let through, and remembers what it was called with."""
-
-    def __init__(self, act: Callable[[Any], Any] = lambda x: x) -> None:
-        self.calls: list[list[Any]] = []
-        self.entered = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
-        self._act = act
-
-    def __call__(self, items: list[Any]) -> list[Any]:
-        self.calls.append(items)
-        self.entered.release()
-        assert self.gate.acquire(timeout=30)
-        return [self._act(item) for item in items]
-
-
-class Heard:
-    """A listener."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
-
-
-def double(items: list[int]) -> list[int]:
-    return [2 * item for item in items]
+from runtime import Batcher
+from runtime.batching.strategies import Static
+from runtime.errors import StepFailedError
+from tests.unit.batcher_doubles import Gated, Heard, double
 
 
 def test_results_come_back_to_whoever_submitted() -> None:
@@ -173,143 +136,6 @@ def test_what_is_no_list_of_results_is_said(returned: Any, message: str) -> None
         first.result()
 
 
-def test_a_cancelled_item_never_reaches_the_function() -> None:
-    fn = Gated()
-    heard = Heard()
-    with Batcher(fn, max_batch_size=2) as b:
-        b.subscribe(heard)
-        futures = [b.submit(i) for i in range(6)]
-        fn.entered.acquire()
-        assert futures[3].cancel() and futures[3].cancel() and futures[3].cancelled()
-        assert not futures[0].cancel()
-        fn.gate.release(6)
-        assert wait(futures, timeout=30).not_done == set()
-        with pytest.raises(CancelledError):
-            futures[3].result()
-    assert sorted(i for call in fn.calls for i in call) == [0, 1, 2, 4, 5]
-    assert {r.id: r.reason for r in heard.requests}["4"] is FinishReason.CANCELLED
-    assert not futures[0].cancel()
-
-
-def test_a_timeout_ends_what_waits_and_what_runs() -> None:
-    fn = Gated()
-    with Batcher(fn, max_batch_size=1) as b:
-        runs, waits, other = b.submit("a", timeout_s=0.05), b.submit("b", timeout_s=0.05), b.submit("c")
-        for future in (runs, waits):
-            with pytest.raises(RequestTimeoutError, match="its timeout passed"):
-                future.result(30)
-        fn.gate.release(3)
-        assert other.result(30) == "c"
-    assert fn.calls == [["a"], ["c"]]
-
-
-def test_a_full_queue_refuses_or_blocks() -> None:
-    fn = Gated()
-    with Batcher(fn, max_batch_size=1, max_queue=2, when_full="reject") as b:
-        futures = [b.submit(0)]
-        fn.entered.acquire()
-        futures += [b.submit(i) for i in (1, 2)]
-        with pytest.raises(RejectedError, match="max_queue is 2") as refused:
-            b.submit(3)
-        assert refused.value.reason == "queue_full" and refused.value.retry_after_s is not None
-        fn.gate.release(3)
-        assert [f.result(30) for f in futures] == [0, 1, 2]
-
-    fn = Gated()
-    with Batcher(fn, max_batch_size=1, max_queue=2) as b:
-        results: list[int] = []
-        thread = threading.Thread(target=lambda: results.extend(f.result() for f in [b.submit(i) for i in range(9)]))
-        thread.start()
-        fn.entered.acquire()
-        while b.view().waiting < 2:
-            time.sleep(0.001)
-        fn.gate.release(9)
-        thread.join(30)
-        assert results == list(range(9))
-
-
-def test_what_cannot_be_on_time_is_dropped_early() -> None:
-    """While a call runs for far longer than promised, items wait beyond their deadline: they are not run then."""
-    fn = Gated()
-    with Batcher(fn, slo="e2e=50ms", max_batch_size=4, strategy=_knowing(seconds=0.01)) as b:
-        first = b.submit(0)
-        fn.entered.acquire()
-        late = [b.submit(i) for i in range(1, 4)]
-        time.sleep(0.1)
-        fresh = b.submit(9, deadline_s=60)
-        fn.gate.release(2)
-        assert first.result(30) == 0 and fresh.result(30) == 9
-        for future in late:
-            with pytest.raises(RejectedError, match="deadline cannot be met") as dropped:
-                future.result(30)
-            assert dropped.value.reason == "slo"
-    assert fn.calls == [[0], [9]]
-
-
-def _knowing(seconds: float) -> Adaptive:
-    """An adaptive strategy that has seen calls of so many seconds."""
-    from runtime.batching.item import Call, Item
-    from runtime.batching.service_model import ServiceModel
-
-    model = ServiceModel()
-    for n in (1, 2, 4, 1, 2, 4, 3, 2):
-        call = Call([Item(None, 0.0)] * n, n, 0, 0.0, 0, 0)
-        call.end = seconds
-        model.observe(call)
-    assert model.ready
-    return Adaptive(model=model)
-
-
-def test_closing_finishes_what_waits_or_cancels_it() -> None:
-    fn = Gated()
-    b = Batcher(fn, max_batch_size=2)
-    futures = [b.submit(i) for i in range(5)]
-    fn.gate.release(5)
-    b.close()
-    assert [f.result(0) for f in futures] == list(range(5)) and b.closed
-    with pytest.raises(RejectedError, match="closed") as refused:
-        b.submit(1)
-    assert refused.value.reason == "closed"
-    b.close()
-
-    fn = Gated()
-    b = Batcher(fn, max_batch_size=2)
-    futures = [b.submit(0)]
-    fn.entered.acquire()
-    futures += [b.submit(i) for i in range(1, 5)]
-    closing = threading.Thread(target=b.close, args=(False,))
-    closing.start()
-    for future in futures[1:]:
-        with pytest.raises(RequestCancelledError, match="the batcher was closed"):
-            future.result(30)
-    fn.gate.release()
-    closing.join(30)
-    assert futures[0].result(0) == 0 and len(fn.calls) == 1
-
-
-def test_an_error_in_the_with_block_does_not_wait_for_what_is_queued() -> None:
-    fn = Gated()
-    with pytest.raises(KeyError), Batcher(fn, max_batch_size=1) as b:
-        futures = [b.submit(i) for i in range(3)]
-        fn.entered.acquire()
-        fn.gate.release()
-        raise KeyError
-    assert isinstance(futures[2].exception(0), RequestCancelledError)
-
-
-def test_a_forgotten_batcher_stops_its_threads() -> None:
-    b = Batcher(double, replicas=2)
-    assert b(1) == 2
-    threads = b._pool.threads()
-    gone = weakref.ref(b)
-    del b
-    gc.collect()
-    assert gone() is None
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
 def test_static_batches_are_full_but_for_the_last() -> None:
     sizes = []
     with Batcher(lambda items: sizes.append(len(items)) or items, strategy="static", max_batch_size=8) as b:
@@ -326,104 +152,6 @@ def test_replicas_may_be_callables_of_their_own() -> None:
             assert fn.entered.acquire(timeout=30)
             fn.gate.release()
         assert [f.result(30) for f in futures] == [0, 1]
-
-
-def test_a_generator_streams_to_each_item() -> None:
-    def spell(words: list[str]) -> Iterator[list[Any]]:
-        for i in range(max(map(len, words))):
-            yield [word[i] if i < len(word) else None for word in words]
-
-    heard = Heard()
-    with Batcher(spell) as b:
-        b.subscribe(heard)
-        futures = [b.submit(word) for word in ("some", "words", "a")]
-        assert [list(f) for f in futures] == [list("some"), list("words"), ["a"]]  # type: ignore[call-overload]
-        assert futures[0].result() == list("some")
-    assert sorted(r.output_tokens for r in heard.requests) == [1, 4, 5]
-
-
-def test_a_stream_that_breaks_gives_what_came_and_then_raises() -> None:
-    def broken(items: list[int]) -> Iterator[list[int]]:
-        yield items
-        raise OSError("lost")
-
-    with Batcher(broken) as b:
-        stream = iter(b.submit(3))  # type: ignore[call-overload]
-        assert next(stream) == 3
-        with pytest.raises(OSError, match="lost"):
-            next(stream)
-
-
-def test_the_decorator_keeps_the_function_and_makes_one_batcher() -> None:
-    @batch(slo="e2e=30s@99%", cost=len)
-    def embed(texts: list[str]) -> list[int]:
-        """Counts."""
-        return [len(text) for text in texts]
-
-    assert embed.submit("four").result() == 4 and embed("eleven chars") == 12
-    assert embed.__doc__ == "Counts." and embed.__name__ == "embed" and embed.function(["a"]) == [1]
-    assert embed.batcher.slos["default"] == SLO(e2e_ms=30000)
-    assert list(embed.map(["a", "bb", "ccc"])) == [1, 2, 3]
-    embed.close()
-
-
-def test_a_method_has_a_batcher_for_each_instance_and_lets_go_of_it() -> None:
-    class Model:
-        def __init__(self, weight: int) -> None:
-            self.weight = weight
-
-        @batch
-        def times(self, items: list[int]) -> list[int]:
-            return [self.weight * item for item in items]
-
-    two, three = Model(2), Model(3)
-    assert two.times(5) == 10 and three.times(5) == 15
-    assert two.times.batcher is two.times.batcher is not three.times.batcher
-    threads = two.times.batcher._pool.threads()
-    gone = weakref.ref(two)
-    del two
-    gc.collect()
-    assert gone() is None
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    three.times.close()
-
-
-def test_map_keeps_the_order_or_gives_what_is_ready() -> None:
-    with Batcher(double, max_queue=16, max_batch_size=4) as b:
-        assert list(b.map(range(300))) == [2 * i for i in range(300)]
-        assert sorted(b.map(iter(range(300)), ordered=False)) == [2 * i for i in range(300)]
-        assert list(b.map([])) == []
-
-
-def test_map_reads_no_further_ahead_than_the_queue_has_room() -> None:
-    fn = Gated()
-    read = []
-
-    def source() -> Iterator[int]:
-        for i in range(100):
-            read.append(i)
-            yield i
-
-    with Batcher(fn, max_queue=5, max_batch_size=2) as b:
-        fn.gate.release(100)
-        results = b.map(source())
-        assert next(results) == 0
-        assert len(read) < 20
-        assert list(results) == list(range(1, 100))
-
-
-def test_map_raises_the_first_error_or_puts_it_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    def picky(items: list[int]) -> list[Any]:
-        return [ValueError(f"not {i}") if i == 7 else i for i in items]
-
-    with Batcher(picky) as b:
-        with pytest.raises(ValueError, match="not 7"):
-            list(b.map(range(50)))
-        found = list(b.map(range(10), return_exceptions=True, progress=True))
-        assert found[:7] == list(range(7)) and isinstance(found[7], ValueError) and found[8:] == [8, 9]
-    assert "10/10" in capsys.readouterr().err
 
 
 def test_a_function_that_calls_its_own_batcher_is_told() -> None:
@@ -459,6 +187,7 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
         ({"strategy": "static", "max_queue": 3}, "a static batch of 32 would never fill"),
         ({"memory_limit_bytes": 100}, "memory_limit_bytes and measure_bytes go together"),
         ({"processes": True, "fn": lambda items: items}, "cannot be sent to a process"),
+        ({"processes": True, "concurrency": 2}, "concurrency is 2 and processes is set"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:

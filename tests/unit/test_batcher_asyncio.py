@@ -156,6 +156,21 @@ async def test_an_exception_of_an_async_function_reaches_those_who_await() -> No
     await asyncio.to_thread(b.close)
 
 
+async def test_an_async_worker_that_dies_takes_no_loop_with_it() -> None:
+    deaths = 0
+
+    async def mortal(items: list[int]) -> list[int]:
+        nonlocal deaths
+        if not deaths:
+            deaths += 1
+            raise SystemExit
+        return items
+
+    b = Batcher(mortal)
+    assert [await b(1), await b(2)] == [1, 2] and deaths == 1
+    await asyncio.to_thread(b.close)
+
+
 def test_a_loop_that_closed_meanwhile_harms_nobody() -> None:
     gate = threading.Event()
 

@@ -11,25 +11,14 @@ import autotune
 from autotune.controllers.static import StaticController
 from autotune.evaluate import evaluate
 from autotune.workload.parse import parse_workload
-from runtime import SLO, Batcher, EngineClosedError, Knobs, LeaseError, RequestRecord, StepRecord
+from runtime import SLO, Batcher, EngineClosedError, Knobs, LeaseError
 from runtime.batching.served import ServedInputs
 from runtime.tunable import SchedulerView
+from tests.unit.batcher_doubles import Heard
 
 
 def same(items: list[Any]) -> list[Any]:
     return items
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
 
 def test_records_say_what_happened_in_the_engines_words() -> None:

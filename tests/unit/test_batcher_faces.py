@@ -1,0 +1,124 @@
+"""The batcher's faces: streams, the decorator, methods, map, collation."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from runtime import SLO, Batcher, batch
+from runtime.batching.packing import Packed, pack
+from runtime.batching.padding import pad
+from tests.unit.batcher_doubles import Gated, Heard, double
+
+
+def test_a_generator_streams_to_each_item() -> None:
+    def spell(words: list[str]) -> Iterator[list[Any]]:
+        for i in range(max(map(len, words))):
+            yield [word[i] if i < len(word) else None for word in words]
+
+    heard = Heard()
+    with Batcher(spell) as b:
+        b.subscribe(heard)
+        futures = [b.submit(word) for word in ("some", "words", "a")]
+        assert [list(f) for f in futures] == [list("some"), list("words"), ["a"]]  # type: ignore[call-overload]
+        assert futures[0].result() == list("some")
+    assert sorted(r.output_tokens for r in heard.requests) == [1, 4, 5]
+
+
+def test_a_stream_that_breaks_gives_what_came_and_then_raises() -> None:
+    def broken(items: list[int]) -> Iterator[list[int]]:
+        yield items
+        raise OSError("lost")
+
+    with Batcher(broken) as b:
+        stream = iter(b.submit(3))  # type: ignore[call-overload]
+        assert next(stream) == 3
+        with pytest.raises(OSError, match="lost"):
+            next(stream)
+
+
+def test_the_decorator_keeps_the_function_and_makes_one_batcher() -> None:
+    @batch(slo="e2e=30s@99%", cost=len)
+    def embed(texts: list[str]) -> list[int]:
+        """Counts."""
+        return [len(text) for text in texts]
+
+    assert embed.submit("four").result() == 4 and embed("eleven chars") == 12
+    assert embed.__doc__ == "Counts." and embed.__name__ == "embed" and embed.function(["a"]) == [1]
+    assert embed.batcher.slos["default"] == SLO(e2e_ms=30000)
+    assert list(embed.map(["a", "bb", "ccc"])) == [1, 2, 3]
+    embed.close()
+
+
+def test_a_method_has_a_batcher_for_each_instance_and_lets_go_of_it() -> None:
+    @dataclass  # compared by value, so not hashable
+    class Model:
+        weight: int
+
+        @batch
+        def times(self, items: list[int]) -> list[int]:
+            return [self.weight * item for item in items]
+
+    two, three = Model(2), Model(3)
+    assert two.times(5) == 10 and three.times(5) == 15
+    assert two.times.batcher is two.times.batcher is not three.times.batcher
+    threads = two.times.batcher._pool.threads()
+    gone = weakref.ref(two)
+    del two
+    gc.collect()
+    assert gone() is None
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    three.times.close()
+
+
+def test_map_keeps_the_order_or_gives_what_is_ready() -> None:
+    with Batcher(double, max_queue=16, max_batch_size=4) as b:
+        assert list(b.map(range(300))) == [2 * i for i in range(300)]
+        assert sorted(b.map(iter(range(300)), ordered=False)) == [2 * i for i in range(300)]
+        assert list(b.map([])) == []
+
+
+def test_map_reads_no_further_ahead_than_the_queue_has_room() -> None:
+    fn = Gated()
+    read = []
+
+    def source() -> Iterator[int]:
+        for i in range(100):
+            read.append(i)
+            yield i
+
+    with Batcher(fn, max_queue=5, max_batch_size=2) as b:
+        fn.gate.release(100)
+        results = b.map(source())
+        assert next(results) == 0
+        assert len(read) < 20
+        assert list(results) == list(range(1, 100))
+
+
+def test_map_raises_the_first_error_or_puts_it_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    def picky(items: list[int]) -> list[Any]:
+        return [ValueError(f"not {i}") if i == 7 else i for i in items]
+
+    with Batcher(picky) as b:
+        with pytest.raises(ValueError, match="not 7"):
+            list(b.map(range(50)))
+        found = list(b.map(range(10), return_exceptions=True, progress=True))
+        assert found[:7] == list(range(7)) and isinstance(found[7], ValueError) and found[8:] == [8, 9]
+    assert "10/10" in capsys.readouterr().err
+
+
+def test_packing_and_padding_are_ways_to_collate() -> None:
+    def sums(packed: Packed) -> list[int]:
+        return [int(row.sum()) for row in packed.rows()]
+
+    with Batcher(sums, cost=len, collate=pack) as b:
+        assert list(b.map([[1, 2], [3], [4, 5, 6]])) == [3, 3, 15]
+    with Batcher(lambda padded: padded.values.sum(1).tolist(), cost=len, collate=pad, grouping="buckets") as b:
+        assert list(b.map([[1, 2], [3], [4, 5, 6]])) == [3, 3, 15]
