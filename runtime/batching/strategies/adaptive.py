@@ -27,7 +27,7 @@ from runtime.batching.strategies.protocol import Decision, Fit, State, cost_of, 
 from runtime.records import LimitedBy
 
 _FIRST = 16  # items that a call may hold before any has been seen
-_LOOK = 256  # items looked at, at most
+_LOOK = 256  # items looked at beyond a full call, at most
 _HOPE = 1.0  # of the expected time: with less than this left an item has hardly a chance
 _TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
 _GUARD = 0.02  # of the promised time, kept in reserve when holding
@@ -114,7 +114,7 @@ class Adaptive:
         now, queue = state.now, state.queue
         alive: list[Item] = []
         doomed: list[Item] = []
-        for item in queue.first(min(_LOOK, 3 * bounds.most)):
+        for item in queue.first(bounds.most + min(_LOOK, 2 * bounds.most)):
             hopeless = item.deadline < now + _HOPE * price.of(1, item.cost)
             (doomed if hopeless else alive).append(item)
         if alive:

@@ -26,6 +26,7 @@ from runtime.batching.item import Item
 from runtime.batching.service_model import ServiceModel
 from runtime.batching.strategies.protocol import State
 
+_FELT = 1.05  # times as long that a call must take beside others for it to matter
 _ONE_MORE, _ONE_LESS = 1.025, 1.005  # times as much that must get through for one more call at a time, and to keep it
 
 
@@ -62,6 +63,8 @@ def better_alone(items: Sequence[Item], cost: int, due: float, state: State, mod
     others, k = len(running), len(items)
     beside, alone = model.price(others), model.price(others - 1)
     took = beside.of(k, cost)
+    if took < _FELT * alone.of(k, cost):
+        return False
     delay, soonest = 0.0, inf
     for call in running:
         n, c = len(call.items), call.cost
