@@ -108,7 +108,7 @@ def serve(
         if following is None and not todo and not running:
             core.state.closing = True
         ask = ask or core.state.waiting >= core.hold_items or core.state.waiting_cost >= core.knobs.token_budget
-        ask = ask or core.state.room <= 0 or core.expiries.next <= now
+        ask = ask or core.state.must_go or core.expiries.next <= now
         while ask:
             step = core.next(now)
             for ended in step.ended:
