@@ -133,5 +133,5 @@ def _knobs(values: Sequence[float]) -> Knobs:
 
 
 def _outcome(values: Sequence[Any]) -> Outcome:
-    phases, bins, rejected = values
-    return Outcome(tuple((o, m) for o, m in phases), tuple((o, m) for o, m in bins), rejected)
+    phases, bins, rejected, full = values
+    return Outcome(tuple((o, m) for o, m in phases), tuple((o, m) for o, m in bins), rejected, full)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.controller_scenarios import GRID, LOADS, Load
-from benchmarks.controller_work import PeakTask, Workers
+from benchmarks.controller_work import Peak, PeakTask, Workers, by_slots, roomy
 from runtime.knobs import Knobs
 
 _SEED = 90_001  # no contender's
 _USUAL = (Knobs(256, 0, 2048, 2048), Knobs(64, 0, 512, 512), Knobs(16, 0, 256, 256))  # to find out where to look
-_CELLS = 10
+_CELLS = 6
 
 
 class PeakSearch:
@@ -23,25 +23,33 @@ class PeakSearch:
     def __init__(self, load: Load, workers: Workers) -> None:
         self._load = LOADS.index(load)
         self._workers = workers
-        self._found: dict[float, dict[Knobs, float]] = {}
+        self._found: dict[float, dict[Knobs, Peak]] = {}
         self.runs = 0
 
     def find(self) -> tuple[float, Knobs, float]:
         """(goodput, setting, rate) of the peak."""
         rate = self._raise()
-        cells = _best(self.measure(GRID.cells(), 1.1 * rate, 400), _CELLS)
+        cells = _best(self._different(GRID.cells(), 1.1 * rate), _CELLS)
         for factor in (1.25, 1.08):
             rate = self._climb(rate, factor, cells)
-        each = [(value, r, knobs) for r, values in self._found.items() for knobs, value in values.items()]
+        each = [(peak.goodput, r, knobs) for r, peaks in self._found.items() for knobs, peak in peaks.items()]
         finalists = sorted(each, reverse=True, key=lambda found: found[0])[:6]
         final = [(self._mean(knobs, r), knobs, r) for _, r, knobs in finalists]
         return max(final, key=lambda found: found[0])
+
+    def _different(self, cells: Sequence[Knobs], rate: float) -> dict[Knobs, Peak]:
+        """Those of ``cells`` that do not behave alike."""
+        found: dict[Knobs, Peak] = {}
+        for group in by_slots(cells):
+            free = [cell for cell, peak in found.items() if not peak.full]
+            found |= self.measure([cell for cell in group if roomy(cell, free) is None], rate, 400)
+        return found
 
     def _raise(self) -> float:
         """Where usual settings serve the most, on a coarse ladder of rates."""
         rate, best, at = 0.2, 0.0, 0.2
         while rate <= 8 * at:
-            value = max(self.measure(_USUAL, rate, 300).values())
+            value = max(peak.goodput for peak in self.measure(_USUAL, rate, 300).values())
             if value > best:
                 best, at = value, rate
             if value < 0.6 * best:
@@ -67,19 +75,21 @@ class PeakSearch:
         rate = round(rate, 6)
         if rate not in self._found:
             self._found[rate] = self.measure(cells, rate, 1200)
-        return max(self._found[rate].values())
+        return max(peak.goodput for peak in self._found[rate].values())
 
     def _mean(self, knobs: Knobs, rate: float) -> float:
         tasks = [PeakTask(self._load, knobs, rate, 3000, _SEED + i) for i in (1, 2, 3)]
         self.runs += len(tasks)
-        return sum(value for _, value in self._workers.peaks(tasks)) / len(tasks)
+        return sum(peak.goodput for _, peak in self._workers.peaks(tasks)) / len(tasks)
 
-    def measure(self, cells: Iterable[Knobs], rate: float, requests: int) -> dict[Knobs, float]:
-        """Goodput of each of ``cells`` at ``rate``, over so many requests or a while."""
+    def measure(self, cells: Iterable[Knobs], rate: float, requests: int) -> dict[Knobs, Peak]:
+        """What each of ``cells`` does at ``rate``, over so many requests or a while."""
         tasks = [PeakTask(self._load, knobs, rate, requests, _SEED) for knobs in cells]
         self.runs += len(tasks)
-        return {task.knobs: value for task, value in self._workers.peaks(tasks)}
+        return dict(
+            sorted(((task.knobs, peak) for task, peak in self._workers.peaks(tasks)), key=lambda each: str(each[0]))
+        )
 
 
-def _best(values: dict[Knobs, float], count: int) -> list[Knobs]:
-    return sorted(values, key=lambda knobs: (-values[knobs], str(knobs)))[:count]
+def _best(peaks: dict[Knobs, Peak], count: int) -> list[Knobs]:
+    return sorted(peaks, key=lambda knobs: (-peaks[knobs].goodput, str(knobs)))[:count]

@@ -20,7 +20,7 @@ from benchmarks.controller_loads import arrivals
 from benchmarks.controller_scenarios import COLD, Scenario
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO, RequestClass
 
 BIN_S = 5.0
@@ -37,11 +37,13 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away."""
+    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away; ``full``:
+    whether slots ever ran out."""
 
     phases: tuple[tuple[int, int], ...]
     bins: tuple[tuple[int, int], ...]
     rejected: int = 0
+    full: bool = True
 
     @property
     def met(self) -> int:
@@ -140,12 +142,14 @@ class Judge:
         self._phases = [[0, 0] for _ in scenario.phases]
         self._bins = [[0, 0] for _ in range(int(scenario.seconds / BIN_S))]
         self._rejected = 0
+        self._full = False
 
     def on_step(self, record: StepRecord) -> None:
-        pass
+        if record.limited_by is LimitedBy.SLOTS:
+            self._full = True
 
     def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
-        pass
+        self.on_step(record)
 
     def on_request(self, record: RequestRecord) -> None:
         phase = bisect_right(self._starts, record.arrival) - 1
@@ -156,7 +160,7 @@ class Judge:
         self._rejected += record.reason is FinishReason.REJECTED
 
     def outcome(self) -> Outcome:
-        return Outcome(_pairs(self._phases), _pairs(self._bins), self._rejected)
+        return Outcome(_pairs(self._phases), _pairs(self._bins), self._rejected, self._full)
 
 
 def _pairs(counts: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:

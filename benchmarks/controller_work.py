@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from itertools import groupby
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
@@ -37,6 +38,13 @@ class PeakTask(NamedTuple):
     seed: int
 
 
+class Peak(NamedTuple):
+    """Goodput, requests/s, and whether slots ever ran out."""
+
+    goodput: float
+    full: bool
+
+
 class Workers:
     """Runs tasks, ``jobs`` at a time; with one, here."""
 
@@ -48,8 +56,8 @@ class Workers:
         """Each task and what came of it, in no particular order."""
         return self._each(run_task, tasks)
 
-    def peaks(self, tasks: Iterable[PeakTask]) -> Iterator[tuple[PeakTask, float]]:
-        """Each task and the goodput it found, requests/s."""
+    def peaks(self, tasks: Iterable[PeakTask]) -> Iterator[tuple[PeakTask, Peak]]:
+        """Each task and what it found."""
         return self._each(run_peak, tasks)
 
     def _each(self, work: Callable[[T, Bench], R], tasks: Iterable[T]) -> Iterator[tuple[T, R]]:
@@ -80,11 +88,25 @@ WARM_UP, LEAST_S = 0.3, 120.0
 and the shortest run: several long answers."""
 
 
-def run_peak(task: PeakTask, bench: Bench) -> float:
+def run_peak(task: PeakTask, bench: Bench) -> Peak:
     load = LOADS[task.load]
     seconds = max(task.requests / task.rate, LEAST_S)
     scenario = Scenario(str(load), "", HARDWARE[load.hardware], (Phase(seconds, load.parts, task.rate),))
     offered = requests_of(scenario, task.seed, (task.rate,), bench.traces)
     outcome = serve(scenario, offered, CONTENDERS[STATIC].driver((task.knobs,)), task.seed, patient=True)
     kept = outcome.bins[int(WARM_UP * len(outcome.bins)) :]
-    return sum(met for _, met in kept) / (len(kept) * BIN_S)
+    return Peak(sum(met for _, met in kept) / (len(kept) * BIN_S), outcome.full)
+
+
+def by_slots(cells: Sequence[Knobs]) -> list[list[Knobs]]:
+    """``cells`` in the order of how many sequences they take at once, those of a kind together.
+
+    Where slots never ran out, more of them change nothing, and need not be tried."""
+    slots = {cell: min(cell.max_batch_size, cell.token_budget) for cell in cells}
+    ordered = sorted(cells, key=lambda cell: (slots[cell], cell.max_batch_size))
+    return [list(group) for _, group in groupby(ordered, key=lambda cell: slots[cell])]
+
+
+def roomy(cell: Knobs, kinds: Iterable[Knobs]) -> Knobs | None:
+    """One of ``kinds`` with the budget and chunk of ``cell``: what it did, ``cell`` does."""
+    return next((k for k in kinds if (k.token_budget, k.chunk_size) == (cell.token_budget, cell.chunk_size)), None)

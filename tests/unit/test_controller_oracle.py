@@ -19,7 +19,7 @@ from benchmarks.controller_peaks import PeakSearch
 from benchmarks.controller_run import Bench, Outcome
 from benchmarks.controller_scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
 from benchmarks.controller_table import Comparison
-from benchmarks.controller_work import Task, Workers
+from benchmarks.controller_work import Task, Workers, by_slots, roomy
 from benchmarks.sweep_cases import Grid
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -68,18 +68,39 @@ class TestOracle:
         assert found == {task: controller_work.run_task(task, bench) for task in tasks}
 
 
+class TestAlike:
+    def test_cells_come_by_the_sequences_they_take_at_once(self) -> None:
+        grid = Grid((16, 256, 512), (256, 1024), ())
+        slots = [[min(c.max_batch_size, c.token_budget) for c in group] for group in by_slots(grid.cells())]
+        assert slots == [[16, 16], [256, 256, 256], [512]]
+
+    def test_more_slots_change_nothing_where_they_never_ran_out(self, tiny: Scenario) -> None:
+        cells = [Knobs(batch, 0, 512, 512) for batch in (2, 128, 512)]
+        with Workers(1, BENCH) as workers:
+            tasks = [Task(tiny.name, STATIC, 1, (cell,)) for cell in cells]
+            found = {task.schedule[0]: outcome for task, outcome in workers.runs(tasks)}
+        few, enough, more = (found[cell] for cell in cells)
+        assert few.full
+        assert not enough.full
+        assert enough == more != few
+        assert roomy(cells[2], [cells[1]]) == cells[1]
+        assert roomy(Knobs(512, 0, 1024, 512), [cells[1]]) is None
+
+
 class TestPeaks:
     def test_the_peak_is_where_more_load_serves_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.controller_peaks.GRID", Grid((16, 128), (512, 2048), ()))
         monkeypatch.setattr("benchmarks.controller_work.LEAST_S", 30.0)
         monkeypatch.setattr(
-            PeakSearch, "_mean", lambda self, knobs, rate: max(self.measure((knobs,), rate, 800).values())
+            PeakSearch,
+            "_mean",
+            lambda self, knobs, rate: max(p.goodput for p in self.measure((knobs,), rate, 800).values()),
         )
         load = next(load for load in LOADS if str(load) == "H200 code-strict")
         with Workers(1, Bench({})) as workers:
             search = PeakSearch(load, workers)
             goodput, _, rate = search.find()
-            beyond = max(search.measure(Grid((16, 128), (512, 2048), ()).cells(), 1.5 * rate, 800).values())
+            beyond = max(search.measure(Grid((16, 128), (512, 2048), ()).cells(), 1.5 * rate, 800).values()).goodput
         assert goodput == pytest.approx(8.6, rel=0.25)  # the study's simulator
         assert 0.5 * rate < goodput < 1.1 * rate
         assert beyond < goodput
