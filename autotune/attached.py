@@ -113,13 +113,12 @@ class Control:
 
     def on_request(self, record: RequestRecord) -> None:
         with self._lock:
-            if self._ended:
-                return
-            self._verdicts.add(record, self._engine.slos.get(record.request_class, self.slo))
-            try:
-                self.controller.observe_request(record)
-            except Exception as error:
-                self._give_up(error)
+            if not self._ended:
+                self._verdicts.add(record, self._engine.slos.get(record.request_class, self.slo))
+                try:
+                    self.controller.observe_request(record)
+                except Exception as error:
+                    self._give_up(error)
 
     def budget(self, view: SchedulerView) -> int:
         if self._paused or self._ended:
@@ -138,13 +137,11 @@ class Control:
 
     def _keep_promises(self) -> None:
         """Tell the controller of the promises, if they are not those it knows: the engine's may change at any time."""
-        slos = dict(self._engine.slos)
-        if slos == self._promised:
-            return
-        self._promised = slos
-        self.slo = slos.get("default", self.slo)
-        if (promise := getattr(self.controller, "promise", None)) is not None:
-            promise(slos or {"default": self.slo})
+        if (slos := dict(self._engine.slos)) != self._promised:
+            self._promised = slos
+            self.slo = slos.get("default", self.slo)
+            if (promise := getattr(self.controller, "promise", None)) is not None:
+                promise(slos or {"default": self.slo})
 
     def _give_up(self, error: Exception) -> None:
         """The controller is broken: back to the knobs it started from, and out of the way."""
@@ -252,6 +249,8 @@ class Control:
                 paused=self._paused,
                 observe_only=self.observe_only,
                 ended=self._ended,
+                latencies_ms=self._verdicts.latencies_ms(),
+                rejections=self._verdicts.rejections(),
             )
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.knobs import Knobs
@@ -11,7 +12,8 @@ from runtime.slo import SLO, Attainment
 
 @dataclass(frozen=True)
 class Status:
-    """``attainment`` is over the latest requests that have ended."""
+    """``attainment`` is over the latest requests that have ended, and so are ``latencies_ms``, (median, 99th percentile) of each
+    metric, and ``rejections``, how many were turned away by cause."""
 
     knobs: Knobs
     regime: str
@@ -20,6 +22,8 @@ class Status:
     paused: bool
     observe_only: bool
     ended: bool
+    latencies_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    rejections: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -31,6 +35,11 @@ class Status:
             "observe_only": self.observe_only,
             "ended": self.ended,
             "knobs": self.knobs.as_dict(),
+            "targets_ms": {name: ms for name, ms in self.slo.targets_ms.items() if ms is not None},
+            "latencies_ms": {
+                name: {"p50": round(p50, 3), "p99": round(p99, 3)} for name, (p50, p99) in self.latencies_ms.items()
+            },
+            "rejections": dict(self.rejections),
         }
 
     def __str__(self) -> str:

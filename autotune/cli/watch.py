@@ -14,6 +14,7 @@ from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
     from autotune.decisions import Decision
     from autotune.steerable import Steering
@@ -126,6 +127,17 @@ class _Live:
         self._live.stop()
 
 
+def _latency(found: dict[str, float], target: float | None) -> Text:
+    """Median and 99th percentile, against the target if there is one: red where half of the requests miss it."""
+    from rich.text import Text
+
+    text = Text(f"p50 {found['p50']:.4g} ms  p99 {found['p99']:.4g} ms")
+    if target is not None:
+        style = "red" if found["p50"] > target else "yellow" if found["p99"] > target else "green"
+        text.append(f"  target {target:g} ms", style=style)
+    return text
+
+
 def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
@@ -145,6 +157,11 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     facts.add_row("process", Text(f"{status['pid']}, {status['controller']} controller {' '.join(marks)}".rstrip()))
     facts.add_row("SLO", Text(status["slo"]))
     facts.add_row("in SLO", Text(share))
+    if status["rejections"]:
+        turned_away = ", ".join(f"{count} {cause}" for cause, count in sorted(status["rejections"].items()))
+        facts.add_row("turned away", Text(f"{turned_away} of the last {status['offered']}"))
+    for metric, found in status["latencies_ms"].items():
+        facts.add_row(metric, _latency(found, status["targets_ms"].get(metric)))
     facts.add_row("regime", Text(status["regime"]))
     for spec in KNOBS:
         facts.add_row(spec.name, Text(f"{status['knobs'][spec.name]:.10g} {spec.unit}"))

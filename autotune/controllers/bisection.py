@@ -3,7 +3,7 @@
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes, b their mean size and τ the
 tightest TPOT (or ITL) target: s above τ by 5% → high ← max(b, low + α), low ← max(low − δ, least); s below τ by 5% → low ← min(b,
 high − α), high ← min(high + δ, most); else both ends close in on b, to b ± α/2. The limit is the middle of the two, never below
-what decodes. α = a 64th of the range, δ = α/4, each at least 1.
+what decodes. α = a quarter of the limit, δ = α/4, each at least 1.
 
 ``knob`` says what is searched: ``max_batch_size`` (b counts decodes), as the paper does where prompts run elsewhere, or
 ``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where prompts are chunked
@@ -86,7 +86,7 @@ class BisectionController:
         return Proposal(limits.clamp(wanted), regime, cause, evidence)
 
     def _move(self, window: StepWindow, least: float, most: float) -> str:
-        wide = max(1.0, (most - least) / 64)
+        wide = max(1.0, self._middle / 4)
         slow = max(1.0, wide / 4)
         size = window.decodes if self.knob == "max_batch_size" else window.tokens
         if window.seconds > self._target * (1 + _TOLERANCE):

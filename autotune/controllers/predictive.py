@@ -38,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from autotune.controllers.galloping import largest
 from autotune.controllers.promises import Promises
 from autotune.controllers.protocol import Proposal
 from autotune.controllers.quantile import OnlineQuantile
@@ -93,7 +94,7 @@ class PredictiveController:
     @property
     def target(self) -> float:
         """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
-        return self._promises.step * self.trim
+        return min(self._promises.step, self._promises.pace_of(self._traffic.outputs)) * self.trim
 
     def promise(self, slos: Mapping[str, SLO]) -> None:
         """What is promised to each class from now on. What the old promise had taught the trim is no longer so."""
@@ -145,7 +146,9 @@ class PredictiveController:
 
     def _pace(self, view: SchedulerView) -> float:
         """Seconds that a step may take on average for those that decode now; of all classes if the view does not say."""
-        return self.target if view.pace == math.inf else min(view.pace, self._promises.gap) * self.trim
+        if view.pace == math.inf:
+            return self.target
+        return min(view.pace, self._promises.gap, self._promises.pace_of(self._traffic.outputs)) * self.trim
 
     @property
     def prefill_rate(self) -> float:
@@ -188,6 +191,9 @@ class PredictiveController:
             held = limits.clamp(self._vouched or self.start)
             what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
             return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
+        if self.model.ready and (cause := self._impossible()):
+            opened = _opened(limits, self._kv_bound(limits.max_batch_size))
+            return self._propose("infeasible", opened, evidence, cause)
         if not self.model.ready or len(self._traffic.outputs) < 4:
             return self._propose(
                 "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
@@ -197,16 +203,10 @@ class PredictiveController:
             return self._propose(
                 "throughput", opened, evidence, "no target bounds a step, so nothing needs to be held back"
             )
-        alone = self._alone(1)
-        wanted = self.target / self.trim
-        if alone > wanted:
-            cause = f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {wanted * 1e3:g} ms cannot be met: throughput instead"
-            opened = _opened(limits, self._kv_bound(limits.max_batch_size))
-            return self._propose("infeasible", opened, evidence, cause)
         pace = self.target / self.bias
-        fits = max(1, self._most_decodes(pace, limits.max_batch_size))
+        self._most = largest(lambda decodes: self._alone(decodes) <= pace, limits.max_batch_size, self._most)
         most = min(
-            fits, max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))
+            max(1, self._most), max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))
         )  # beyond what was seen the model only guesses
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
@@ -225,6 +225,16 @@ class PredictiveController:
         self._vouched = Knobs(batch, 0.0, budget, chunk)
         return self._propose(regime, self._vouched, evidence, cause)
 
+    def _impossible(self) -> str:
+        """Why no setting keeps the promise about token times; empty if one may. A step as short as that must not have been
+        seen either: a model of few steps may be wrong about smaller ones."""
+        wanted = self.target / self.trim
+        alone = self._alone(1) if wanted < self._traffic.shortest else 0.0
+        if alone <= wanted:
+            return ""
+        broken = self._promises.tightest(wanted)
+        return f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {broken} cannot be met: throughput instead"
+
     def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
         pace = self.target * 1e3
         full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
@@ -232,6 +242,10 @@ class PredictiveController:
         steady = f"{batch} decodes alone take {self._alone(batch) * 1e3:.0f} ms"
         if regime == "kv-limited":
             steady = f"the KV pool holds {batch} sequences of this length"
+        prompt = int(self._traffic.prompts.quantile(0.5))
+        first = self.bias * self.model.predict(StepFeatures(0, 0, prompt, prompt, prompt * (prompt + 1) // 2))
+        if first > self._promises.first:
+            steady += f"; half of the prompts take {first * 1e3:.0f} ms alone, and their first token is promised sooner"
         return f"{text}; {steady}"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
@@ -241,29 +255,6 @@ class PredictiveController:
 
     def _alone(self, decodes: int) -> float:
         return self.model.predict(self._mix(decodes, 0))
-
-    def _most_decodes(self, seconds: float, top: int) -> int:
-        """The largest number up to ``top`` whose decodes alone fit; the search begins at its last answer, mostly the same."""
-        low, high, reach = 0, top + 1, 1  # low fits, high does not or is not allowed
-        guess = max(1, min(self._most, top))
-        if self._alone(guess) <= seconds:
-            low = guess
-            while low + reach < high and self._alone(low + reach) <= seconds:
-                low, reach = low + reach, 2 * reach
-            high = min(high, low + reach)
-        else:
-            high = guess
-            while high - reach > 0 and self._alone(high - reach) > seconds:
-                high, reach = high - reach, 2 * reach
-            low = max(0, high - reach)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._alone(middle) <= seconds:
-                low = middle
-            else:
-                high = middle
-        self._most = low
-        return low
 
     def _kv_bound(self, top: int) -> int:
         """Sequences that the KV pool holds without preempting; only asked of it once it has preempted."""

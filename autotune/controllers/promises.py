@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from autotune.controllers.recent import Recent
 from runtime.slo import SLO, first_target
 
 _MEMORY = 0.01  # weight of the newest request in a class's share
 _GONE = 0.005  # share below which a class no longer counts
+_DECODING = 2 / 3  # share of an E2E target that decoding may take
 
 
 def step_target(slos: Mapping[str, SLO]) -> float:
@@ -20,8 +22,8 @@ def step_target(slos: Mapping[str, SLO]) -> float:
 class Promises:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
-    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token; inf each
-    where nothing is promised.
+    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``:
+    until a first token; ``whole``: until the last (E2E, where no TPOT is promised); inf each where nothing is promised.
     """
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
@@ -60,3 +62,26 @@ class Promises:
         self.step = step_target(slos)
         self.gap = min((s.itl_ms for s in slos.values() if s.itl_ms is not None), default=math.inf) / 1e3
         self.first = min(map(first_target, slos.values()), default=math.inf)
+        whole = (s.e2e_ms for s in slos.values() if s.e2e_ms is not None and s.tpot_ms is None)
+        self.whole = min(whole, default=math.inf) / 1e3
+        self._said = sorted(_said(slos))
+
+    def tightest(self, seconds: float) -> str:
+        """The promise because of which a step may take no more than ``seconds``, in words."""
+        named = next((text for ms, text in self._said if ms / 1e3 <= seconds * (1 + 1e-9)), "")
+        return named or f"E2E {1e3 * self.whole:g} ms"
+
+    def pace_of(self, outputs: Recent) -> float:
+        """Seconds a step may take so that nine outputs in ten are whole in time, with a third of it left for the queue and the
+        prompt; inf where nothing but first tokens and gaps is promised, or no output has been seen."""
+        if self.whole == math.inf or not len(outputs):
+            return math.inf
+        return self.whole * _DECODING / max(1.0, outputs.quantile(0.9))
+
+
+def _said(slos: Mapping[str, SLO]) -> Iterator[tuple[float, str]]:
+    for name, slo in slos.items():
+        of = "" if name == "default" else f" of class {name}"
+        for metric, ms in (("TPOT", slo.tpot_ms), ("ITL", slo.itl_ms)):
+            if ms is not None:
+                yield ms, f"{metric} {ms:g} ms{of}"

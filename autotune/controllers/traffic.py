@@ -14,6 +14,7 @@ class Traffic:
         self.outputs = Recent(256)
         self.contexts = Recent(256)  # mean context of a decode, by step
         self.decodes = Recent(256)
+        self._decode_times = Recent(64)  # of steps without prompts
         self.preemptions = 0.0  # decaying count
         self.bound = 0.0  # decaying shares of steps: that anything limited,
         self.slots_bound = 0.0  # that max_batch_size limited,
@@ -31,6 +32,13 @@ class Traffic:
         if record.decodes:
             self.decodes.add(record.decodes)
             self.contexts.add(record.decode_context / record.decodes)
+            if not record.prefill_tokens:
+                self._decode_times.add(record.duration)
+
+    @property
+    def shortest(self) -> float:
+        """The shortest of the latest steps that held decodes alone, s; 0 before there were any."""
+        return self._decode_times.quantile(0.0)
 
     def request(self, record: RequestRecord) -> None:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)

@@ -7,10 +7,13 @@ limits (the budget, the slots, the KV pool), it is in the figure. While there is
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Final, Protocol
 
 from runtime.records import LimitedBy, StepRecord
+
+log = logging.getLogger(__name__)
 
 PRIOR_S: Final = 0.2
 STALE_S: Final = 5.0
@@ -55,11 +58,21 @@ class PrefillRate:
     def per_second(self, now: float) -> float:
         """0 if nothing is known. What was measured fades while nothing is."""
         old = max(0.0, now - self._until)
-        said = 0.0 if self.source is None else self.source.prefill_rate
+        said = self._said()
         if math.isfinite(said) and said > 0:
             left = math.exp(-old / _MEMORY_S)
             return (left * self._tokens + PRIOR_S * said) / (left * self._seconds + PRIOR_S)
         return self._tokens / self._seconds if self._seconds > 0 and old < STALE_S else 0.0
+
+    def _said(self) -> float:
+        if self.source is None:
+            return 0.0
+        try:
+            return float(self.source.prefill_rate)
+        except Exception:  # it must not stop an engine
+            log.exception("the source of the prefill rate failed and is not asked any more")
+            self.source = None
+            return 0.0
 
     def seconds_for(self, tokens: float, now: float) -> float:
         """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known."""

@@ -80,14 +80,19 @@ class SimulatedEngine(simulate.SimulatedEngine):
     def on_request(self, record: RequestRecord) -> None:
         self.records.append(record)
 
+    def offer_now(self, asked: tuple[float, int, int]) -> None:
+        """Queue a request that was due at its time."""
+        due, prompt, output = asked
+        self._number += 1
+        arrival = Arrival(due, prompt, output, ((self._number, prompt),))
+        self.offer(arrival, f"r{self._number}", due=due, shared=False)
+
     def play(self, arrivals: Iterable[tuple[float, int, int]]) -> list[RequestRecord]:
         """Serve until all have ended; returns their records."""
         before = len(self.records)
         for due, prompt, output in arrivals:
             self.run_until(due)
-            self._number += 1
-            arrival = Arrival(due, prompt, output, ((self._number, prompt),))
-            self.offer(arrival, f"r{self._number}", due=due, shared=False)
+            self.offer_now((due, prompt, output))
         self.run()
         return self.records[before:]
 

@@ -135,6 +135,18 @@ def test_a_rate_far_too_low_locks_nobody_out() -> None:
     assert [r.arrival for r in records if r.completed] == pytest.approx([PROBE_S * k for k in range(4)])
 
 
+def test_a_source_that_raises_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        @property
+        def prefill_rate(self) -> float:
+            raise ZeroDivisionError
+
+    world = World(admission=True)
+    world.set_admission(True, source=Broken())
+    assert reasons(world.play(crowd(100)))["length"] == 18
+    assert caplog.text.count("is not asked any more") == 1
+
+
 # -- the queue's timeout, and order --------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ from autotune.controllers.protocol import Proposal
 from autotune.decisions import Decision, describe, read_decisions
 from runtime.errors import AutotuneError, InputError, LeaseError
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import RequestRecord, StepRecord
+from runtime.llm.admission import AdmissionPolicy
+from runtime.records import RequestRecord, StepRecord, percentile
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.building import request_record
@@ -212,6 +213,38 @@ def test_status_is_a_line_and_data() -> None:
         line, data = str(attached.status()), attached.status().as_dict()
         assert "in SLO" in line and "regime" in line and json.dumps(data)
         assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)
+        assert data["targets_ms"] == {n: ms for n, ms in SLO_.targets_ms.items() if ms is not None}
+        for name, found in data["latencies_ms"].items():
+            seen = [getattr(r, name) for r in engine.records if name != "itl" and getattr(r, name) is not None]
+            assert found["p50"] == pytest.approx(1e3 * percentile(seen, 50), abs=1e-3)
+            assert found["p99"] == pytest.approx(1e3 * percentile(seen, 99), abs=1e-3)
+        assert set(data["latencies_ms"]) == {"ttft", "tpot", "e2e"}
+
+
+def test_a_promise_changed_on_the_engine_is_the_controllers_from_then_on() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo="ttft=2s,tpot=100ms") as attached:
+        engine.play(LOAD)
+        engine.set_slo("ttft=2s,tpot=20ms")
+        engine.play([(engine.now + t, p, o) for t, p, o in LOAD])
+        assert attached.slo == SLO(ttft_ms=2000, tpot_ms=20)
+        assert attached.controller.target == pytest.approx(0.02, rel=0.5)
+
+
+def test_admission_is_on_while_it_is_attached() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO_, admission=True) as attached:
+        assert engine.admission == AdmissionPolicy()
+        engine.play(LOAD)
+        assert attached.prefill_rate > 1000
+    assert engine.admission is None and attached.prefill_rate == 0
+    engine.set_admission(AdmissionPolicy(queue_timeout=3.0))
+    with control(engine, slo=SLO_):
+        assert engine.admission == AdmissionPolicy(queue_timeout=3.0), "the engine's own stays"
+    assert engine.admission == AdmissionPolicy(queue_timeout=3.0)
+    with pytest.raises(ValueError, match="admission is 1; it must be True, False or an AdmissionPolicy"):
+        control(engine, slo=SLO_, admission=1)
+    assert engine.acquire("another").release() is None
 
 
 def test_a_log_that_cannot_be_written_is_said_at_once_and_leaves_no_lease(tmp_path: Path) -> None:

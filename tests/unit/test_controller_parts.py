@@ -1,0 +1,79 @@
+"""What controllers are made of: searching, promises of several classes, what a window of steps says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.controllers.galloping import largest
+from autotune.controllers.promises import Promises
+from autotune.controllers.recent import Recent
+from autotune.controllers.step_window import StepWindow
+from runtime.slo import SLO
+from tests.unit.test_rival_controllers import step
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000), st.integers(-10, 10_000))
+def test_the_largest_that_fits_from_any_guess(fitting: int, top: int, guess: int) -> None:
+    asked: list[int] = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= fitting
+
+    assert largest(fits, top, guess) == min(fitting, top)
+    assert all(1 <= number <= top for number in asked)
+    off = abs(min(max(guess, 1), top) - min(fitting, top))
+    assert len(asked) <= 2 * math.log2(off + 2) + 3
+
+
+def test_the_tightest_of_the_classes_that_are_served() -> None:
+    chat, code = SLO(ttft_ms=500, tpot_ms=30), SLO(ttft_ms=2000, tpot_ms=100)
+    promises = Promises({"default": code, "chat": chat})
+    assert (promises.step, promises.first) == (0.03, 0.5), "before any request, all of them"
+    assert promises.tightest(0.03) == "TPOT 30 ms of class chat"
+    for _ in range(300):
+        promises.saw("code")  # of no class that is named: default
+    assert (promises.step, promises.first) == (0.1, 2.0)
+    assert promises.tightest(0.1) == "TPOT 100 ms"
+    promises.saw("chat")
+    assert promises.step == 0.03, "one is enough to be kept to"
+    for _ in range(300):
+        promises.saw("code")
+    assert promises.step == 0.1
+    assert promises.change({"default": chat}) and promises.step == 0.03
+    assert not promises.change({"default": chat})
+    assert promises.of("anything") == chat
+
+
+def test_all_four_metrics_say_something_of_a_step() -> None:
+    outputs = Recent(10)
+    promises = Promises({"default": SLO(itl_ms=40, tpot_ms=50)})
+    assert (promises.step, promises.gap, promises.first) == (0.04, 0.04, math.inf)
+    promises = Promises({"default": SLO(e2e_ms=6000)})
+    assert (promises.step, promises.gap, promises.first) == (math.inf, math.inf, 6.0)
+    assert promises.pace_of(outputs) == math.inf, "nothing is known of outputs yet"
+    for n in (10, 20, 100):
+        outputs.add(n)
+    assert promises.pace_of(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
+    assert promises.tightest(0.04) == "E2E 6000 ms"
+    assert Promises({"default": SLO(e2e_ms=6000, tpot_ms=50)}).pace_of(outputs) == math.inf, "TPOT says it better"
+
+
+def test_a_window_counts_what_can_break_a_promise() -> None:
+    window = StepWindow()
+    assert (len(window), window.seconds, window.bound, window.tokens) == (0, 0, 0, 0)
+    window.add(step(10, decodes=4, prefill=20))
+    window.add(step(30, decodes=8))
+    window.add(step(500, decodes=0, prefill=900))  # nobody waits for a token of it
+    for bad in (math.nan, math.inf, -1.0, 0.0):
+        window.add(step(bad))
+    window.add(step(10)._replace(failed=1))
+    assert (len(window), window.seen) == (2, 3)
+    assert (window.seconds, window.decodes, window.tokens) == pytest.approx((0.02, 6, 16))
+    assert window.bound == 1
+    window.clear()
+    assert (len(window), window.seen, window.most_running) == (0, 0, 0)
