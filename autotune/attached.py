@@ -87,7 +87,7 @@ class Control:
         if not observe_only:
             engine.set_step_policy(self, lease=self._lease)
             self._gate.shut(self, self._lease)
-        self._log("attach", "", self._start, self._start, f"{controller.name} controller, SLO {slo}", {})
+        self._log("attach", "", self._start, self._start, f"{controller.name} controller, SLO {slo}", {"slo": str(slo)})
         self._begin(start)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------

@@ -38,9 +38,7 @@ class StepFeatures(NamedTuple):
 class StepModel(Protocol):
     """Predicts how long a step takes."""
 
-    def predict(self, step: StepFeatures) -> float:
-        """Seconds."""
-        ...
+    def predict(self, step: StepFeatures) -> float: ...
 
 
 class Knowledge(NamedTuple):
@@ -270,6 +268,10 @@ class StepLearner:
             self._decode.update(decode, y)
         else:
             self._mixed.update(mixed, y)
+
+    def rescale(self, factor: float) -> None:
+        """The machine takes ``factor``, above 0, times as long as it did, whatever a step holds."""
+        self._unit *= factor
 
     def most_prefill(self, decodes: int, context: int, seconds: float) -> float:
         """The most prompt tokens that a step may hold beside ``decodes`` (reading ``context`` tokens) to take ``seconds``.

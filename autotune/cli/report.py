@@ -1,4 +1,4 @@
-"""``autotune report``: a profile as a page for the browser, and its essentials on the terminal."""
+"""``autotune report``: a profile, or a run under a controller, as a page for the browser; its essentials on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
+from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 HELP = (
     "Show what a profile found: one HTML file with every plot inside it, to open from disk or to send, and the essentials "
     "here. PROFILE is a YAML file, or the name of a shipped profile; the raw runs beside it are used if they are there. "
+    "It may also be a controller's decision log: the page then tells that run. "
     "Exit codes: 0 written, 2 PROFILE cannot be read or --out cannot be written."
 )
-EXAMPLES = "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --out page.html --json"
+EXAMPLES = (
+    "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --out page.html --json"
+    "  ·  autotune report run.jsonl --records requests.jsonl"
+)
 
 
 def report(
@@ -29,6 +34,10 @@ def report(
     out: Annotated[
         Path | None, Option(help="The page to write.  (default: beside the profile, .html instead of .yaml)")
     ] = None,
+    records: Annotated[
+        Path | None,
+        Option(help="With a decision log: the requests of that run, as autotune serve --records wrote them."),
+    ] = None,
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
@@ -36,11 +45,15 @@ def report(
     from autotune.cli.display import make_console
     from autotune.profile import load_profile
     from autotune.report import gather, html
-    from autotune.report.files import check_profile, find, place
+    from autotune.report.files import check_profile, find, is_decision_log, place
     from autotune.report.terminal import show
     from autotune.writing import write_whole
 
     path = find(profile)
+    if is_decision_log(path):
+        return _run(path, records, place(path, out), show_it=open_, as_json=as_json)
+    if records is not None:
+        raise InputError(f"--records is {records}; it goes with a decision log, and {path} is none")
     check_profile(path)
     page = place(path, out)
     console = make_console(stderr=as_json)
@@ -54,6 +67,32 @@ def report(
         show(made, console)
         console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
     if open_:
+        _open(page, console)
+    return DONE
+
+
+def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json: bool) -> int:
+    """The same for a run under a controller."""
+    import json
+
+    from autotune.cli.display import make_console
+    from autotune.report.run import compose, html, read_run
+    from autotune.timeline import summarize
+    from autotune.writing import write_whole
+
+    made = compose(read_run(log, records))
+    write_whole(page, html(made))
+    console = make_console(stderr=as_json)
+    if as_json:
+        sections = {section.key: {"found": section.title, "absent": section.absent} for section in made.sections}
+        told = {"file": str(page), "log": str(log), "title": made.head.title, "sections": sections}
+        print(json.dumps(told | {"decisions": len(made.run.decisions), "requests": len(made.run.records)}))
+    else:
+        console.print(made.head.title, highlight=False, markup=False, soft_wrap=True)
+        for line in summarize(made.run.decisions).lines():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nreport  {page}", highlight=False, markup=False, soft_wrap=True)
+    if show_it:
         _open(page, console)
     return DONE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from autotune.controllers.quantile import OnlineQuantile
 from runtime.records import StepRecord
@@ -12,12 +13,21 @@ _WRONG = 0.5  # relative error that counts as a wrong prediction
 _DISTRUST, _TRUST = 0.4, 0.1  # share of wrong predictions that ends the trust in the model, and that restores it
 _RELEARN = 128  # untrusted steps after which what was learned is thrown away: a machine may have changed for good
 _RESERVE = (1.05, 2.0)  # bounds of the mean ratio of actual to predicted time
+_DRIFT, _ALARM = (
+    0.1,
+    1.0,
+)  # of the logarithm of actual/predicted: what is no change, and how much of more adds up to one
+_LOUDEST = 0.7  # what a single step may add: a stall of ten times is no more than one twice too long
+_LATEST = 5  # steps whose middle ratio says how much has changed
+_CHANGED = 0.15  # change of speed that is worth acting on, relative
 
 
 class TrustedModel:
     """``bias`` is the running mean of actual/predicted, ``margin`` its 90% quantile; ``trusted`` whether predictions hold.
 
-    ``model`` may be one that has learned already. It is thrown away when it has been wrong for long.
+    ``model`` may be one that has learned already. It is thrown away when it has been wrong for long. A change of speed, all
+    steps longer or shorter by the same factor, is found by cumulative sums (Page, Biometrika 41, 1954) of the logarithm of
+    actual/predicted, and the model is scaled by it at once.
     """
 
     def __init__(self, model: StepLearner | None = None) -> None:
@@ -28,6 +38,11 @@ class TrustedModel:
         self.steps = 0
         self._wrong = 0.0  # decaying share of wrong predictions
         self._untrusted = 0  # steps since it was
+        self._sums = [0.0, 0.0]  # that steps have become longer, and shorter
+        self._noise = 0.0  # mean of the logarithm's size
+        self._latest: deque[float] = deque(maxlen=_LATEST)  # ratios
+        self.changes = 0
+        """Changes of speed found."""
 
     def observe(self, record: StepRecord) -> bool:
         """Learn from a step. False if its time says nothing."""
@@ -47,6 +62,7 @@ class TrustedModel:
             if predicted > 0:
                 ratio = seconds / predicted
                 self.margin.add(ratio)
+                self._watch(ratio)
                 # a stall speaks as loud as a step four times too long, no louder
                 self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
@@ -58,3 +74,20 @@ class TrustedModel:
         self.model.observe(step, seconds, predicted)
         self.steps += 1
         return True
+
+    def _watch(self, ratio: float) -> None:
+        self._latest.append(ratio)
+        off = min(max(math.log(ratio), -_LOUDEST), _LOUDEST)
+        usual = _DRIFT + self._noise
+        self._noise += 0.02 * (abs(off) - self._noise)
+        longer, shorter = self._sums
+        self._sums = [max(0.0, longer + off - usual), max(0.0, shorter - off - usual)]
+        if max(self._sums) < _ALARM or len(self._latest) < _LATEST:
+            return
+        middle = sorted(self._latest)[_LATEST // 2]
+        if abs(math.log(middle)) > _CHANGED:  # else it was a stall or two
+            self.model.rescale(middle)
+            self.bias = _RESERVE[0]
+            self.changes += 1
+            self._latest.clear()
+        self._sums = [0.0, 0.0]

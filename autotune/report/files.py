@@ -20,26 +20,32 @@ def find(name: str) -> Path:
     return path
 
 
+def is_decision_log(path: Path) -> bool:
+    """Whether the first line of ``path`` is a controller's decision. Raises :class:`InputError` if it cannot be read."""
+    first = _object(_begin(path).lstrip().partition(b"\n")[0])
+    return first is not None and "action" in first and "cause" in first
+
+
+def _begin(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_SNIFFED)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
 def check_profile(path: Path) -> None:
     """Raises :class:`InputError` for a file that is plainly something else, saying what it is and what reads it.
 
     Whatever might be a profile passes; reading it says what is wrong with it.
     """
-    try:
-        with path.open("rb") as file:
-            begin = file.read(_SNIFFED)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    begin = _begin(path)
     line = begin.lstrip().partition(b"\n")[0]
     if line.lower().startswith((b"<!doctype html", b"<html")):
         raise InputError(f"{path}: is a page, perhaps a report already; name the profile it was made from")
     first = _object(line)
     if first is None:
         return
-    if "action" in first and "cause" in first:
-        raise InputError(
-            f"{path}: is a decision log; reports are made of profiles, and `autotune explain {path}` tells a log"
-        )
     if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
         profile = path.name.removesuffix(".points.jsonl") + ".yaml"
         raise InputError(f"{path}: holds the raw runs of a profile; name the profile itself, {path.with_name(profile)}")

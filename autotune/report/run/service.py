@@ -1,0 +1,126 @@
+"""How the requests fared over time: promises kept, latencies against targets, and what was turned away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
+from autotune.report.run.story import Run
+from autotune.report.section import Section, Table, absent
+from autotune.report.wording import number, percent
+from runtime.records import FinishReason, RequestRecord, percentile
+from runtime.slo import attainment
+
+_BINS = 60
+_SHORTEST_S = 1.0
+
+
+def kept(run: Run) -> Section:
+    """Share of promises kept, by when requests came."""
+    key, topic = "service", "Promises kept"
+    if not run.records or run.slo is None:
+        return absent(key, topic, run.lacking[-1] if run.lacking else "The log does not say what was promised.")
+    slo = run.slo
+    whole = attainment(run.records, slo)
+    bins = [(at, found) for at, some in binned(run) if (found := attainment(some, slo)).offered]
+    x = [at for at, _ in bins]
+    data: list[Trace] = [
+        _band(x, [100 * f.low for _, f in bins], [100 * f.high for _, f in bins]),
+        line(x, [100 * f.share for _, f in bins], colour="@accent"),
+    ]
+    promised = 100 * slo.attainment
+    y = axis("% of requests", range=[-2, 103], ticksuffix="%")
+    labels = [Label(x[-1], promised, f"promised {promised:g}%", "@target")]
+    plot = Plot(
+        "kept",
+        "Requests within every target, by when they came",
+        f"{percent(whole.share)} of {whole.offered} requests kept the SLO.",
+        [View("", data, layout(axis("s"), y, shapes=[rule(y=promised)]), labels)],
+    )
+    seconds = max(run.end - run.start, 1e-9)
+    title = f"{percent(whole.share)} of {whole.offered} requests within {slo}: {number(whole.met / seconds)} a second"
+    missed = [[name, str(count)] for name, count in Counter(whole.violations).most_common()]
+    tables = (Table(("target missed", "requests"), missed, numeric=frozenset({1})),) if missed else ()
+    return Section(key, topic, title, "The band is the 95% Wilson interval of each stretch of time.", (plot,), tables)
+
+
+def latencies(run: Run) -> Section:
+    """Median and 99th percentile of each promised metric, by when requests came."""
+    key, topic = "latency", "Latencies"
+    promised = [] if run.slo is None else [(n, ms) for n, ms in run.slo.targets_ms.items() if ms is not None]
+    plots = tuple(made for name, ms in promised if (made := _latency(run, name, ms)) is not None)
+    if not plots:
+        return absent(key, topic, "No request that was kept on record has the latencies that were promised.")
+    return Section(key, topic, "Latencies against what was promised", "Of requests that completed.", plots)
+
+
+def turned_away(run: Run) -> Section:
+    """Who was not served, and why."""
+    key, topic = "rejected", "Turned away"
+    if not run.records:
+        return absent(key, topic, run.lacking[-1] if run.lacking else "There are no records of requests.")
+    causes = Counter(r.cause or "no cause given" for r in run.records if r.reason is FinishReason.REJECTED)
+    if not causes:
+        return Section(key, topic, "Nobody was turned away")
+    count = sum(causes.values())
+    rows = [[cause, str(n), percent(n / len(run.records))] for cause, n in causes.most_common()]
+    stretches = [
+        (at, sum(r.reason is FinishReason.REJECTED for r in some), len(some)) for at, some in binned(run) if some
+    ]
+    data = [line([at for at, _, _ in stretches], [100 * n / of for _, n, of in stretches], colour="@bad")]
+    plot = Plot(
+        "rejected",
+        "Share of requests turned away, by when they came",
+        f"{count} of {len(run.records)} requests were turned away.",
+        [View("", data, layout(axis("s"), axis("% of requests", rangemode="tozero", ticksuffix="%")))],
+        240,
+    )
+    table = Table(("why", "requests", "share"), rows, numeric=frozenset({1, 2}))
+    return Section(key, topic, f"{percent(count / len(run.records))} were turned away", "", (plot,), (table,))
+
+
+def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
+    """(middle in seconds since the attachment, requests that came) of each stretch of time."""
+    arrivals = [r.arrival - run.start for r in run.records]
+    width = max(_SHORTEST_S, max(arrivals, default=0.0) / _BINS)
+    bins: dict[int, list[RequestRecord]] = {}
+    for at, record in zip(arrivals, run.records, strict=True):
+        bins.setdefault(int(at / width), []).append(record)
+    for index in sorted(bins):
+        yield (index + 0.5) * width, bins[index]
+
+
+def _latency(run: Run, name: str, target: float) -> Plot | None:
+    x: list[float] = []
+    middle: list[float] = []
+    high: list[float] = []
+    for at, some in binned(run):
+        values = [1e3 * v for r in some if r.completed and (v := _value(r, name)) is not None]
+        low_, high_ = percentile(values, 50), percentile(values, 99)
+        if low_ is not None and high_ is not None and low_ > 0:
+            x.append(at)
+            middle.append(low_)
+            high.append(high_)
+    if not x:
+        return None
+    data = [line(x, middle, colour="@accent"), line(x, high, colour="@faint")]
+    labels = [
+        Label(x[-1], middle[-1], "median", "@accent"),
+        Label(x[-1], high[-1], "p99", "@muted"),
+        Label(x[0], target, f"target {target:g} ms", "@target"),
+    ]
+    y = log_axis(f"{name} (ms)", [*middle, *high, target])
+    summary = f"{name}: median {number(middle[-1])} ms and p99 {number(high[-1])} ms at the end, target {target:g} ms."
+    return Plot(
+        f"over-{name}", name.upper(), summary, [View("", data, layout(axis("s"), y, shapes=[rule(y=target)]), labels)]
+    )
+
+
+def _value(record: RequestRecord, name: str) -> float | None:
+    return {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e, "itl": record.itl_p99}[name]
+
+
+def _band(x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> Trace:
+    edge = line([*x, *reversed(x)], [*low, *reversed(high)], colour="@accent", width=0)
+    return {**edge, "fill": "toself", "fillcolor": "@accent", "opacity": 0.18}
