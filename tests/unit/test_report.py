@@ -560,10 +560,8 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
     ("words", "says"),
     [
         (("example.points.jsonl",), "holds the raw runs of a profile; name the profile itself, example.yaml"),
-        (
-            ("log.jsonl",),
-            "is a decision log; reports are made of profiles, and `autotune explain log.jsonl` tells a log",
-        ),
+        (("log.jsonl", "--records", "no.jsonl"), "--records: no.jsonl cannot be read (No such file or directory)"),
+        (("example.yaml", "--records", "r.jsonl"), "it goes with a decision log, and example.yaml is none"),
         (("page.html",), "is a page, perhaps a report already; name the profile it was made from"),
         (("nothing.yaml",), "nothing.yaml: cannot be read (No such file or directory)"),
         (("empty.yaml",), "empty.yaml: is not a profile"),

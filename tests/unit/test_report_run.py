@@ -1,0 +1,125 @@
+"""The page of a run under a controller: what it says is what the log and the records say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from autotune.attach import control
+from autotune.cli.main import run as cli
+from autotune.decisions import read_decisions
+from autotune.report.run import compose, html, read_run
+from autotune.report.run.service import binned
+from runtime.errors import InputError
+from runtime.records import FinishReason
+from runtime.serving.record_log import RecordLog
+from runtime.slo import SLO, attainment
+from tests.unit.control_world import SimulatedEngine, h200, poisson
+
+PROMISE = SLO(ttft_ms=300, tpot_ms=30)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The log and the records of a run past capacity that turns requests away."""
+    folder = tmp_path_factory.mktemp("run")
+    log, records = folder / "run.jsonl", folder / "requests.jsonl"
+    engine = SimulatedEngine(h200)
+    with RecordLog(records) as kept:
+        engine.subscribe(kept)
+        engine.play(poisson(5, 3, 500, 50, seed=1))  # before anybody controls it
+        with control(engine, slo=PROMISE, log=log, admission=True):
+            engine.play(poisson(35, 10, 1500, 150, seed=2, start=engine.now))
+    return log, records
+
+
+def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
+    log, records = files
+    run = read_run(log, records)
+    made = compose(run)
+    found = {section.key: section for section in made.sections}
+    assert all(section.absent is None for section in made.sections)
+    of = attainment(run.records, PROMISE)
+    assert 0.2 < of.share < 0.9 and run.slo == PROMISE and min(r.arrival for r in run.records) >= run.start
+    assert f"of {of.offered} requests within {PROMISE}" in found["service"].title
+    away = sum(r.reason is FinishReason.REJECTED for r in run.records)
+    assert away > 20 and str(away) in found["rejected"].plots[0].summary
+    assert sum(int(row[1]) for row in found["rejected"].tables[0].rows) == away
+    assert {plot.title for plot in found["latency"].plots} == {"TTFT", "TPOT"}
+    decisions = list(read_decisions(log))
+    assert len(found["decisions"].tables[0].rows) == len(decisions)
+    turned = {name for d in decisions for name, _, _ in d.changes}
+    assert {plot.key for plot in found["knobs"].plots} == {f"knob-{name}" for name in turned} != set()
+    for plot in found["knobs"].plots:
+        assert plot.views[0].data[0]["y"][-1] == decisions[-1].new[plot.title], "the line ends at the knob's last value"
+    assert sum(len(some) for _, some in binned(run)) == len(run.records)
+
+
+def test_the_page_is_whole_and_escapes_what_it_is_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+    log, records = files
+    evil = tmp_path / "evil.jsonl"
+    text = log.read_text(encoding="utf-8").replace("predictive controller", "<script>alert(1)</script>")
+    evil.write_text(text, encoding="utf-8")
+    page = html(compose(read_run(evil, records)))
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+    assert not re.search(r'(src|href)="(?!#|data:)', page), "nothing is loaded from anywhere"
+    for key in ("service", "knobs", "regimes", "latency", "rejected", "decisions"):
+        assert f'<section id="{key}"' in page
+    plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
+    assert {"kept", "rejected", "over-ttft", "over-tpot"} <= set(plots)
+
+
+def test_without_records_it_says_what_is_lacking(files: tuple[Path, Path]) -> None:
+    made = compose(read_run(files[0]))
+    absent = {section.key for section in made.sections if section.absent}
+    assert absent == {"service", "latency", "rejected"}
+    assert any("Without --records" in text for text in made.run.lacking)
+    assert "It turned" in made.head.title
+
+
+def test_the_last_run_of_a_log_that_holds_several(files: tuple[Path, Path], tmp_path: Path) -> None:
+    log, records = files
+    both = tmp_path / "both.jsonl"
+    both.write_text(log.read_text(encoding="utf-8") * 2, encoding="utf-8")
+    run = read_run(both, records)
+    assert len(run.decisions) == len(read_run(log).decisions)
+    assert "earlier runs" in run.lacking[0]
+
+
+def test_from_the_command_line(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, records = files
+    monkeypatch.chdir(tmp_path)
+    assert cli(["report", str(log), "--records", str(records), "--out", "run.html", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == "run.html" and told["requests"] == len(read_run(log, records).records)
+    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert cli(["report", str(log), "--out", "run.html"]) == 0
+    assert "report  run.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("no.jsonl", None, "--records: no.jsonl cannot be read"),
+        ("odd.jsonl", "hello\n", "--records: odd.jsonl is no file of records"),
+        ("less.jsonl", '{"id": "a"}\n', "--records: less.jsonl is no file of records"),
+    ],
+)
+def test_records_that_are_none(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str | None, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=says):
+        read_run(files[0], Path(name))
+
+
+def test_records_go_with_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["report", "cpu-2core-tiny", "--records", str(tmp_path / "r.jsonl")]) == 2
+    assert "it goes with a decision log" in capsys.readouterr().err
