@@ -65,7 +65,9 @@ def test_the_page_is_whole_and_escapes_what_it_is_told(files: tuple[Path, Path],
     evil.write_text(text, encoding="utf-8")
     page = html(compose(read_run(evil, records)))
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
-    assert not re.search(r'(src|href)="(?!#|data:)', page), "nothing is loaded from anywhere"
+    marked_up = page.partition('<script type="application/json"')[0]
+    assert "<section" in marked_up
+    assert not re.search(r'(src|href)="(?!#|data:)', marked_up), "nothing is loaded from anywhere"
     for key in ("service", "knobs", "regimes", "latency", "rejected", "decisions"):
         assert f'<section id="{key}"' in page
     plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]

@@ -65,6 +65,8 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
         (("tiny", "--control"), "--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms"),
+        (("tiny", "--reject-late"), "--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms"),
+        (("tiny", "--reject-late", "--slo", "tpot=50ms"), "--reject-late needs to know what is late"),
         (("tiny", "--decisions", "d.jsonl"), "--decisions is d.jsonl, but nothing decides"),
         (("tiny", "--slo", "ttft=1s", "--no-control", "--decisions", "d.jsonl"), "but nothing decides"),
         (

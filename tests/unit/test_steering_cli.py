@@ -111,6 +111,10 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
     for spec in KNOBS:
         assert f"{engine.knobs.as_dict()[spec.name]:.10g} {spec.unit}" in shown
     assert "→" in shown and "demand" in shown
+    status = attached.status().as_dict()
+    for name, target in status["targets_ms"].items():
+        assert f"p50 {status['latencies_ms'][name]['p50']:.4g} ms" in shown and f"target {target:g} ms" in shown
+    assert "turned away" not in shown
     assert run(["watch", "--once", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["status"]["knobs"] == engine.knobs.as_dict()
