@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import random
 
 import pytest
@@ -114,6 +115,27 @@ def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
     assert infeasible and infeasible[0].at < 10
     assert "decode alone takes 6." in infeasible[0].cause and "4 ms cannot be met" in infeasible[0].cause
     assert engine.knobs.max_batch_size == 256
+
+
+def test_names_the_broken_promise_within_seconds_while_nothing_has_ended_yet() -> None:
+    engine = SimulatedEngine(lambda step: 0.0609 + 1e-4 * step.decodes + 1e-5 * step.prefill_tokens)
+    with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=50)) as attached:
+        for number in range(3):
+            engine.offer_now((0.0, 100 + 50 * number, 400))
+        engine.run_until(3.0)
+        assert not engine.records
+        said = [d for d in attached.decisions if d.regime == "infeasible"]
+    assert said and said[0].at < 3
+    assert re.match(r"decode alone takes 61\.\d ms at batch 1; TPOT 50 ms cannot be met", said[0].cause)
+
+
+def test_a_promise_just_kept_is_not_called_impossible() -> None:
+    """Every step seen is too long, but for that many decodes; what one alone takes is a guess that it does not trust."""
+    engine = SimulatedEngine(lambda step: 0.02 + 1e-3 * step.decodes + 1e-5 * step.prefill_tokens)
+    with control(engine, slo=SLO(ttft_ms=5000, tpot_ms=50)) as attached:
+        engine.play([(0.0, 200, 150)] * 60)
+        engine.play([(engine.now + 0.2 * k, 200, 50) for k in range(40)])
+        assert not any(d.regime == "infeasible" for d in attached.decisions)
 
 
 def test_a_small_pool_bounds_the_batch_once_it_has_preempted() -> None:
