@@ -162,7 +162,8 @@ def test_a_pool_too_small_for_one_prompt_and_one_that_holds_just_one() -> None:
             engine.play([(0.0, 4000, 10)])
         records = engine.play([(engine.now + 0.5 * k, 1900, 100) for k in range(20)])
         assert kept(records, SLO(ttft_ms=2000, tpot_ms=30)) == 1
-        engine.play(poisson(30, 10, 700, 100, seed=9, start=engine.now))
+        crowd = poisson(30, 10, 700, 100, seed=9, start=engine.now)
+        assert len(engine.play([(t, min(p, 1500), min(o, 200)) for t, p, o in crowd])) == len(crowd)
         assert attached.decisions[-1].regime
         KnobLimits().check(engine.knobs)
 
