@@ -32,6 +32,7 @@ _HOPE = 1.0  # of the expected time: with less than this left an item has hardly
 _TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
 _GUARD = 0.02  # of the promised time, kept in reserve when holding
 _SEEN_BESIDE = 16  # calls beside others to be seen before what they do to one another is believed
+_WELL = 0.75  # of what calls can get through, at most, for queues to stay short
 _ONLY_AN_END = 1 << 60  # items: no arrival changes the decision
 _ASK_AGAIN = 512  # calls in a row kept apart, after which one goes beside others: do they still slow one another down?
 
@@ -167,7 +168,15 @@ class Adaptive:
             return False
         if len(state.running) >= self._lanes(state):
             return True
-        return found.limited_by is LimitedBy.DEMAND and better_alone(found.items, found.cost, due, state, model)
+        if found.limited_by is not LimitedBy.DEMAND or self._too_much(state, model):
+            return False
+        return better_alone(found.items, found.cost, due, state, model)
+
+    def _too_much(self, state: State, model: ServiceModel) -> bool:
+        """Whether more comes than as many calls as run now could well serve, were they full."""
+        running = len(state.running)
+        full = model.predict(max(1, self._most_items), max(1, self._most_cost), running - 1)
+        return _WELL * running * self._most_items * state.gap_s < full
 
     def _beside(self, state: State, left: int, most: int) -> int:
         """How many calls one that begins now will have beside it: those that run, and those that ``left`` items begin."""
