@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit clean
+.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -32,6 +32,10 @@ help:
 	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"
 	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
+	@echo "make bench-batcher     the Batcher against Ray Serve, LitServe and BentoML, and against simple rules in virtual time"
+	@echo "make bench-batcher-overhead  what the Batcher itself costs an item"
+	@echo "make bench-embeddings  sentence embeddings through the Batcher against sentence-transformers"
+	@echo "make bench-padding     how much of a batch is padding, by how items are put together"
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)
@@ -85,6 +89,18 @@ bench-controller-live: $(STAMP)
 
 bench-trace-fit: $(STAMP)
 	$(PY) -m benchmarks.trace_fit $(ARGS)
+
+bench-batcher: $(STAMP)
+	$(PY) -m benchmarks.batcher $(ARGS)
+
+bench-batcher-overhead: $(STAMP)
+	$(PY) -m benchmarks.batcher_overhead $(ARGS)
+
+bench-embeddings: $(STAMP)
+	$(PY) -m benchmarks.embeddings $(ARGS)
+
+bench-padding: $(STAMP)
+	$(PY) -m benchmarks.padding $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

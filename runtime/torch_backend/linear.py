@@ -20,7 +20,7 @@ from runtime.torch_backend.memory import prefer_huge_pages
 
 log = logging.getLogger(__name__)
 
-ROWS = 32  # rows of input the layout is chosen for; others run too
+ROWS = 32  # rows of input the layout is chosen for, unless said; others run too
 WORTH = 0.95  # of the plain time; above this the layout is not worth having
 COPY_SHARE = 0.1  # of available memory that copies of tied weights may take
 _SAMPLE_BYTES = 64 << 20
@@ -34,13 +34,13 @@ class PackedLinear(nn.Module):
     plain one from then on: such a model reads weights in its forward, and unpacking each time would be slow.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, rows: int = ROWS) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
-        self._packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self._packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
         self._plain: Tensor | None = None
         self.nbytes = linear.weight.nbytes
         self._op: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
@@ -69,8 +69,10 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, rows: int = ROWS) -> int:
     """Replace the linear layers of ``model`` by packed ones where a measurement says it pays; returns how many.
+
+    ``rows``: of the usual input; the layout is chosen, and timed, for that many.
 
     Only exact ``nn.Linear`` layers on the CPU, in float32 or bfloat16. A weight that other modules hold as well (a head
     tied to the embedding) becomes a copy, if it fits into ``COPY_SHARE`` of the available memory. Packing twice is harmless.
@@ -95,11 +97,11 @@ def pack_linears(model: nn.Module) -> int:
                 continue
             kind = (child.weight.shape, child.weight.dtype)
             if kind not in verdicts:
-                verdicts[kind] = _pays(child)
+                verdicts[kind] = _pays(child, rows)
             if verdicts[kind]:
                 if tied:
                     spare -= child.weight.nbytes
-                packed.append(PackedLinear(child))
+                packed.append(PackedLinear(child, rows))
                 setattr(parent, name, packed[-1])
     seen = 0
     for linear in packed:  # when all are in place, since neighbours share pages
@@ -121,14 +123,14 @@ def _packable(linear: nn.Linear) -> bool:
     )
 
 
-def _pays(linear: nn.Linear) -> bool:
-    """Whether the packed product of ``ROWS`` rows is faster here; a large layer is judged by a slice of it."""
+def _pays(linear: nn.Linear, rows: int) -> bool:
+    """Whether the packed product of ``rows`` rows is faster here; a large layer is judged by a slice of it."""
     weight = linear.weight.detach()
-    rows = max(1, min(len(weight), _SAMPLE_BYTES // max(1, weight[0].nbytes)))
-    weight = weight[:rows].contiguous()
-    x = torch.ones(ROWS, weight.shape[1], dtype=weight.dtype)
+    outputs = max(1, min(len(weight), _SAMPLE_BYTES // max(1, weight[0].nbytes)))
+    weight = weight[:outputs].contiguous()
+    x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
     with torch.inference_mode():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         plain_s = _fastest(lambda: F.linear(x, weight))
         packed_s = _fastest(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
     return packed_s < WORTH * plain_s

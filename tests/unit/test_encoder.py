@@ -1,0 +1,98 @@
+"""Encoders without padding give what they give alone, and those that would not are refused."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    MPNetConfig,
+    MPNetModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from runtime.errors import UnsupportedModelError
+from runtime.torch_backend.encoder import PackedEncoder
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def bert() -> BertModel:
+    torch.manual_seed(1)
+    return BertModel(BertConfig(**SIZES, max_position_embeddings=64), add_pooling_layer=False).eval()
+
+
+def roberta() -> RobertaModel:
+    torch.manual_seed(2)
+    config = RobertaConfig(**SIZES, max_position_embeddings=64, pad_token_id=1)
+    return RobertaModel(config, add_pooling_layer=False).eval()
+
+
+def lists(count: int, seed: int, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 60) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def alone(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("make", [bert, roberta])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_each_list_gets_what_it_gets_alone(make: type, ordered: bool) -> None:
+    """RoBERTa counts positions from its padding's id on, which is found out."""
+    batch = sorted(lists(17, seed=3), key=len) if ordered else lists(17, seed=3)
+    plain = make()
+    wanted = [alone(plain, ids) for ids in batch]
+    encoder = PackedEncoder(make())
+    found = encoder.encode(batch).split([len(ids) for ids in batch])
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    means = encoder.mean(batch)
+    for mine, theirs in zip(means, wanted, strict=True):
+        mean = theirs.mean(0)
+        torch.testing.assert_close(mine, mean / mean.norm(), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(encoder.mean(batch, normalize=False)[3], wanted[3].mean(0), atol=2e-5, rtol=1e-4)
+
+
+def test_several_threads_do_not_mix() -> None:
+    encoder = PackedEncoder(bert())
+    batches = [lists(6, seed) for seed in range(8)]
+    wanted = [encoder.mean(batch) for batch in batches]
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        for mine, theirs in zip(threads.map(encoder.mean, batches), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_no_list_and_an_empty_list_are_told() -> None:
+    encoder = PackedEncoder(bert(), pack=False)
+    for wrong in ([], [[3, 4], []]):
+        with pytest.raises(ValueError, match="1 token or more"):
+            encoder.encode(wrong)
+
+
+def test_a_model_that_needs_padding_is_refused() -> None:
+    """MPNet adds a position bias to its scores, which a packed batch would get wrong."""
+    torch.manual_seed(4)
+    model = MPNetModel(MPNetConfig(**SIZES, max_position_embeddings=64), add_pooling_layer=False)
+    with pytest.raises((UnsupportedModelError, ValueError)):
+        PackedEncoder(model)
+
+
+def test_attention_that_never_comes_is_noticed() -> None:
+    """A model whose layers do not ask for the attention they are given would look into its neighbours."""
+    torch.manual_seed(5)
+    model = DistilBertModel(
+        DistilBertConfig(vocab_size=60, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64)
+    )
+    wanted = alone(model.eval(), [5, 6, 7])
+    found = PackedEncoder(model).encode([[9, 8], [5, 6, 7]])[2:]
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
