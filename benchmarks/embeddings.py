@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(LONGEST)
-    encoder = PackedEncoder(AutoModel.from_pretrained(where, add_pooling_layer=False, dtype=torch.float32))
+    encoder = PackedEncoder(AutoModel.from_pretrained(where, dtype=torch.float32))
     dtypes = {str(parameter.dtype) for model in (peer, encoder.model) for parameter in model.parameters()}
     words = sorted(word for word in tokenizer.get_vocab() if word.isalpha() and word.isascii() and len(word) > 2)
     texts = make_texts(count, words)

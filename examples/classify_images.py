@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime import Batcher, RequestRecord, StepRecord
+from runtime import SLO, Batcher, RequestRecord, StepRecord
 
 SHAPES = ("circle", "square", "cross")
 SIDE = 24
@@ -97,7 +97,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--rate", type=float, default=400.0, help="images a second")
     parser.add_argument("--steps", type=int, default=80, help="of training")
+    parser.add_argument("--slo", default="e2e=250ms@99%", help="what is promised; what cannot keep it is refused")
     args = parser.parse_args()
+    try:
+        slo = SLO.parse(args.slo)
+    except ValueError as error:
+        parser.error(f"--slo: {error}")
 
     generator = torch.Generator().manual_seed(0)
     model = train(args.steps, generator)
@@ -105,7 +110,7 @@ def main() -> None:
     images = [draw(kind, generator) for kind in kinds]
 
     figures = Figures()
-    with Batcher(model, slo="e2e=250ms@99%") as batcher:  # a module: stacked inputs, one row of output each
+    with Batcher(model, slo=slo) as batcher:  # a module: stacked inputs, one row of output each
         batcher.subscribe(figures)
         logits = asyncio.run(send(batcher, images, args.rate))
 

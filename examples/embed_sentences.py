@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runtime import Batcher, StepRecord
+from runtime import SLO, Batcher, StepRecord
 
 SENTENCES = (
     "The cat sleeps on the warm window sill.",
@@ -54,7 +54,12 @@ class Calls:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--slo", default="e2e=1s@99%", help="what is promised; what cannot keep it is refused")
     args = parser.parse_args()
+    try:
+        slo = SLO.parse(args.slo)
+    except ValueError as error:
+        parser.error(f"--slo: {error}")
 
     from tokenizers import Tokenizer
     from transformers import AutoModel
@@ -65,13 +70,13 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(256)
-    encoder = PackedEncoder(AutoModel.from_pretrained(folder, add_pooling_layer=False))
+    encoder = PackedEncoder(AutoModel.from_pretrained(folder))
 
     def embed(texts: list[list[int]]) -> list[Any]:
         return list(encoder.mean(texts))  # one row a text
 
     calls = Calls()
-    with Batcher(embed, slo="e2e=1s@99%", cost=len, grouping="buckets") as batcher:
+    with Batcher(embed, slo=slo, cost=len, grouping="buckets") as batcher:
         batcher.subscribe(calls)
 
         def vector(text: str) -> Any:

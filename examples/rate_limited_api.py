@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from runtime import Batcher
+from runtime import SLO, Batcher
 
 CALLS_A_SECOND = 10
 
@@ -86,7 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--rate", type=float, default=100.0, help="items a second")
+    parser.add_argument("--slo", default="e2e=2s@99%", help="what is promised; what cannot keep it is refused")
     args = parser.parse_args()
+    try:
+        slo = SLO.parse(args.slo)
+    except ValueError as error:
+        parser.error(f"--slo: {error}")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -100,7 +105,7 @@ def main() -> None:
         squares: list[int] = answer.json()
         return squares
 
-    with Batcher(square, slo="e2e=2s@99%", call_price_ms=math.inf, concurrency=2) as batcher:
+    with Batcher(square, slo=slo, call_price_ms=math.inf, concurrency=2) as batcher:
         squares = asyncio.run(send(batcher, args.items, args.rate))
     server.shutdown()
     server.server_close()

