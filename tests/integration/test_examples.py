@@ -145,7 +145,7 @@ def test_classify_images(tmp_path: Path) -> None:
 
 
 def test_a_promise_that_is_none_is_told(tmp_path: Path) -> None:
-    for name in ("embed_sentences.py", "classify_images.py", "recommend.py", "rate_limited_api.py"):
+    for name in ("embed_sentences.py", "rate_limited_api.py"):
         done = run(str(ROOT / "examples" / name), "--slo", "e2e=5", folder=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert re.search(r"error: --slo: .*no unit", done.stderr) and "Traceback" not in done.stderr
