@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 
 import ray
@@ -63,8 +63,12 @@ def main() -> None:
     )
     serve.start(http_options={"location": "NoServer"})
     serve.run(Service.bind(int(sys.argv[1])), name="service", route_prefix=None)
-    while True:
-        time.sleep(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # not at once: Ray ends its processes at exit
+    try:
+        signal.pause()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from math import inf
 
+import httpx
 import pytest
 
 from benchmarks.batcher import judge, summary
 from benchmarks.batcher_cases import Burst, base, flooded, measure, own, recovery
 from benchmarks.batcher_load import Account, Client, Load
 from benchmarks.batcher_rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
-from benchmarks.batcher_service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, service_s
+from benchmarks.batcher_service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
 from benchmarks.batcher_world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
 
 
@@ -130,6 +131,21 @@ def test_an_account_is_judged_by_answers_in_time() -> None:
     account = Account([0.5, 3.5, 3.6, 3.7, 3.8], [9.0, 0.1, 0.5, 0.2, 0.3], [200, 200, 200, 503, 0], 0.001, 0.002)
     run = judge(account, 3.0)
     assert (run.kept, run.p50, run.late_p99) == (0.25, 0.5, 0.001)
+
+
+async def test_the_thin_server_says_what_the_batching_says() -> None:
+    async def answer(value: float) -> float:
+        if value < 0:
+            raise Refused
+        return 2 * value
+
+    transport = httpx.ASGITransport(app=application(answer))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        found = [
+            await client.post(path, content=body)
+            for path, body in (("/predict", "1.5"), ("/predict", "-1"), ("/bare", "x"))
+        ]
+    assert [(answer.status_code, answer.text) for answer in found] == [(200, "3.0"), (503, "refused"), (200, "1")]
 
 
 async def test_the_client_counts_from_when_a_request_was_due() -> None:
