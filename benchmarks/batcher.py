@@ -3,8 +3,8 @@
 **Over HTTP.** A service that takes 20 + 2·n ms a call (n ≤ 32, one call at a time: 381 items/s at most), behind the same thin
 server for everybody (:mod:`benchmarks.batcher_service`); each contender in an environment of its own, which this makes. Open-loop
 Poisson load from a process of its own at shares of the capacity, and a burst; the promise is 400 ms from when a request was due
-to when its answer was read. Contenders take turns within a round, in another order each time. Each run's first seconds are left
-out.
+to when its answer was read. Contenders take turns within a round, in another order each time. Each run's first three seconds
+and its last one are left out.
 
 **In virtual time** (:mod:`benchmarks.batcher_cases`). The same service and four harder cases, with others' rules written from
 their descriptions (:mod:`benchmarks.batcher_rules`). Exact, and the same on any machine.
@@ -32,7 +32,7 @@ from math import inf
 from typing import NamedTuple
 
 from benchmarks import batcher_cases as cases
-from benchmarks.batcher_cases import BURST, BURST_S, CALM_S, LOADS, SEEDS, Burst, Case, Cell, recovery
+from benchmarks.batcher_cases import AFTERWARDS_S, BURST, BURST_S, CALM_S, LOADS, SEEDS, Burst, Case, Cell, recovery
 from benchmarks.batcher_load import Account, Load
 from benchmarks.batcher_peers import OURS, PEERS, Contender, Unavailable, send, servers
 from benchmarks.batcher_service import BARE_S, CAPACITY, SLO_S
@@ -91,9 +91,9 @@ def over_http(contenders: Sequence[Contender], seconds: float, rounds: int, load
         for number in range(rounds):
             for load in loads:
                 for server in order.sample(running, len(running)):
-                    phases = [(WARM_UP_S + seconds, load * CAPACITY)]
+                    phases = [(WARM_UP_S + seconds + AFTERWARDS_S, load * CAPACITY)]
                     account = send(Load(server.port, "/predict", phases, seed=1000 * number + round(100 * load)))
-                    runs[server.contender.name][load].append(judge(account, WARM_UP_S))
+                    runs[server.contender.name][load].append(judge(account, WARM_UP_S, WARM_UP_S + seconds))
                     time.sleep(0.3)
             for server in order.sample(running, len(running)):
                 phases = [(s, load * CAPACITY) for s, load in BURST]

@@ -39,8 +39,12 @@ class Ours:
             self._core.submit(Queued(item, item.arrival, cost=round(item.cost)), now)
 
     def choose(self, now: float, free: int, running: int) -> Choice:
-        found = self._core.next(now)
-        dropped = [ended.item.payload for ended in found.ended]
+        dropped = []
+        while True:
+            found = self._core.next(now)
+            dropped += [ended.item.payload for ended in found.ended]
+            if found.call is not None or not found.ended or found.wake_at > now:
+                break
         if found.call is None:
             return Choice((), dropped, found.wake_at if self._core.state.waiting else inf)
         batch = [item.payload for item in found.call.items]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime import SLO, Batcher, StepRecord
+from runtime.batching.packing import pack
 
 GENRES, FILMS_EACH, WIDTH = 8, 40, 24
 FILMS = GENRES * FILMS_EACH
@@ -33,9 +34,9 @@ class TwoTowers(nn.Module):
 
     def people(self, histories: Sequence[Sequence[int]]) -> Tensor:
         """``[people, width]`` of ragged histories, packed end to end."""
-        flat = torch.tensor([film for history in histories for film in history])
-        offsets = torch.tensor([0, *(len(h) for h in histories)])[:-1].cumsum(0)
-        found: Tensor = self.person(self.history(flat, offsets))
+        packed = pack(histories)
+        films, offsets = torch.from_numpy(packed.values), torch.from_numpy(packed.offsets[:-1]).long()
+        found: Tensor = self.person(self.history(films, offsets))
         return found
 
     def scores(self, histories: Sequence[Sequence[int]]) -> Tensor:
