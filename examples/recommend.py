@@ -106,8 +106,8 @@ def main() -> None:
         if known:
             with torch.inference_mode():
                 scores = model.scores(known)
-            for row, history in zip(scores, known, strict=True):
-                row[history] = -torch.inf
+                for row, history in zip(scores, known, strict=True):
+                    row[history] = -torch.inf
             best = iter(scores.topk(5).indices.tolist())
             answers = [next(best) if h else error for h, error in zip(histories, answers, strict=True)]
         return answers

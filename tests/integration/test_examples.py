@@ -136,7 +136,7 @@ def test_embed_sentences(tmp_path: Path) -> None:
 
 
 def test_classify_images(tmp_path: Path) -> None:
-    done = example("classify_images.py", "--images", "150", "--rate", "600", *PATIENT, folder=tmp_path)
+    done = example("classify_images.py", "--images", "150", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     right = re.search(r"^(\d+) of 150 images told right$", done.stdout, re.MULTILINE)
     assert right is not None and int(right[1]) >= 135
