@@ -62,7 +62,7 @@ def main() -> None:
         runtime_env={"env_vars": {"PYTHONPATH": root}},
     )
     serve.start(http_options={"location": "NoServer"})
-    serve.run(Service.bind(int(sys.argv[1])), name="service", route_prefix=None)
+    serve.run(Service.bind(int(sys.argv[1])), name="service", route_prefix=None)  # type: ignore[attr-defined]  # a deployment
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # not at once: Ray ends its processes at exit
     try:
         signal.pause()

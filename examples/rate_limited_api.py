@@ -79,7 +79,8 @@ async def send(batcher: Any, items: int, rate: float) -> list[int]:
     for number in range(items):
         asked.append(asyncio.ensure_future(batcher(number)))
         await asyncio.sleep(rng.expovariate(rate))
-    return await asyncio.gather(*asked)
+    squares: list[int] = await asyncio.gather(*asked)
+    return squares
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def segment_attention(
     at = 0
     for count, length in runs:
         rows = slice(at, at + count * length)
-        q, k, v = (x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x[0, :, rows].reshape(heads, count, length, -1).transpose(0, 1) for x in (query, key, value))
         attended = F.scaled_dot_product_attention(q, k, v, scale=scaling)  # [count, heads, length, dim]
         out[rows].view(count, length, heads, -1).copy_(attended.transpose(1, 2))
         at = rows.stop
@@ -100,7 +100,8 @@ class PackedEncoder:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def _offsets(self) -> Sequence[int]:
         """What the first position is called: 0 in BERT, one after the padding's id in RoBERTa and its kin."""

@@ -18,7 +18,7 @@ pytestmark = needs_onednn
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack every layer, however small: on a busy machine a measurement may say anything."""
-    monkeypatch.setattr(linear, "_pays", lambda _: True)
+    monkeypatch.setattr(linear, "_pays", lambda *_: True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
