@@ -15,7 +15,7 @@ from benchmarks.batcher_service import BARE_S, BASE_S, CAPACITY, ITEM_S, LARGEST
 from benchmarks.batcher_world import Device, Item, OwnDevices, Played, Rule, SharedDevice, play, poisson
 
 LOADS = (0.05, 0.3, 0.7, 0.9, 1.05, 1.3)
-WARM_UP_S, AFTERWARDS_S = 5.0, 1.0
+WARM_UP_S, AFTERWARDS_S = 15.0, 1.0
 """The load comes before what counts, and goes on after it, or in overload the last ones would have it easier."""
 
 SEEDS = (201, 202, 203)

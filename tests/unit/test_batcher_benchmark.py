@@ -98,6 +98,13 @@ def test_past_capacity_only_those_that_give_up_items_keep_any_promise() -> None:
     assert max(shares["AIMD"], shares["Clipper"]) < 0.1
 
 
+def test_ours_beats_or_ties_every_rule() -> None:
+    case = base()
+    for load in (0.9, 1.3):
+        shares = {name: measure(case, make, load, 15.0, (9, 10)).kept for name, make in case.rules.items()}
+        assert shares["ours"] >= max(shares.values()) - 0.005, (load, shares)
+
+
 def test_recovery_is_when_the_median_is_back() -> None:
     late = [(0.01 * i, 0.4 if i < 130 else 0.022) for i in range(800)]
     assert recovery(0.022, late) == pytest.approx(1.1)  # half of 1.1–1.6 comes after 1.3
