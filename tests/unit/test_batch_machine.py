@@ -136,7 +136,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(
     actions=ACTIONS,
     strategy=st.sampled_from(sorted(STRATEGIES)),

@@ -1,0 +1,19 @@
+"""The overhead benchmark measures what it says: full calls, every way of using a batcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.batcher_overhead import BATCH, WAYS, cpu_us, memory, rules_us
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_is_measured_in_calls_of_the_right_size(way: str) -> None:
+    cost, size = cpu_us(way, 2000)
+    assert cost > 0 and BATCH / 4 < size <= BATCH
+
+
+def test_the_rules_and_the_memory_are_measured() -> None:
+    assert rules_us(500, 0.9) > 0
+    looks = memory(2000, looks=3)
+    assert [items for items, _ in looks] == [0, 1000, 2000] and all(size > 1 for _, size in looks)
