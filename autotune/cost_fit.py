@@ -5,6 +5,10 @@ Gauss–Newton step is a non-negative least-squares problem in the coefficients 
 at zero cost nothing. Residuals are relative and weighted by how well each point was measured; Huber's weights keep what
 does not belong (a stall that survived the median) from pulling. Sums are convex; the other norms start from the sum's
 solution, one norm after the other.
+
+Points of the region ``served`` are means over steps of live serving. Where prompts are computed beside decodes they count for
+most, and planned steps of that kind for little: there serving costs more than clean steps do (prompts arrive, and caches
+are never as warm). Where nothing but decodes is in a step the planned ones are the better measured.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ FOLDS = 5
 FEWEST = 8
 _FLOOR = 0.02  # relative error below which no point counts as better measured than another
 _RIDGE = 1e-4
+SERVED = "served"
+_SERVED_STEPS = 100  # below that they count like all others
+_COUNT = {"mixed": 0.3, "prefix": 0.3}  # of planned steps, where served ones are to be had
+_COUNT_SERVED = 4.0, 0.3  # with prompts, without
 _WORTH = 0.004  # share of the cross-validated error that one more coefficient must win
 
 
@@ -39,7 +47,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Measured:
-    """Points as arrays: ``steps`` as in StepFeatures, ``seconds``, ``weights`` (at most 1), ``folds``."""
+    """Points as arrays: ``steps`` as in StepFeatures, ``seconds``, ``weights``, ``folds``."""
 
     steps: Floats
     seconds: Floats
@@ -61,7 +69,10 @@ def measured(points: Sequence[StepPoint]) -> Measured:
     # the standard error of a median of normal samples, from their interquartile range
     errors = np.array([p.spread / 1.35 * 1.25 / max(1, p.repeats) ** 0.5 for p in points])
     return Measured(
-        as_floats(steps), np.array([p.seconds for p in points]), _FLOOR / np.hypot(_FLOOR, errors), _folds(points)
+        as_floats(steps),
+        np.array([p.seconds for p in points]),
+        _counts(points) * _FLOOR / np.hypot(_FLOOR, errors),
+        _folds(points),
     )
 
 
@@ -95,6 +106,16 @@ def fit(points: Sequence[StepPoint]) -> Fitted:
     _, shape, told = best
     coefficients = dict(_solve_chain(_norms_up_to(shape), data))[shape]
     return Fitted(shape, coefficients, _covariance(shape, coefficients, data), told)
+
+
+def _counts(points: Sequence[StepPoint]) -> Floats:
+    """How much each point counts, by its region."""
+    if sum(p.repeats for p in points if p.region == SERVED) < _SERVED_STEPS:
+        return np.ones(len(points))
+    mixed, alone = _COUNT_SERVED
+    return np.array(
+        [(mixed if p.chunks else alone) if p.region == SERVED else _COUNT.get(p.region, 1.0) for p in points]
+    )
 
 
 def _loss(told: Floats, data: Measured) -> float:

@@ -1,9 +1,9 @@
 """What the simulator says of six workloads that its calibration never saw, against what the live engine does.
 
 A calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model. Then, in rounds, the engine serves each
-workload, and the simulator the same arrivals under the same knobs, limits and KV pool. Around every run stand anchors, a few
-fixed steps; how long they take, compared with the calibration's, is the speed of the machine that is simulated. Rates are
-shares of what the simulated engine serves of each workload when flooded.
+workload, and the simulator the same arrivals under the same knobs, limits and KV pool. Rates are shares of what the simulated
+engine serves of each workload when flooded. All real runs, the calibration's too, are on a clock that follows anchor steps run
+between their own, so that a machine whose pace drifts counts as one whose pace does not (:mod:`benchmarks.paced`).
 
 What is compared:
 
@@ -37,13 +37,14 @@ from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import anchor_pace, features, measure_steps_and_pace
+from autotune.profiling.steps import features, measure_steps_and_pace
 from autotune.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
+from benchmarks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
 from benchmarks.undisturbed import UndisturbedClock, others
-from runtime.clock import Clock, MonotonicClock
+from runtime.clock import MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.records import RequestRecord, StepRecord
@@ -108,13 +109,9 @@ class StepLog:
         pass
 
 
-def simulated(cost: CostModel, case: Case, workload: Workload, seed: int, duration: float, pace: float) -> Score:
-    """The score of ``case`` on a machine that takes ``pace`` times what ``cost`` says."""
-    engine = SimulatedEngine(
-        cost.scaled(compute=1 / pace, bandwidth=1 / pace, overhead=1 / pace),
-        kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS,
-        limits=KnobLimits(),
-    )
+def simulated(cost: CostModel, case: Case, workload: Workload, seed: int, duration: float) -> Score:
+    """The score of ``case`` on a machine that takes what ``cost`` says."""
+    engine = SimulatedEngine(cost, kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS, limits=KnobLimits())
     return evaluate(engine, case.knobs, workload, PATIENT, vocab_size=1000, seed=seed, duration=duration)
 
 
@@ -135,17 +132,25 @@ def metrics(score: Score) -> dict[str, float]:
     return found
 
 
-def step_errors(records: Sequence[StepRecord], cost: CostModel, pace: float) -> list[float]:
-    """|predicted ÷ served − 1| of each step, the idle time before a step left out."""
+class StepPair(NamedTuple):
+    """A served step: the seconds predicted of it, and those it took."""
+
+    told: float
+    real: float
+
+
+def step_pairs(records: Sequence[StepRecord], cost: CostModel) -> list[StepPair]:
+    """Every step, the idle time before it left out."""
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
-    return [abs(pace * cost.predict(features(s.record)) / s.seconds - 1) for s in samples(records, idle)]
+    return [StepPair(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
 
 
 class Timed(NamedTuple):
-    """An engine, and the clock it runs on."""
+    """An engine, the clock it runs on, and who keeps that clock's pace."""
 
     engine: Engine
-    clock: Clock
+    clock: PacedClock
+    executor: PacedExecutor
 
 
 class Bench:
@@ -156,34 +161,30 @@ class Bench:
         self.duration, self.seed = duration, seed
         self.real: dict[tuple[str, str], list[float]] = {}
         self.ratios: dict[tuple[str, str], list[float]] = {}
-        self.steps: dict[str, list[float]] = {}
+        self.steps: dict[str, list[StepPair]] = {}
         self._runs = 0
 
-    def calibrate(self, budget_s: float) -> tuple[CostModel, float]:
-        """The cost model, and what an anchor took meanwhile."""
-        engine, clock = self.roomy
+    def calibrate(self, budget_s: float) -> CostModel:
+        engine, clock, executor = self.roomy
         found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self.seed, clock=clock)
         cost = fit_cost_model(found.points, seconds=found.seconds)
         facts = cost.facts
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace drifted by {found.drift - 1:.0%}",
+            f"the machine's pace {_range(executor.paces)}, after correction its steps drifted by {found.drift - 1:.0%}",
             flush=True,
         )
-        return cost, found.pace
+        return cost
 
     def _prompts(self) -> int:
         self._runs += 1
         return (self.seed << 16) + self._runs
 
-    def pace(self, usual: float) -> float:
-        return anchor_pace(self.roomy.engine, self.facts, seed=self.seed, clock=self.roomy.clock) / usual
-
-    def run(self, number: int, case: Case, workload: Workload, cost: CostModel, usual: float) -> None:
-        """One real run between anchors, and its simulation at their pace."""
-        (engine, clock), log = self.tight if case.tight else self.roomy, StepLog()
-        before, busy = self.pace(usual), others()
+    def run(self, number: int, case: Case, workload: Workload, cost: CostModel) -> None:
+        """One real run and its simulation."""
+        (engine, clock, executor), log = self.tight if case.tight else self.roomy, StepLog()
+        busy, looked = others(), len(executor.paces)
         unsubscribe = engine.subscribe(log)
         try:
             real = evaluate(
@@ -201,20 +202,18 @@ class Bench:
         finally:
             unsubscribe()
         spent = others()
-        after = self.pace(usual)
-        pace = (before + after) / 2
-        told = metrics(simulated(cost, case, workload, self.seed, self.duration, pace))
+        told = metrics(simulated(cost, case, workload, self.seed, self.duration))
         for name, value in metrics(real).items():
             self.real.setdefault((case.name, name), []).append(value)
             self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
-        steps = step_errors(log.records, cost, pace)
+        steps = step_pairs(log.records, cost)
         self.steps.setdefault(case.name, []).extend(steps)
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
             f"  round {number + 1} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
-            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {before:.3f} {after:.3f}, "
-            f"step error {statistics.median(steps):.1%}, TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, "
-            f"others use {cores:.2f} cores",
+            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(executor.paces[looked:])}, "
+            f"step error {_median_error(steps):.1%}, in all {_bias(steps):+.1%}, "
+            f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
             flush=True,
         )
 
@@ -231,11 +230,29 @@ class Bench:
         ]
 
 
-def report(found: Sequence[Compared], steps: dict[str, list[float]]) -> dict[str, float]:
+def _range(paces: Sequence[float]) -> str:
+    """Of an anchor's times over the fastest ever: median, and the middle nine tenths."""
+    if len(paces) < 3:
+        return "not known"
+    cuts = statistics.quantiles(paces, n=20)
+    return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f})"
+
+
+def _median_error(steps: Sequence[StepPair]) -> float:
+    return statistics.median(abs(s.told / s.real - 1) for s in steps)
+
+
+def _bias(steps: Sequence[StepPair]) -> float:
+    """Of all steps together."""
+    return sum(s.told for s in steps) / sum(s.real for s in steps) - 1
+
+
+def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
     """The table, where the errors are large, and the summary."""
     names = (*TIGHT_METRICS, *LOOSE_METRICS)
     print(
-        f"\nsimulated ÷ real − 1, with the range of the repeated real runs in brackets; ! outside\n{'':21}{'step':>7}",
+        "\nsimulated ÷ real − 1, with the range of the repeated real runs in brackets; ! outside\n"
+        f"{'':21}{'step':>7}{'in all':>8}",
         end="",
     )
     print("".join(f"{name:>17}" for name in names))
@@ -245,7 +262,7 @@ def report(found: Sequence[Compared], steps: dict[str, list[float]]) -> dict[str
             f"{row[n].error:+8.1%} [{row[n].spread:.0%}]{' ' if n in TIGHT_METRICS or row[n].ok else '!'}"
             for n in names
         ]
-        print(f"{case:21}{statistics.median(errors):7.1%}" + "".join(f"{cell:>17}" for cell in cells))
+        print(f"{case:21}{_median_error(errors):7.1%}{_bias(errors):+8.1%}" + "".join(f"{cell:>17}" for cell in cells))
     loose = [c for c in found if c.metric in LOOSE_METRICS]
     for c in loose:
         if not c.ok:
@@ -253,10 +270,10 @@ def report(found: Sequence[Compared], steps: dict[str, list[float]]) -> dict[str
     tpot = [abs(c.error) for c in found if c.metric.startswith("TPOT")]
     throughput = [abs(c.error) for c in found if c.metric == "throughput"]
     print(
-        f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(statistics.median, steps.values())):.1%}"
+        f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(_median_error, steps.values())):.1%}"
     )
     return {
-        "step_error": round(statistics.median([e for errors in steps.values() for e in errors]), 4),
+        "step_error": round(_median_error([step for each in steps.values() for step in each]), 4),
         "tpot_error": round(statistics.median(tpot), 4),
         "throughput_error": round(statistics.median(throughput), 4),
         "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
@@ -284,25 +301,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--undisturbed follows one thread; leave out --threads")
     begun = time.monotonic()
 
+    import torch
+
+    from runtime.torch_backend.executor import TorchExecutor
     from runtime.torch_backend.loading import load_model
 
     made: list[Timed] = []
+    torch.set_num_threads(args.threads)
+    loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+    anchor = Anchor(TorchExecutor(loaded, kv_blocks=ANCHOR_BLOCKS), loaded.vocab_size)
+    usual = anchor.fastest()
     with ExitStack() as stack:
         for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
             loaded = load_model("tiny", dtype="bfloat16", device="cpu")
-            clock = UndisturbedClock() if args.undisturbed else MonotonicClock()
+            base = UndisturbedClock() if args.undisturbed else MonotonicClock()
+            clock = PacedClock(base)
+            real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
+            executor = PacedExecutor(real, anchor, clock, usual)
             known = set(threading.enumerate())
-            engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, threads=args.threads, clock=clock)
-            made.append(Timed(stack.enter_context(engine), clock))
-            if isinstance(clock, UndisturbedClock):
-                clock.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
+            engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
+            made.append(Timed(stack.enter_context(engine), clock, executor))
+            if isinstance(base, UndisturbedClock):
+                base.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
         facts = ModelFacts(
             name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
             seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
         )  # fmt: skip
         bench = Bench(made[0], made[1], facts, duration, args.seed)
-        cost, usual = bench.calibrate(args.calibrate or (25.0 if args.quick else 60.0))
+        cost = bench.calibrate(args.calibrate or (25.0 if args.quick else 60.0))
         loads: list[tuple[Case, Workload]] = []
         for case in cases(args.conv, args.code):
             workload = parse_workload(case.spec)
@@ -311,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
         for number in range(rounds):
             for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
-                bench.run(number, case, workload, cost, usual)
+                bench.run(number, case, workload, cost)
     found = bench.compared()
     summary = report(found, bench.steps)
     if args.save is not None:

@@ -92,8 +92,8 @@ class StepDriver:
 
     # -- running one --------------------------------------------------------------------------------------------------
 
-    def run(self, script: Script, *, whole: bool = False) -> list[Sample]:
-        """The steps of ``script``, in order, all of them and as they were if ``whole``; the engine is left idle.
+    def run(self, script: Script) -> list[Sample]:
+        """The steps of ``script``, in order; the engine is left idle.
 
         Raises :class:`EvaluationError` when a request fails or the engine falls silent, :class:`Interrupted` on ``stop``.
         """
@@ -123,7 +123,7 @@ class StepDriver:
         settle(self._engine, self._clock)
         if self._stop():
             raise Interrupted("interrupted")
-        return samples(self._records, self._disturbed, whole=whole)
+        return samples(self._records, self._disturbed)
 
     def on_step(self, record: StepRecord) -> None:
         script = self._script

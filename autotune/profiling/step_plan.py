@@ -6,10 +6,10 @@ model allow. Four kinds of scripts (:mod:`autotune.profiling.step_driver`):
 - a *ladder* fills up with prompts, then decodes with all of them, half of them, a quarter, …;
 - *alone*: prompts of many sizes by themselves, whole and in chunks;
 - *mixed*: prompts of many sizes, whole and in chunks, beside sequences that decode;
-- *bursts*: many short prompts in one step;
-- *served*: sequences that end, and new ones in their place, as in serving.
+- *bursts*: many short prompts in one step.
 
-Sequences that decode together have prompts of unlike lengths, as they have when served.
+Sequences that decode together have prompts of unlike lengths, as they have when served. And *mixes*: loads to be served for a
+while, whose steps are taken as they come (:mod:`autotune.profiling.served_steps`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 from autotune.evaluate import Served
@@ -39,8 +38,9 @@ _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
-_SERVED = ((3, 384), (8, 192), (20, 96), (48, 48), (12, 512), (32, 256))  # (sequences, context), as many as fit
-_SERVED_STEPS = 32
+_SERVED = ((3, 384), (16, 96), (8, 192), (40, 48), (12, 512), (28, 256))  # (sequences at once, prompt tokens)
+_SERVED_OUTPUT = 64
+_SERVED_S = 1.5  # seconds that a mix is served for at least
 _UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
 
 Filling = Generator[None, StepRecord, list[str]]
@@ -53,6 +53,16 @@ class Pilot(NamedTuple):
 
     token: float
     step: float
+
+
+class Mix(NamedTuple):
+    """A load: ``rate`` requests/s of about ``prompt`` and ``output`` tokens for ``seconds``; prompts in chunks of ``chunk``."""
+
+    rate: float
+    prompt: int
+    output: int
+    seconds: float
+    chunk: int
 
 
 class StepPlan:
@@ -86,15 +96,23 @@ class StepPlan:
         self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
         return [*self._ladders(), *self._prompts(), *self._mixtures()]
 
-    def served(self) -> list[Callable[[], Script]]:
-        """Scripts of steps as they come, to be taken as they are. After :meth:`scripts`, which says how many fit."""
-        made: list[Callable[[], Script]] = []
-        for batch, context in _SERVED:
-            context = min(context, max(1, self._longest // 2))
-            batch = self._fit(batch, context)
-            if batch > 1 and (batch + _SERVED_STEPS / 2) * context <= self._tokens(_SERVING):
-                made.append(partial(self._serving, batch, context))
-        return made
+    def mixes(self, number: int) -> list[Mix]:
+        """The loads of round ``number``, those that fit; in a short round not all of them. After :meth:`scripts`."""
+        made = []
+        share = _SERVING * self._seconds
+        each = max(share / len(_SERVED), min(_SERVED_S, share))
+        for index, (batch, prompt) in enumerate(_SERVED):
+            prompt = min(prompt, max(1, self._longest // 4))
+            chunk = 4 * prompt if (number + index) % 2 else max(16, prompt // 2)
+            batch = self._fit(batch, 2 * prompt)
+            if batch < 2:
+                continue
+            output = min(_SERVED_OUTPUT, self._output)
+            # as many at once as Little's law says, were a step with prompts in it as long as the tokens in it are
+            rate = batch / (output * self._pilot.step + batch * prompt * self._pilot.token)
+            made.append(Mix(rate, prompt, output, each, min(chunk, self._piece, self._chunk)))
+        fit = max(1, int(share / each))
+        return [made[(number * fit + i) % len(made)] for i in range(min(fit, len(made)))] if made else []
 
     def _ladders(self) -> list[Callable[[], Script]]:
         contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]
@@ -192,17 +210,6 @@ class StepPlan:
             names = self._driver.submit(prompts, self._output)
             yield from self._computed()
             self._driver.cancel(names)
-
-    def _serving(self, batch: int, context: int) -> Script:
-        """``batch`` sequences, whose lengths are such that about one ends, and another begins, in every second step."""
-        rng = random.Random(f"{self._seed} {batch} {context}")
-        lengths = iter(self._spread(batch + 2 * _SERVED_STEPS, context))
-        self._driver.bound(budget=self._piece + batch, chunk=self._piece)
-        yield
-        for _ in range(_SERVED_STEPS):
-            for length in islice(lengths, batch - self._driver.live):
-                self._driver.submit([length], rng.randint(2, max(2, min(4 * batch, self._output))))
-            yield
 
     def _computed(self) -> Script:
         """Until the prompts are computed, and the steps behind them."""

@@ -15,12 +15,13 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autotune.cost_fit import FEWEST
+from autotune.cost_fit import FEWEST, SERVED
 from autotune.cost_model import fit_cost_model, with_predictions
 from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import ModelFacts, StepPoint
-from autotune.profiling.step_driver import Sample, StepDriver
-from autotune.profiling.step_plan import ANCHOR_STEPS, Pilot, StepPlan
+from autotune.profiling.served_steps import served_steps
+from autotune.profiling.step_driver import Sample, Script, StepDriver
+from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
 from runtime.clock import Clock
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
@@ -34,6 +35,7 @@ _SETTLED = 0.01  # median relative change of the predictions by another round
 _ANCHOR_EVERY = 0.25  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
 _STALL = 2.5  # times the median: above that a served step is left out
+_UNLIKE = 0.2  # spread that is assumed of served steps of which there are few
 _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of step
 
 
@@ -106,8 +108,7 @@ def measure_steps_and_pace(
     pilot = _speed(driver.run(plan.pilot()), driver.run(plan.anchor()))
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
-    scripts = [(script, False) for script in plan.scripts(seconds, pilot)]
-    scripts += [(script, True) for script in plan.served()]
+    scripts = plan.scripts(seconds, pilot)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
     anchors: list[_Anchor] = []
@@ -115,10 +116,16 @@ def measure_steps_and_pace(
     probes: list[StepFeatures] = []
     told: list[float] = []
     for number in range(_MOST_ROUNDS):
-        for script, served in rng.sample(scripts, len(scripts)):
+        tasks: list[Mix | Callable[[], Script]] = [*scripts, *plan.mixes(number)]
+        for task in rng.sample(tasks, len(tasks)):
             if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
                 anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
-            stretches.append(_Stretch(clock.now(), driver.run(script(), whole=served), served))
+            at = clock.now()
+            if isinstance(task, Mix):
+                steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
+            else:
+                steps = driver.run(task())
+            stretches.append(_Stretch(at, steps, isinstance(task, Mix)))
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
@@ -185,8 +192,8 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
 
 
 def _rough(number: int) -> int:
-    """Equal for numbers within a third of each other, or so."""
-    return round(math.log(number) * 4) if number else -1
+    """Equal for numbers within an eighth of each other, or so."""
+    return round(math.log(number) * 8) if number else -1
 
 
 def _point(found: list[Sample]) -> StepPoint:
@@ -200,7 +207,8 @@ def _served(found: list[Sample]) -> StepPoint:
     """Their mean, but for stalls."""
     middle = statistics.median(s.seconds for s in found)
     kept = [s for s in found if s.seconds < _STALL * middle]
-    return _summed_up("served", statistics.fmean(s.seconds for s in kept), kept)
+    point = _summed_up(SERVED, statistics.fmean(s.seconds for s in kept), kept)
+    return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if len(kept) < 4 else point
 
 
 def _summed_up(region: str, seconds: float, found: Sequence[Sample]) -> StepPoint:

@@ -6,8 +6,9 @@ all rows is two batched matrix products and a softmax on memory as it lies. In b
 layout oneDNN's product reads without reordering (32 rows of 256 tokens, 2 heads: 0.13 ms against 0.43).
 
 Rows are kept in classes of like length, so that one long row does not pad all others. All rows grow by one token a step,
-so a row stays in the class it joined, and the class's memory grows with it. The pool keeps every token as well, so any
-row can be loaded from it at any time: that is how the cache recovers.
+so a row stays in the class it joined, and the class's memory grows with it. What lies behind a row's tokens is masked, but must
+be finite: zeros, or what an earlier row left there. (After a row that was not finite all are dropped.) The pool keeps every
+token as well, so any row can be loaded from it at any time: that is how the cache recovers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from runtime.torch_backend.memory import prefer_huge_pages
 
 PADDING = 1536 << 10  # bytes of padding in a layer's rows of a class beyond which a class of their own is cheaper
 GROWTH = 64  # tokens of room that a class gets at least when it is made or full
-_ROUND = 16  # context lengths are padded to a multiple of this; GROWTH is one
+_ROUND = 16  # short context lengths are padded to a multiple of this; GROWTH is one
+
+
+def _padded(length: int) -> int:
+    """A little more: a product of a shape that oneDNN has not met takes 0.15 ms to prepare, so let there be few of them."""
+    step = _ROUND if length <= 128 else 2 * _ROUND if length <= 256 else GROWTH
+    return -(-length // step) * step
 
 
 class LengthClass:
@@ -36,7 +43,7 @@ class LengthClass:
         self.homes: list[int] = []
         self.allocated = 0  # rows in each store
         self.stores: dict[LayerKV, tuple[Tensor, Tensor]] = {}
-        self.moves: list[tuple[int, int]] = []  # (to, from): rows to be copied in this step, in order, before any load
+        self.moves: list[tuple[int, int, int]] = []  # (to, from, tokens): rows to copy in this step, before any load
         self.loads: list[tuple[int, Tensor, int]] = []  # (row, its blocks, tokens): rows to be read from the pool
         self.begin = 0  # of its rows in the packed batch
         self.length = 0  # padded context of this step
@@ -54,7 +61,7 @@ class LengthClass:
     def begin_step(self, begin: int, positions: Ints) -> None:
         self.begin = begin
         self._positions = positions
-        self.length = min(self.capacity, -(-(int(positions.max()) + 1) // _ROUND) * _ROUND)
+        self.length = min(self.capacity, _padded(int(positions.max()) + 1))
         self._masks.clear()
         self._places.clear()
 
@@ -113,7 +120,7 @@ class DecodeCache:
         for cls in self._classes:
             cls.moves.clear()
         for home in left:
-            self._remove(home)
+            self._remove(home, rows)
         stale = set(taken)  # homes whose row has to be loaded
         for home in sorted(taken, key=rows.position_at, reverse=True):
             cls = self._class_for(rows, rows.position_at(home))
@@ -161,7 +168,7 @@ class DecodeCache:
                 loads.append((row, torch.tensor([blocks]), tokens))
         return loads
 
-    def _remove(self, home: int) -> None:
+    def _remove(self, home: int, rows: DecodeRows) -> None:
         """Take a row out; the last row of its class fills the gap."""
         cls = self._where.pop(home, None)
         if cls is None:
@@ -170,7 +177,7 @@ class DecodeCache:
         last = cls.homes.pop()
         if last != home:
             cls.homes[row] = last
-            cls.moves.append((row, len(cls.homes)))
+            cls.moves.append((row, len(cls.homes), rows.position_at(last)))
 
     def _allocate(self, rows: DecodeRows, stale: set[int]) -> bool:
         """Make room for every class's rows. Without room to spare, classes are cut to size and loaded anew."""
@@ -212,18 +219,22 @@ class DecodeCache:
         store = cls.stores.get(layer)
         flat = cls.allocated * kv_heads
         if store is None or store[1].shape[:2] != (flat, cls.capacity):
-            keys = key.new_empty((flat, dim, cls.capacity) if transposed else (flat, cls.capacity, dim))
-            values = value.new_empty(flat, cls.capacity, value_dim)
+            keys = key.new_zeros((flat, dim, cls.capacity) if transposed else (flat, cls.capacity, dim))
+            values = value.new_zeros(flat, cls.capacity, value_dim)
             for part in (keys, values):
                 prefer_huge_pages(part, now=False)
             if store is not None:
-                _grown(keys, store[0], 2 if transposed else 1)
-                _grown(values, store[1], 1)
+                _grown(keys, store[0])
+                _grown(values, store[1])
             store = cls.stores[layer] = keys, values
         keys, values = store
-        for row, source in cls.moves:
+        for row, source, tokens in cls.moves:
             to, of = (slice(r * kv_heads, (r + 1) * kv_heads) for r in (row, source))
-            keys[to], values[to] = keys[of], values[of]
+            if transposed:
+                keys[to, :, :tokens] = keys[of, :, :tokens]
+            else:
+                keys[to, :tokens] = keys[of, :tokens]
+            values[to, :tokens] = values[of, :tokens]
         for row, blocks, tokens in cls.loads:
             self._load(layer, row, blocks, tokens, keys, values, transposed)
         rows = slice(cls.begin, cls.begin + count)
@@ -252,22 +263,18 @@ class DecodeCache:
     def _load(
         self, layer: LayerKV, row: int, blocks: Tensor, tokens: int, keys: Tensor, values: Tensor, transposed: bool
     ) -> None:
-        """Copy ``tokens`` positions of a sequence from the pool. What lies behind them must be finite: zero."""
+        """Copy ``tokens`` positions of a sequence from the pool."""
         past_keys, past_values = layer.blocks(blocks, self.pool.block_size)
         kv_heads = past_keys.shape[2]
         at = slice(row * kv_heads, (row + 1) * kv_heads)
         if transposed:
             keys[at, :, :tokens] = past_keys[0, :tokens].permute(1, 2, 0)
-            keys[at, :, tokens:] = 0
         else:
             keys[at, :tokens] = past_keys[0, :tokens].transpose(0, 1)
-            keys[at, tokens:] = 0
         values[at, :tokens] = past_values[0, :tokens].transpose(0, 1)
-        values[at, tokens:] = 0
 
 
-def _grown(to: Tensor, old: Tensor, axis: int) -> None:
-    """Copy the rows of ``old``, with zeros behind what they hold along ``axis``: the rest of a row must be finite."""
-    rows, length = min(len(to), len(old)), old.shape[axis]
-    to[:rows].narrow(axis, 0, length).copy_(old[:rows])
-    to[:rows].narrow(axis, length, to.shape[axis] - length).zero_()
+def _grown(to: Tensor, old: Tensor) -> None:
+    """Copy what ``old`` holds into the corner of ``to``, which has as much room or more in every dimension but the first."""
+    rows = min(len(to), len(old))
+    to[:rows, : old.shape[1], : old.shape[2]] = old[:rows]

@@ -111,6 +111,7 @@ class TorchExecutor:
                 self._divide([*plan.decode_rows(), *plan.chunks], plan.step, cause, outcome)
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
+                self._rows.forget()  # its row may hold such values too, behind the tokens of whoever gets it
             self.timers.steps += 1
         return StepResult(
             (self._clock.now(),),

@@ -1,0 +1,122 @@
+"""A machine whose pace drifts, measured as one that does not: anchor steps between real ones, and a clock that follows them.
+
+A shared machine is now faster and now slower, by tens of percent and for seconds at a time, whatever this process does. So
+between the steps of the engine that is measured an anchor runs, one decode step of an engine of its own that is always the same,
+while the clock stands still; and the clock then runs as much slower than real time as the anchor was slower than ever
+seen. Measured on such a clock, everything happens at one pace: arrivals come that much later too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import Knobs
+from runtime.llm.core import EngineCore
+from runtime.llm.output import OutputProcessor
+from runtime.llm.plan import Executor, StepPlan, StepResult
+from runtime.llm.prefix import block_hashes
+from runtime.llm.scheduler import Scheduler
+from runtime.request import Request, SamplingParams, Sequence
+
+EVERY_S = 0.1  # of real time, between anchors
+ROWS, PROMPT, OUTPUT = 8, 512, 33
+BLOCK = 16
+ANCHOR_BLOCKS = ROWS * ((PROMPT + OUTPUT) // BLOCK + 2)
+_SETTLE = 64  # anchors before any counts
+_SMOOTH = 7  # anchors whose median is the pace
+
+
+class PacedClock:
+    """Seconds of ``base`` ÷ the pace, without those for which it stood still. One thread turns it, any may read it."""
+
+    def __init__(self, base: Clock | None = None) -> None:
+        self.base = base or MonotonicClock()
+        self._state = (self.base.now(), 0.0, 1.0)  # on ``base``, on this clock, seconds here for one there
+
+    def now(self) -> float:
+        since, shown, rate = self._state
+        return shown + max(0.0, self.base.now() - since) * rate
+
+    def run(self, rate: float) -> None:
+        """From now on ``rate`` seconds pass here for one of ``base``; 0 stands still."""
+        now = self.base.now()
+        since, shown, before = self._state
+        self._state = (now, shown + max(0.0, now - since) * before, rate)
+
+
+class Anchor:
+    """The same decode step over and over: ``ROWS`` sequences of about ``PROMPT`` tokens, through a real executor.
+
+    ``executor`` has a pool of ``ANCHOR_BLOCKS`` of its own.
+    """
+
+    def __init__(self, executor: Executor, vocab_size: int) -> None:
+        knobs = Knobs(max_batch_size=ROWS, token_budget=ROWS * PROMPT, chunk_size=PROMPT)
+        self._core = EngineCore(
+            Scheduler(kv_blocks=ANCHOR_BLOCKS, block_size=BLOCK), executor, knobs=knobs, output=OutputProcessor()
+        )
+        self._vocab_size = vocab_size
+        self._now = 1.0
+        self._number = 0
+        self._left = 0
+
+    def step(self, clock: Clock) -> float:
+        """Seconds of one step, on ``clock``."""
+        if not self._left:
+            self._begin()
+        self._left -= 1
+        begun = clock.now()
+        self._now = self._core.step(self._now).end
+        return clock.now() - begun
+
+    def fastest(self) -> float:
+        """Seconds of the fastest of many."""
+        return min([self.step(MonotonicClock()) for _ in range(_SETTLE)][_SETTLE // 2 :])
+
+    def _begin(self) -> None:
+        """Bring the sequences back to where they decode; of their prompts all but the last block is in the prefix cache."""
+        while self._core.has_work:
+            self._now = self._core.step(self._now).end
+        params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+        for row in range(ROWS):
+            prompt = tuple((7 * row + 13 * at) % self._vocab_size for at in range(PROMPT))
+            hashes = tuple(block_hashes(prompt, BLOCK))
+            self._number += 1
+            self._core.add(Request(f"anchor-{self._number}", prompt, params, OUTPUT, self._now, block_hashes=hashes))
+        while self._core.scheduler.waiting or self._core.scheduler.prefills:
+            self._now = self._core.step(self._now).end
+        self._core.step(self._now)  # the first decode after a prompt moves its keys and values
+        self._left = OUTPUT - 3
+
+
+class PacedExecutor:
+    """``executor``, with an anchor between its steps now and then. ``clock`` is the one that the engine is on.
+
+    ``usual``: what an anchor takes at pace 1, s, the same for all engines that are to be compared.
+    """
+
+    def __init__(self, executor: Executor, anchor: Anchor, clock: PacedClock, usual: float) -> None:
+        self._executor, self._anchor, self._clock, self._usual = executor, anchor, clock, usual
+        self._recent: deque[float] = deque(maxlen=_SMOOTH)
+        self._next = 0.0
+        self.paces: list[float] = []
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        if not plan.empty and time.monotonic() >= self._next:
+            self.look()
+        return self._executor.execute(plan, now, until)
+
+    def release(self, sequence: Sequence) -> None:
+        self._executor.release(sequence)
+
+    def look(self) -> None:
+        """Run an anchor, the clock standing still, and set its pace."""
+        self._clock.run(0.0)
+        self._recent.append(self._anchor.step(self._clock.base))
+        pace = statistics.median(self._recent) / self._usual
+        self.paces.append(pace)
+        self._next = time.monotonic() + EVERY_S
+        self._clock.run(1 / pace)
