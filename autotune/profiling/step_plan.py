@@ -38,7 +38,8 @@ _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
-_SERVED = ((3, 384), (16, 96), (8, 192), (40, 48), (12, 512), (28, 256))  # (sequences at once, prompt tokens)
+_SERVED = ((3, 384), (16, 96), (4, 1024), (40, 48), (12, 512), (8, 192), (28, 256))  # (sequences at once, prompt tokens)
+_SERVED_CHUNKS = (4, 0.5, 0.125)  # of the mean prompt, in turn
 _SERVED_OUTPUT = 64
 _SERVED_S = 1.5  # seconds that a mix is served for at least
 _UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
@@ -103,7 +104,7 @@ class StepPlan:
         each = max(share / len(_SERVED), min(_SERVED_S, share))
         for index, (batch, prompt) in enumerate(_SERVED):
             prompt = min(prompt, max(1, self._longest // 4))
-            chunk = 4 * prompt if (number + index) % 2 else max(16, prompt // 2)
+            chunk = max(16, int(_SERVED_CHUNKS[(number + index) % len(_SERVED_CHUNKS)] * prompt))
             batch = self._fit(batch, 2 * prompt)
             if batch < 2:
                 continue

@@ -79,8 +79,7 @@ class TorchExecutor:
         self.limits = limits or KnobLimits()
         self.pool = KVPool(kv_blocks, block_size)
         self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
-        self.timers = Timers()
-        self.hook_calls = 0  # of the attention hook in the last forward
+        self.timers, self.hook_calls = Timers(), 0  # calls of the attention hook in the last forward
         self._clock = clock or MonotonicClock()
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
@@ -111,7 +110,7 @@ class TorchExecutor:
                 self._divide([*plan.decode_rows(), *plan.chunks], plan.step, cause, outcome)
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
-                self._rows.forget()  # its row may hold such values too, behind the tokens of whoever gets it
+                self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
         return StepResult(
             (self._clock.now(),),

@@ -75,8 +75,10 @@ def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
     assert {p.region for p in points} == {"decode", "prefill", "prefix", "mixed", "served"}
     assert worst(points, hardware) < 0.02
     model = fit_cost_model(points)
-    assert model.facts.family == "max"
-    assert model.facts.coefficients["token_s@0"] == pytest.approx(16e9 / 643e12, rel=0.03)
+    assert model.facts.family.split("+")[0] == "max"
+    tokens = {name: value for name, value in model.facts.coefficients.items() if name.startswith("token_s@")}
+    dearest = max(tokens.values())  # where computing is what takes the time, and so what one more token costs can be told
+    assert dearest == pytest.approx(16e9 / 643e12, rel=0.03)
     assert model.facts.coefficients["chunk_s"] == pytest.approx(4e-5, rel=0.2)
     assert all(p.predicted is not None and p.predicted == pytest.approx(p.seconds, rel=0.2) for p in points)
     shares = [share for share, _ in told]

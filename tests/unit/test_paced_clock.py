@@ -1,0 +1,73 @@
+"""The clock that follows anchors: what passes on it at another pace, and while it stands still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.paced import _SMOOTH, PacedClock, PacedExecutor
+from runtime.clock import VirtualClock
+from runtime.llm.plan import StepResult
+
+
+class Steps:
+    """An executor whose steps take a second, and an anchor whose steps take what they are told."""
+
+    def __init__(self, base: VirtualClock, clock: PacedClock) -> None:
+        self.base, self.clock, self.anchor_s = base, clock, 0.1
+        self.released: list[Any] = []
+
+    def execute(self, plan: Any, now: float, until: float) -> StepResult:
+        del plan, now, until
+        self.base.advance(1.0)
+        return StepResult((self.clock.now(),), [])
+
+    def release(self, sequence: Any) -> None:
+        self.released.append(sequence)
+
+    def step(self, clock: VirtualClock) -> float:
+        clock.advance(self.anchor_s)
+        return self.anchor_s
+
+
+class Plan:
+    empty = False
+
+
+def test_a_clock_at_half_rate_and_one_that_stands_still() -> None:
+    base = VirtualClock(100.0)
+    clock = PacedClock(base)
+    begun = clock.now()
+    base.advance(2.0)
+    assert clock.now() - begun == pytest.approx(2.0)
+    clock.run(0.5)
+    base.advance(2.0)
+    assert clock.now() - begun == pytest.approx(3.0)
+    clock.run(0.0)
+    base.advance(50.0)
+    assert clock.now() - begun == pytest.approx(3.0)
+    clock.run(1.0)
+    base.advance(1.0)
+    assert clock.now() - begun == pytest.approx(4.0)
+
+
+def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_take_no_time() -> None:
+    base = VirtualClock()
+    clock = PacedClock(base)
+    steps = Steps(base, clock)
+    paced = PacedExecutor(steps, steps, clock, usual=0.1)  # type: ignore[arg-type]  # plays both parts
+    paced.look()
+    assert clock.now() == 0.0
+    before = clock.now()
+    paced.execute(Plan(), 0.0, 1.0)  # type: ignore[arg-type]
+    assert clock.now() - before == pytest.approx(1.0)
+    steps.anchor_s = 0.2
+    for _ in range(_SMOOTH):
+        paced.look()
+    before = clock.now()
+    paced.execute(Plan(), 0.0, 1.0)  # type: ignore[arg-type]
+    assert clock.now() - before == pytest.approx(0.5)
+    assert paced.paces[0] == pytest.approx(1.0) and paced.paces[-1] == pytest.approx(2.0)
+    paced.release("x")  # type: ignore[arg-type]
+    assert steps.released == ["x"]
