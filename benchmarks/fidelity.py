@@ -44,7 +44,7 @@ from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
 from benchmarks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
 from benchmarks.undisturbed import UndisturbedClock, others
-from runtime.clock import MonotonicClock
+from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.records import RequestRecord, StepRecord
@@ -146,11 +146,11 @@ def step_pairs(records: Sequence[StepRecord], cost: CostModel) -> list[StepPair]
 
 
 class Timed(NamedTuple):
-    """An engine, the clock it runs on, and who keeps that clock's pace."""
+    """An engine, the clock it runs on, and the paces that clock has had."""
 
     engine: Engine
-    clock: PacedClock
-    executor: PacedExecutor
+    clock: Clock
+    paces: list[float]
 
 
 class Bench:
@@ -165,14 +165,14 @@ class Bench:
         self._runs = 0
 
     def calibrate(self, budget_s: float) -> CostModel:
-        engine, clock, executor = self.roomy
+        engine, clock, paces = self.roomy
         found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self.seed, clock=clock)
         cost = fit_cost_model(found.points, seconds=found.seconds)
         facts = cost.facts
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {_range(executor.paces)}, after correction its steps drifted by {found.drift - 1:.0%}",
+            f"the machine's pace {_range(paces)}, after correction its steps drifted by {found.drift - 1:.0%}",
             flush=True,
         )
         return cost
@@ -183,8 +183,8 @@ class Bench:
 
     def run(self, number: int, case: Case, workload: Workload, cost: CostModel) -> None:
         """One real run and its simulation."""
-        (engine, clock, executor), log = self.tight if case.tight else self.roomy, StepLog()
-        busy, looked = others(), len(executor.paces)
+        (engine, clock, paces), log = self.tight if case.tight else self.roomy, StepLog()
+        busy, looked = others(), len(paces)
         unsubscribe = engine.subscribe(log)
         try:
             real = evaluate(
@@ -211,7 +211,7 @@ class Bench:
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
             f"  round {number + 1} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
-            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(executor.paces[looked:])}, "
+            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(paces[looked:])}, "
             f"step error {_median_error(steps):.1%}, in all {_bias(steps):+.1%}, "
             f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
             flush=True,
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             executor = PacedExecutor(real, anchor, clock, usual)
             known = set(threading.enumerate())
             engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
-            made.append(Timed(stack.enter_context(engine), clock, executor))
+            made.append(Timed(stack.enter_context(engine), clock, executor.paces))
             if isinstance(base, UndisturbedClock):
                 base.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
         facts = ModelFacts(

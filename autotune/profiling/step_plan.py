@@ -38,7 +38,15 @@ _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
-_SERVED = ((3, 384), (16, 96), (4, 1024), (40, 48), (12, 512), (8, 192), (28, 256))  # (sequences at once, prompt tokens)
+_SERVED = (
+    (3, 384),
+    (16, 96),
+    (4, 1024),
+    (40, 48),
+    (12, 512),
+    (8, 192),
+    (28, 256),
+)  # (sequences at once, prompt tokens)
 _SERVED_CHUNKS = (4, 0.5, 0.125)  # of the mean prompt, in turn
 _SERVED_OUTPUT = 64
 _SERVED_S = 1.5  # seconds that a mix is served for at least

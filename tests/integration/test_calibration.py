@@ -63,7 +63,7 @@ def test_served_steps_take_what_the_calibrated_model_says() -> None:
         cost: CostModel = fit_cost_model(found.points, seconds=found.seconds)
         engine.set_knobs(Knobs(24, 0, 128, 64))
         records = serve(engine, [random.Random(i).randint(4, 150) for i in range(60)])
-    assert found.seconds < 30 and 0.5 < told[-1] <= 1.0
+    assert found.seconds < 30 and 0.2 < told[-1] <= 1.0  # it ends sooner when the fit has settled
     assert {p.region for p in found.points} == {"decode", "prefill", "prefix", "mixed", "served"}
     assert max(p.prefill_tokens for p in found.points) <= 256
     assert cost.facts.learner is not None

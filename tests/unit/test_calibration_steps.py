@@ -77,7 +77,9 @@ def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
     model = fit_cost_model(points)
     assert model.facts.family.split("+")[0] == "max"
     tokens = {name: value for name, value in model.facts.coefficients.items() if name.startswith("token_s@")}
-    dearest = max(tokens.values())  # where computing is what takes the time, and so what one more token costs can be told
+    dearest = max(
+        tokens.values()
+    )  # where computing is what takes the time, and so what one more token costs can be told
     assert dearest == pytest.approx(16e9 / 643e12, rel=0.03)
     assert model.facts.coefficients["chunk_s"] == pytest.approx(4e-5, rel=0.2)
     assert all(p.predicted is not None and p.predicted == pytest.approx(p.seconds, rel=0.2) for p in points)
