@@ -270,6 +270,16 @@ class Batcher(TunableBatcher):
         self._pool.close(drain)
         self._forgotten.detach()
 
+    async def aclose(self, drain: bool = True) -> None:
+        """As :meth:`close`, without holding up the event loop."""
+        await asyncio.to_thread(self.close, drain)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: object, at: object) -> None:
+        await self.aclose(drain=kind is None)
+
     def __enter__(self) -> Self:
         return self
 

@@ -54,7 +54,7 @@ async def test_calls_of_an_async_function_run_at_once() -> None:
     b = Batcher(fetch, concurrency=4, max_batch_size=1)
     assert await asyncio.gather(*[b(i) for i in range(12)]) == list(range(12))
     assert most == 4
-    await asyncio.to_thread(b.close)
+    await b.aclose()
 
 
 async def test_several_loops() -> None:
@@ -87,7 +87,7 @@ async def test_cancelling_the_task_withdraws_the_item() -> None:
     assert b.view().waiting == 0
     gate.set()
     assert await first == 1
-    await asyncio.to_thread(b.close)
+    await b.aclose()
     assert seen == [1]
 
 
@@ -169,6 +169,15 @@ async def test_an_async_worker_that_dies_takes_no_loop_with_it() -> None:
     b = Batcher(mortal)
     assert [await b(1), await b(2)] == [1, 2] and deaths == 1
     await asyncio.to_thread(b.close)
+
+
+async def test_it_is_an_asynchronous_context_manager() -> None:
+    async with Batcher(adouble) as b:
+        waiting = [asyncio.ensure_future(b(i)) for i in range(20)]
+        await asyncio.sleep(0)
+    assert b.closed and await asyncio.gather(*waiting) == [2 * i for i in range(20)]
+    with pytest.raises(RejectedError, match="closed"):
+        await b(1)
 
 
 def test_a_loop_that_closed_meanwhile_harms_nobody() -> None:
