@@ -45,11 +45,16 @@ class Comparison:
         best = self._oracles[scenario].plain
         return _share(sum(best.single_met.values()), sum(o.met for o in best.by_seed.values()))
 
-    def spread(self, scenario: str, contender: str) -> float:
-        """Standard error of the ratio, from the ratios of single seeds; nan with one seed."""
-        best = self._oracles[scenario].plain
-        ratios = [_share(o.met, best.by_seed[seed].met) for seed, o in self._found[scenario, contender].items()]
-        return statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+    def error(self, scenarios: Sequence[str], contender: str, *, reject: bool = False) -> float:
+        """Standard error of the mean ratio over ``scenarios``, from how it differs between seeds; nan with one seed."""
+        known = [(self._best(name, reject), self._found.get((name, contender), {})) for name in scenarios]
+        seeds = set.intersection(*(set(by_seed) for _, by_seed in known)) if known else set()
+        means = [
+            _mean(_share(by_seed[seed].met, best.by_seed[seed].met) for best, by_seed in known if best is not None)
+            for seed in sorted(seeds)
+        ]
+        means = [mean for mean in means if not math.isnan(mean)]
+        return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
     def cold(self, scenario: str, contender: str) -> float:
         """The same as :meth:`ratio`, of requests of the first :data:`COLD_S`."""
@@ -122,6 +127,7 @@ class Comparison:
         first = [math.nan] if reject else [self.hindsight(name) for name in rows]
         return [
             _row("mean", _mean(first), [_mean(ratios) for ratios in by_contender]),
+            _row("± s.e.", math.nan, [self.error(rows, c, reject=reject) for c in self.contenders]),
             _row("min", _least(first), [_least(ratios) for ratios in by_contender]),
         ]
 
@@ -148,7 +154,8 @@ class Comparison:
         return "\n".join(lines)
 
     def _header(self, first: str) -> str:
-        return f"{'':<14}{first:>10}" + "".join(f"{name:>17}" for name in self.contenders)
+        groups = "".join(f"{CONTENDERS[name].group:>17}" for name in self.contenders)
+        return f"{'':<24}{groups}\n{'':<14}{first:>10}" + "".join(f"{name:>17}" for name in self.contenders)
 
 
 def _back(ours: Sequence[int], theirs: Sequence[int]) -> float:

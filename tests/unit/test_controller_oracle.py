@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +171,14 @@ class TestTable:
         assert found.hindsight("M5") == pytest.approx(0.5)
         assert found.figures()["full_mean"] == found.figures()["full_min"] == pytest.approx(1.2)
         assert "knobs_mean" not in found.figures()
+
+    def test_the_error_of_a_mean_comes_from_how_seeds_differ(self) -> None:
+        best = outcome(*[100] * 48)
+        oracles = {"M5": Oracles(Best((COLD,), {1: best, 2: best}, COLD, {1: 1, 2: 1}, 1), None)}
+        ours = {1: outcome(*[80] * 48), 2: outcome(*[90] * 48)}
+        found = Comparison({("M5", "predictive"): ours}, oracles)
+        assert found.error(["M5"], "predictive") == pytest.approx(0.05)
+        assert math.isnan(found.error(["M5"], "predictive", reject=True))
 
     def test_the_cold_start_is_the_first_half_minute(self) -> None:
         found = self.comparison(outcome(*[20] * 6, *[100] * 42), outcome(*[100] * 48))
