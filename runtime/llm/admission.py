@@ -4,10 +4,10 @@ Past capacity a queue makes every request late, and computing a prompt whose fir
 that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the tokens that are
 computed before a request's own, and r the prompt tokens computed a second as things stand:
 
-- at arrival a request is not accepted if ``now + w/r > arrival + D``, unless lighter ones wait before it: if enough of them
-  (the largest of the lightest first) weigh less together than it does, they are ended in its place;
+- at arrival a request is not accepted if ``now + w/r > arrival + 0.9·D``, unless lighter ones wait before it: if enough of
+  them (the largest of the lightest first) weigh less together than it does, they are ended in its place;
 - when it is its turn, and while its prompt is being computed, the same is asked again with what is left. A prompt half computed
-  gets a tenth of D more, for what it has cost is spent;
+  has the whole of D, for what it has cost is spent; the tenth before is kept for what predictions are off by;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
@@ -39,7 +39,7 @@ from runtime.slo import first_target
 
 PROBE_S: Final = 5.0
 """Seconds without anything let in after which one is, whatever is predicted."""
-_SUNK = 0.1  # share of the target that a prompt half computed may be late by and still go on
+_RESERVE = 0.1  # share of the target kept for what the prediction is off by; a prompt half computed may use it up
 
 SLO_REASON: Final = "slo"
 QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
@@ -150,7 +150,7 @@ class Admission:
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
-        return self._late(sequence, now, ahead + sequence.target - sequence.computed, target, _SUNK * target)
+        return self._late(sequence, now, ahead + sequence.target - sequence.computed, target, target)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""
@@ -161,18 +161,18 @@ class Admission:
         target = inf if slo is None else first_target(slo)
         if target == inf:
             return None
-        verdict = self._late(sequence, now, ahead + sequence.pending, target, 0.0)
+        verdict = self._late(sequence, now, ahead + sequence.pending, target, (1 - _RESERVE) * target)
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
             self._probe = sequence
         return None if sequence is self._probe else verdict
 
-    def _late(self, sequence: Sequence, now: float, tokens: int, target: float, grace: float) -> Verdict | None:
-        first = now + self.rate.seconds_for(tokens, now)
-        late = first - sequence.request.arrival - target
-        if not late > grace:
+    def _late(self, sequence: Sequence, now: float, tokens: int, target: float, within: float) -> Verdict | None:
+        """A verdict if the last of ``tokens`` is predicted to be computed more than ``within`` seconds after the arrival."""
+        after = now + self.rate.seconds_for(tokens, now) - sequence.request.arrival
+        if not after > within:
             return None
-        why = f"its first token is predicted after {target + late:.3g} s and was promised within {target:.3g} s"
-        return Verdict(SLO_REASON, why, late)
+        why = f"its first token is predicted after {after:.3g} s and was promised within {target:.3g} s"
+        return Verdict(SLO_REASON, why, after - within)
 
     # -- the queue's timeout ------------------------------------------------------------------------------------------
 
