@@ -8,8 +8,7 @@ solution, one norm after the other.
 
 Points of the region ``served`` are means over steps of live serving. Where prompts are computed beside decodes they count for
 most, and planned steps of that kind for little: there serving costs more than clean steps do (prompts arrive, and caches
-are never as warm). Where nothing but decodes is in a step the planned ones are the better measured. Last, the fit is scaled so
-that the served steps take as long as they took, all together: requests feel means, and those are above what is typical.
+are never as warm). Where nothing but decodes is in a step the planned ones are the better measured.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ SERVED = "served"
 _SERVED_STEPS = 100  # below that they count like all others
 _COUNT = {"mixed": 0.3, "prefix": 0.3}  # of planned steps, where served ones are to be had
 _COUNT_SERVED = 4.0, 0.3  # with prompts, without
-_SCALE = (0.9, 1.1)
 _WORTH = 0.004  # share of the cross-validated error that one more coefficient must win
 
 
@@ -107,27 +105,12 @@ def fit(points: Sequence[StepPoint]) -> Fitted:
     assert best is not None
     _, shape, told = best
     coefficients = dict(_solve_chain(_norms_up_to(shape), data))[shape]
-    scale = _mean_over_typical(points, shape.times(shape.columns(data.steps), coefficients)[0])
-    coefficients = scale * coefficients
-    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), scale * told)
-
-
-def _served(points: Sequence[StepPoint]) -> Floats:
-    """How often each point was served; zero for all if that is too little to go by."""
-    repeats = np.array([float(p.repeats) if p.region == SERVED else 0.0 for p in points])
-    return repeats if repeats.sum() >= _SERVED_STEPS else np.zeros(len(points))
-
-
-def _mean_over_typical(points: Sequence[StepPoint], told: Floats) -> float:
-    """What the served steps took, over what is ``told`` of them."""
-    served = _served(points)
-    taken = served @ np.array([p.seconds for p in points])
-    return float(np.clip(taken / (served @ told), *_SCALE)) if served.any() else 1.0
+    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), told)
 
 
 def _counts(points: Sequence[StepPoint]) -> Floats:
     """How much each point counts, by its region."""
-    if not _served(points).any():
+    if sum(p.repeats for p in points if p.region == SERVED) < _SERVED_STEPS:
         return np.ones(len(points))
     mixed, alone = _COUNT_SERVED
     return np.array(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
-from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, dump_profile
+from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, profile_text
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.fingerprint import software
@@ -66,7 +66,7 @@ def finish(
         points_file=files.points,
         price_per_hour=subject.price,
     )
-    write_together({files.points: sidecar(found), files.profile: dump_profile(made)})
+    write_together({files.points: sidecar(found), files.profile: profile_text(made, files.profile)})
     if as_json:
         shape = {
             "file": str(files.profile),

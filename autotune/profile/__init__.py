@@ -9,6 +9,7 @@ from autotune.profile.document import (
     dump_profile,
     find_profile,
     load_profile,
+    profile_text,
     save_profile,
     shipped_profiles,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "dump_profile",
     "find_profile",
     "load_profile",
+    "profile_text",
     "save_profile",
     "shipped_profiles",
 ]

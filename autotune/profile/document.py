@@ -113,9 +113,14 @@ def dump_profile(profile: Profile) -> str:
     return dump_yaml(profile.model_dump(mode="json"))
 
 
+def profile_text(profile: Profile, path: Path) -> str:
+    """What the file at ``path`` is to hold: the YAML, behind a line by which editors find its schema."""
+    return editor_line(path) + dump_profile(profile)
+
+
 def save_profile(profile: Profile, path: Path) -> None:
     """Write ``path`` whole or not at all. Raises :class:`InputError` when the place cannot be written."""
-    write_whole(path, editor_line(path) + dump_profile(profile))
+    write_whole(path, profile_text(profile, path))
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -14,6 +14,7 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.profile import load_profile
+from autotune.profile.schema import editor_line
 
 QUICK = [
     "--cpu",
@@ -56,6 +57,7 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert told["file"] == "small-cpu.yaml" and told["status"] == "complete"
     assert sorted(p.name for p in Path().iterdir()) == ["small-cpu.journal", "small-cpu.points.jsonl", "small-cpu.yaml"]
     made = load_profile("small-cpu.yaml")
+    assert Path("small-cpu.yaml").read_text().startswith(editor_line(Path("small-cpu.yaml")) + "schema_version: ")
     assert (made.model.name, made.model.architecture, made.model.dtype) == (
         told["profile"]["model"]["name"],
         "llama",
