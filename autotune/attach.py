@@ -7,20 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autotune.attached import Control
+from autotune.callables.profile import CallableProfile, load_either
 from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.cost_model import serving_knowledge
-from autotune.profile import Profile, load_profile
+from autotune.profile import Profile
+from runtime.batching.batcher import Batcher
+from runtime.batching.tuning import TunableBatcher
+from runtime.errors import InputError
 from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
 
 
-def warm_model(profile: Profile | None) -> StepLearner | None:
+def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
     """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
-    known = None if profile is None else serving_knowledge(profile)
+    known = serving_knowledge(profile) if isinstance(profile, Profile) else None
     return None if known is None else StepLearner.warm_start(known)
 
 
@@ -41,16 +45,17 @@ def control(
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
 
     ``slo`` becomes the engine's; without it the engine's own (class ``default``) is kept, or the profile's taken. ``profile``:
-    a profile YAML whose knobs to start from, and whose step times to begin with; one of another machine or model is a start
-    all the same, with a warning. ``observe_only`` recommends in the log and sets nothing. ``admission``: True ends requests
-    that cannot keep their TTFT any more, and orders those that wait by deadline, while the controller is attached; an
-    :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly what; None leaves it to the engine. ``bounds`` and
-    ``pinned`` are the operator's word on single knobs. ``log``: a JSONL file of decisions, appended to. ``controller``: the
-    name of one, or one of your own. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private
-    directory or at the path given. Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine,
+    a profile YAML whose knobs to start from, and whose step times to begin with (for a batcher: the knobs, from the profile of
+    a callable); one of another machine or model is a start all the same, with a warning. ``observe_only`` recommends in the
+    log and sets nothing. ``admission``: True ends requests that cannot keep their TTFT any more, and orders those that wait
+    by deadline, while the controller is attached; an :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly
+    what; None leaves it to the engine. ``bounds`` and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL
+    file of decisions, appended to. ``controller``: the name of one, or one of your own. ``steer``: open a local socket for
+    ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path given.
+    Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine,
     ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
-    loaded = None if profile is None else load_profile(profile)
+    loaded = None if profile is None else _loaded(profile, engine)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
         target = loaded.slo
@@ -86,14 +91,33 @@ def control(
     return attached
 
 
-def _doubts(engine: Controllable, profile: Profile) -> str:
+def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile:
+    """The profile at ``path``. Raises InputError for a callable's on an engine, and a language model's on a batcher."""
+    loaded = load_either(path)
+    batcher = isinstance(engine, TunableBatcher)
+    if isinstance(loaded, CallableProfile) and not batcher:
+        raise InputError(f"{path}: is the profile of a callable ({loaded.function}); this engine runs a language model")
+    if isinstance(loaded, Profile) and batcher:
+        raise InputError(
+            f"{path}: is the profile of a language model ({loaded.model.name}); `autotune profile --callable` makes one "
+            "for a batcher"
+        )
+    return loaded
+
+
+def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
+    from autotune.profiling.fingerprint import measured_elsewhere
+
+    if isinstance(profile, CallableProfile):
+        used = engine.strategy.name if isinstance(engine, Batcher) else profile.strategy
+        how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
+        elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
+        return "; ".join(text for text in (elsewhere, how) if text)
     model = getattr(engine, "model", None)
     device = getattr(model, "device", None)
     if model is None or device is None:
         return ""
-    from autotune.profiling.fingerprint import measured_elsewhere
-
     elsewhere = measured_elsewhere(profile.machine, gpu=device.type == "cuda")
     other = (
         "" if model.name == profile.model.name else f"profile was measured with {profile.model.name}, not {model.name}"

@@ -88,8 +88,35 @@ def profile(
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object only, the profile; progress goes to stderr.")
     ] = False,
+    callable_name: Annotated[
+        str | None,
+        Option(
+            "--callable",
+            metavar="MODULE:FUNCTION",
+            help="Profile a function that takes a list, for the Batcher, instead of a language model.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None, Option(help="With --callable: its inputs, a file with one JSON value a line.")
+    ] = None,
+    cost: Annotated[
+        str | None,
+        Option(help="With --callable: what an input costs: len, or MODULE:FUNCTION.  (default: 1 each)"),
+    ] = None,
+    strategy: Annotated[
+        str | None, Option(help="With --callable: only adaptive, or only dynamic.  (default: both)")
+    ] = None,
+    most: Annotated[int, Option(help="With --callable: most items in a call.")] = 256,
 ) -> int:
     """Profile the machine; the exit code says whether the SLO can be kept."""
+    from autotune.cli.profile_callable import profile_callable, refuse
+
+    refuse(context, callable_given=callable_name is not None)
+    if callable_name is not None:
+        return profile_callable(
+            callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, slo=slo, rate=rate, budget=budget,
+            out=out, seed=seed, as_json=as_json, arguments=context.obj,
+        )  # fmt: skip
     from autotune.cli.display import make_console
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt

@@ -18,16 +18,24 @@ def show(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
+    from autotune.callables.profile import CallableProfile, load_either
+    from autotune.callables.table import show as show_callable
     from autotune.cli.display import make_console
-    from autotune.profile import find_profile, load_profile
+    from autotune.profile import find_profile
     from autotune.profiling import table
     from autotune.profiling.fingerprint import describe
 
-    loaded = load_profile(find_profile(profile))
+    loaded = load_either(find_profile(profile))
     if as_json:
         print(loaded.model_dump_json())
         return 0
     console = make_console()
+    if isinstance(loaded, CallableProfile):
+        console.print(
+            f"{describe(loaded.machine)} · {loaded.created} · autotune {loaded.software.autotune}", highlight=False
+        )
+        show_callable(loaded, console)
+        return 0
     model, load = loaded.model, loaded.workload
     for line in (
         f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}",

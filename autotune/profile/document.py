@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from autotune.profile.complaints import explain
-from autotune.profile.fields import AboveZero, Count, FileName, Moment, Text
+from autotune.profile.fields import AboveZero, Count, FileName, Moment, Text, shortened
 from autotune.profile.parts import (
     Calibration,
     Capacity,
@@ -129,6 +129,11 @@ def load_profile(path: str | Path) -> Profile:
     data = read_yaml(path)
     if not isinstance(data, dict):
         raise InputError(f"{path}: is not a profile (it holds no fields); `autotune profile` makes one")
+    if data.get("kind") == "callable":
+        raise InputError(
+            f"{path}: is the profile of a callable ({shortened(data.get('function'))}), not of a language model; "
+            "`autotune show` prints it, and autotune.control(batcher, profile=…) takes it"
+        )
     data = migrated(data, path)
     try:  # as JSON, in which a list may become a tuple though no type is converted into another
         return Profile.model_validate_json(json.dumps(data), strict=True)

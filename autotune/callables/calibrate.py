@@ -1,0 +1,163 @@
+"""How long a call takes: planned calls of several sizes over the real inputs, their medians, and a model fitted to them.
+
+Sizes 1, 2, 4, … are each called with groups of cheap, mixed and dear inputs, so that items and cost vary apart; a group is
+called :data:`REPEATS` times and its median counts. The doubling ends where a call no longer fits the promise, where
+memory runs out, or with the time. The model is the batcher's own (:mod:`runtime.batching.service_model`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from autotune.callables.subject import Subject
+from runtime.batching.event_loop import LoopThread
+from runtime.batching.invoke import Function, is_out_of_memory
+from runtime.batching.item import Call, Item
+from runtime.batching.service_model import Price, ServiceModel
+from runtime.errors import InputError
+
+REPEATS = 3
+ROUNDS = 8  # times the model sees every median: recursive least squares has then forgotten where it began
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls of one group of ``items`` inputs that cost ``cost`` together took so many ``seconds`` (their median)."""
+
+    items: int
+    cost: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``ratios``: every single call against ``price``, for simulations to scatter as the function does. ``largest``: items
+    of the largest size that ran. ``ended``: why no larger one did."""
+
+    price: Price
+    timed: tuple[Timed, ...]
+    ratios: tuple[float, ...]
+    largest: int
+    ended: str
+
+    @property
+    def error(self) -> float:
+        """Median relative error of the model over the groups."""
+        return median(abs(self.price.of(t.items, t.cost) / t.seconds - 1) for t in self.timed)
+
+    def seconds(self, items: int, mean_cost: float) -> float:
+        return self.price.of(items, items * mean_cost)
+
+    def capacity(self, mean_cost: float, within_s: float) -> tuple[float, int]:
+        """Most items/s and the size of call that gives it, of calls of at most ``within_s`` (one item, if none is that short)."""
+        sizes = [n for n in range(1, self.largest + 1) if n == 1 or self.seconds(n, mean_cost) <= within_s]
+        size = max(sizes, key=lambda n: n / max(self.seconds(n, mean_cost), 1e-9))
+        return size / max(self.seconds(size, mean_cost), 1e-9), size
+
+
+def calibrate(
+    subject: Subject,
+    *,
+    seed: int,
+    budget_s: float,
+    most: int,
+    longest_s: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[float, str], None] = lambda share, count: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Call the function with up to ``most`` items at a time. ``longest_s``: a call beyond it ends the doubling (None: 40 times
+    the call of one item). Raises :class:`InputError` when the function cannot be called with these inputs."""
+    rng = random.Random(seed)
+    loop = LoopThread("calibration")
+    function = Function(subject.function, loop=loop)
+    order = sorted(range(len(subject.inputs)), key=subject.costs.__getitem__)
+    end = clock() + budget_s
+    timed: list[Timed] = []
+    calls: list[Timed] = []
+    size, largest, ended = 1, 0, f"{most} items, the most asked for"
+    try:
+        _call(function, subject, _group(rng, order, 1, 0.5), clock)  # what is loaded lazily is loaded now
+        while True:
+            for where in (0.5, 0.1, 0.9) if subject.costs_vary else (0.5, 0.5):
+                indices = _group(rng, order, size, where)
+                spent = [_call(function, subject, indices, clock) for _ in range(REPEATS)]
+                cost = sum(subject.costs[i] for i in indices)
+                calls += [Timed(size, cost, s) for s in spent]
+                timed.append(Timed(size, cost, median(spent)))
+                if stop() or (clock() > end and size > 1):
+                    break
+            largest = size
+            progress(min(1.0, 1 - (end - clock()) / budget_s), f"{largest} items")
+            took = timed[-1].seconds
+            longest = longest_s if longest_s is not None else 40 * timed[0].seconds
+            if took > longest:
+                ended = f"a call of {size} takes {took * 1e3:.3g} ms"
+            elif clock() > end:
+                ended = "the time for calibrating was over"
+            elif size < most and not stop():
+                size = min(2 * size, most)
+                continue
+            break
+    except _OutOfMemory:
+        if not largest:
+            raise InputError(f"--callable: {subject.name} runs out of memory with one item") from None
+        ended = f"{size} items run out of memory"
+    finally:
+        loop.close()
+    price = fitted(timed)
+    ratios = [c.seconds / max(price.of(c.items, c.cost), 1e-9) for c in calls]
+    return Calibration(price, tuple(timed), tuple(ratios), largest, ended)
+
+
+def fitted(timed: Sequence[Timed]) -> Price:
+    """The price of a call by the batcher's own model, shown the medians until it has settled."""
+    model = ServiceModel(forgetting=0.999)
+    for round_ in range(ROUNDS):
+        for index, t in enumerate(timed):
+            for _ in range(2 if round_ == index == 0 else 1):  # the model leaves the very first call out
+                call = Call([Item(None, 0.0)] * t.items, t.cost, 0, 0.0, 0, 0)
+                call.end = max(t.seconds, 1e-7)
+                model.observe(call)
+    return model.price()
+
+
+class _OutOfMemory(Exception):
+    pass
+
+
+def _group(rng: random.Random, order: Sequence[int], size: int, where: float) -> list[int]:
+    """``size`` inputs from around the quantile ``where`` of cost; from everywhere at the middle."""
+    if where == 0.5:
+        return [rng.choice(order) for _ in range(size)]
+    half = max(1, len(order) // 10)
+    middle = int(where * (len(order) - 1))
+    near = order[max(0, middle - half) : middle + half + 1]
+    return [rng.choice(near) for _ in range(size)]
+
+
+def _call(function: Function, subject: Subject, indices: Sequence[int], clock: Callable[[], float]) -> float:
+    payloads = [subject.inputs[i] for i in indices]
+    begun = clock()
+    try:
+        outcomes = function.run(payloads, _no_outputs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise _OutOfMemory from None
+        told = f"{type(error).__name__}: {error}"
+        raise InputError(f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {told}") from None
+    seconds = clock() - begun
+    for index, outcome in zip(indices, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            told = f"{type(outcome).__name__}: {outcome}"
+            raise InputError(f"--callable: {subject.name} failed on input {index + 1} of {subject.inputs_name}: {told}")
+    return seconds
+
+
+def _no_outputs(outputs: Sequence[Any]) -> None:
+    raise AssertionError("only generators emit")

@@ -1,0 +1,52 @@
+"""A setting on the real callable, under an open-loop load of the real inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autotune.callables.load import Load
+from autotune.callables.outcome import Outcome
+from autotune.callables.subject import Subject
+from autotune.evaluate import evaluate
+from runtime.batching.batcher import Batcher
+from runtime.batching.served import ServedInputs
+from runtime.records import RequestRecord
+from runtime.slo import SLO
+
+
+def measure(outcome: Outcome, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool]) -> None:
+    """Add a run of ``outcome``'s setting to it. Raises EvaluationError, or Interrupted when ``stop`` says so."""
+    knobs = outcome.setting.knobs
+    kept: list[RequestRecord] = []
+
+    def keep(records: Sequence[RequestRecord]) -> None:
+        kept.extend(records)
+
+    batcher = Batcher(
+        subject.function,
+        slo=slo,
+        cost=subject.cost,
+        strategy=outcome.setting.strategy,
+        max_batch_size=knobs.max_batch_size,
+        max_wait_ms=knobs.max_wait_ms,
+        token_budget=knobs.token_budget,
+    )
+    try:
+        score = evaluate(
+            ServedInputs(batcher, subject.inputs),
+            None,
+            load.workload,
+            slo,
+            vocab_size=len(subject.inputs),
+            seed=load.seed,
+            duration=load.window_s,
+            warmup=load.warmup_s,
+            stop=stop,
+            keep=keep,
+        )
+    finally:
+        batcher.close(drain=False)
+    outcome.add(kept, slo, load.window_s, load.seed)
+    outcome.calls += score.steps.steps
+    outcome.called += score.steps.steps * score.steps.mean_running
+    outcome.lateness_p99_ms = max(outcome.lateness_p99_ms, score.lateness_p99_ms)

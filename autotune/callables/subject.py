@@ -1,0 +1,135 @@
+"""What is profiled: a function named ``package.module:function``, the inputs of a JSONL file, and what each input costs."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.batching.decorator import Batched
+from runtime.batching.invoke import kind_of
+from runtime.batching.options import whole_cost
+from runtime.errors import InputError
+
+MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``function`` by its ``name``; ``costs``: one for each of ``inputs``, by the function ``cost_name`` (None: 1 each)."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: Sequence[Any]
+    inputs_name: str
+    costs: Sequence[int]
+    cost_name: str | None
+    cost: Callable[[Any], float] | None
+
+    @property
+    def mean_cost(self) -> float:
+        return sum(self.costs) / len(self.costs)
+
+    @property
+    def costs_vary(self) -> bool:
+        return min(self.costs) != max(self.costs)
+
+
+def load_subject(callable_name: str, inputs: Path, cost: str | None) -> Subject:
+    """Import and read everything. Raises :class:`InputError`, one line that names the option."""
+    function = _function("--callable", callable_name)
+    if isinstance(function, Batched):  # what @batch made: its own batcher is not what is asked about
+        function = function.function
+    if kind_of(function)[0]:
+        raise InputError(
+            f"--callable: {callable_name} is a generator; a function that returns one list can be profiled"
+        )
+    items = read_inputs(inputs)
+    measure = None if cost is None else cost_function(cost)
+    return Subject(
+        callable_name, function, items, inputs.name, costs_of(items, measure, cost or "", inputs), cost, measure
+    )
+
+
+def cost_function(name: str) -> Callable[[Any], float]:
+    """``len`` and other builtins by their name, anything else as ``package.module:function``."""
+    if ":" in name:
+        return _function("--cost", name)
+    found = getattr(builtins, name, None)
+    if not callable(found):
+        raise InputError(f"--cost: {name!r} is neither a builtin function such as len nor package.module:function")
+    return found  # type: ignore[no-any-return]  # any builtin
+
+
+def costs_of(
+    items: Sequence[Any], cost: Callable[[Any], float] | None, name: str, source: Path = Path("inputs")
+) -> list[int]:
+    """The cost of each item, 1 without a cost function."""
+    if cost is None:
+        return [1] * len(items)
+    found = []
+    for number, item in enumerate(items, 1):
+        try:
+            found.append(whole_cost(cost(item)))
+        except Exception as error:
+            raise InputError(f"--cost: {name} failed on input {number} of {source}: {_told(error)}") from None
+    return found
+
+
+def read_inputs(path: Path) -> list[Any]:
+    """One JSON value a line; empty lines are skipped."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(f"--inputs: {path} is larger than {MOST_BYTES // 2**20} MiB; a sample of it will do")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise InputError(f"--inputs: {path} is not a text file in UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"--inputs: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            items.append(json.loads(line))
+        except (json.JSONDecodeError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            raise InputError(f"--inputs: {path}: line {number} is not JSON ({why}); write one value a line") from None
+    if not items:
+        raise InputError(f"--inputs: {path} holds no inputs; write one JSON value a line")
+    return items
+
+
+def _function(option: str, name: str) -> Any:
+    """What ``package.module:name`` means, seen from the working directory as ``python -m`` would."""
+    module_name, colon, path = name.partition(":")
+    if not (colon and module_name and path) or not all(part.isidentifier() for part in module_name.split(".")):
+        raise InputError(f"{option} is {name!r}; write package.module:function")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise InputError(f"{option}: there is no module {missing}, from {os.getcwd()} or installed") from None
+        raise InputError(f"{option}: {module_name} needs a module that is not there: {missing}") from None
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{option}: importing {module_name} failed: {_told(error)}") from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise InputError(f"{option}: {module_name} has no {path}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise InputError(f"{option}: {name} is {type(found).__name__}, not callable; it must take a list of items")
+    return found
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,147 @@
+"""``autotune profile --callable``: wiring only; the work is in autotune/callables."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.cli.budget import seconds
+from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from runtime.errors import InputError
+from runtime.slo import SLO
+
+if TYPE_CHECKING:
+    from autotune.callables.sweep import Question
+
+DEFAULT_BUDGET = "60s"
+SHORTEST_BUDGET_S = 3.0
+MOST_RATE = 20_000.0
+MOST_ITEMS = 4096
+ALSO = {"callable_name", "inputs", "cost", "strategy", "most", "slo", "rate", "budget", "out", "seed", "as_json"}
+"""The options of ``autotune profile`` that mean something for a callable."""
+ONLY = ("inputs", "cost", "strategy", "most")
+"""Those that mean nothing without ``--callable``."""
+
+
+def refuse(context: Any, *, callable_given: bool) -> None:
+    """Raises :class:`InputError` for an option that belongs to the other kind of profile."""
+    for parameter in context.command.params:
+        if context.get_parameter_source(parameter.name).name != "COMMANDLINE":
+            continue
+        option = max(parameter.opts, key=len)
+        if callable_given and parameter.name not in ALSO:
+            raise InputError(f"{option} is given; it says nothing about a callable, leave it out with --callable")
+        if not callable_given and parameter.name in ONLY:
+            raise InputError(f"{option} is given without --callable; add --callable package.module:function")
+
+
+def profile_callable(
+    name: str,
+    *,
+    inputs: Path | None,
+    cost: str | None,
+    strategy: str | None,
+    most: int,
+    slo: str | None,
+    rate: float | None,
+    budget: str | None,
+    out: Path | None,
+    seed: int,
+    as_json: bool,
+    arguments: list[str],
+) -> int:
+    """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
+    from autotune.callables.assemble import assemble
+    from autotune.callables.profile import save_callable_profile
+    from autotune.callables.subject import load_subject
+    from autotune.callables.sweep import sweep
+    from autotune.callables.table import show
+    from autotune.cli.display import Display, make_console
+    from autotune.cli.files import writable
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.evaluate import EvaluationError
+    from autotune.profiling.fingerprint import machine, software
+
+    question = _question(strategy, most, slo, rate, budget, seed)
+    if inputs is None:
+        raise InputError("--inputs is missing; name a file with one JSON value a line, an input of the callable each")
+    place = out or Path(re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2] or "callable") + ".yaml")
+    if place.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--out: {place} must end in .yaml")
+    writable("--out", place)
+    console = make_console(stderr=as_json)
+    with stop_on_interrupt() as stop:
+        subject = load_subject(name, inputs, cost)
+        display = Display(console, "")
+        display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
+        try:
+            found = sweep(subject, question, display, stop=stop.is_set)
+        except EvaluationError as error:  # it ran, and nothing could be measured
+            print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+            return FELL_SHORT
+        finally:
+            display.close()
+        if not found.simulated:
+            console.print(f"stopped before the first setting was tried; nothing written to {place}", highlight=False)
+            return INTERRUPTED
+        torch = sys.modules.get("torch")
+        made = assemble(
+            found,
+            subject,
+            question,
+            name=place.stem,
+            command=shlex.join(["autotune", *arguments]),
+            machine=machine(gpu=torch is not None and torch.cuda.is_initialized()),
+            software=software(),
+        )
+        save_callable_profile(made, place)
+    if as_json:
+        shape = {"file": str(place), "status": made.status, "slo_met": made.slo_met}
+        print(json.dumps(shape | {"profile": made.model_dump(mode="json")}))
+    console.print()
+    show(made, console)
+    if found.stopped:
+        console.print(f"stopped; best so far written to {place}", highlight=False, markup=False)
+        return INTERRUPTED
+    for line in (
+        f"\nprofile  {place}",
+        f"next     load_callable_profile({str(place)!r}).options     what Batcher(fn, **options) is given",
+        f"         autotune.control(batcher, profile={str(place)!r})  start a live batcher from it",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return DONE if made.slo_met else FELL_SHORT
+
+
+def _question(
+    strategy: str | None, most: int, slo: str | None, rate: float | None, budget: str | None, seed: int
+) -> Question:
+    from autotune.callables.settings import STRATEGIES
+    from autotune.callables.sweep import Question
+
+    if strategy is not None and strategy not in STRATEGIES:
+        raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")
+    if not 1 <= most <= MOST_ITEMS:
+        raise InputError(f"--most is {most}; it must be between 1 and {MOST_ITEMS} items")
+    if rate is not None and not 0 < rate <= MOST_RATE:
+        raise InputError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g} items/s")
+    promise = None
+    if slo is not None:
+        try:
+            promise = SLO.parse(slo)
+        except ValueError as error:
+            raise InputError(f"--slo: {error}") from None
+        others = [name for name, target in promise.targets_ms.items() if target is not None and name != "e2e"]
+        if promise.e2e_ms is None or others:
+            raise InputError(f"--slo is {slo}; a callable is promised e2e alone, such as e2e=200ms@99%")
+    return Question(
+        slo=promise,
+        rate=rate,
+        budget_s=seconds(budget or DEFAULT_BUDGET, least=SHORTEST_BUDGET_S),
+        seed=seed,
+        most=most,
+        strategies=tuple(s for s in STRATEGIES if strategy in (None, s)),
+    )

@@ -1,0 +1,171 @@
+"""The profile of a callable as a file, and what is said of input that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autotune
+from autotune.callables.assemble import assemble
+from autotune.callables.load import Load
+from autotune.callables.profile import CallableProfile, load_callable_profile, load_either, save_callable_profile
+from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.callables.simulate import simulate
+from autotune.callables.sweep import Findings, Question
+from autotune.cli.main import run
+from autotune.profile import load_profile, save_profile
+from autotune.profiling.fingerprint import machine, software
+from runtime import SLO, Batcher, InputError
+from tests.sample_profile import sample_profile
+from tests.unit.callable_world import Ticking, calibrated, subject
+
+
+@pytest.fixture(scope="module")
+def made() -> CallableProfile:
+    """As a run that was stopped while it simulated writes it."""
+    ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
+    of = subject(ticking)
+    found = Findings(calibrated(ticking, of), slo, "given", 200.0, "as asked", 380.0, 32, stopped=True)
+    load = Load(200.0, 5.0, 1.0, 1)
+    found.simulated = [simulate(s, found.calibration, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
+    return assemble(
+        found,
+        of,
+        Question(slo, 200.0, 60.0),
+        name="embed",
+        command="autotune profile",
+        machine=machine(),
+        software=software(),
+    )
+
+
+@pytest.fixture
+def file(made: CallableProfile, tmp_path: Path) -> Path:
+    save_callable_profile(made, tmp_path / "embed.yaml")
+    return tmp_path / "embed.yaml"
+
+
+def test_what_is_written_is_read_back(made: CallableProfile, file: Path) -> None:
+    assert load_callable_profile(file) == load_either(file) == made
+    assert made.strategy == "adaptive" and made.slo_met and "not measured" in made.verdict
+
+
+def test_whatever_reads_a_language_models_profile_refuses_it(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        InputError, match=r"embed\.yaml: is the profile of a callable \('m:f'\), not of a language model"
+    ):
+        load_profile(file)
+    for verb in (["export", str(file), "--to", "vllm"], ["check", str(file)], ["report", str(file)]):
+        assert run(verb) == 2
+        assert "is the profile of a callable" in capsys.readouterr().err
+    save_profile(sample_profile(), tmp_path / "llm.yaml")
+    with pytest.raises(InputError, match="is not the profile of a callable"):
+        load_callable_profile(tmp_path / "llm.yaml")
+    with Batcher(list) as batcher, pytest.raises(InputError, match="is the profile of a language model"):
+        autotune.control(batcher, profile=tmp_path / "llm.yaml")
+
+
+def test_a_controller_starts_from_it_and_takes_its_promise(file: Path, made: CallableProfile) -> None:
+    with Batcher(list, max_batch_size=7) as batcher, autotune.control(batcher, profile=file, observe_only=True):
+        assert batcher.slos["default"] == made.slo
+    with (
+        Batcher(list, strategy="dynamic") as batcher,
+        pytest.warns(UserWarning, match="profile is for the adaptive strategy, not dynamic"),
+        autotune.control(batcher, profile=file, observe_only=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("strategy: adaptive", "strategy: eager", "strategy is 'eager'; it must be 'adaptive' or 'dynamic'"),
+        (
+            "max_batch_size: 4096",
+            "max_batch_size: 0",
+            "max_batch_size is 0; it must be a whole number between 1 and 65536",
+        ),
+        ("slo: e2e=400.0ms@99%", "slo: e2e=fast", "slo: "),
+        ("slo_met: true", "slo_mat: true", "is not a field of a profile; did you mean slo_met?"),
+        ("schema_version: 1", "schema_version: 2", "made by a newer autotune (this one reads 1)"),
+        ("per_item_ms: ", "per_item_ms: -", "service.per_item_ms is -2"),
+        ("kind: callable", "kind: other", "schema_version"),
+    ],
+)
+def test_nonsense_is_one_line(file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, text: str) -> None:
+    content = file.read_text(encoding="utf-8")
+    assert old in content
+    file.write_text(content.replace(old, new, 1), encoding="utf-8")
+    assert run(["show", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert text in told and told.count("\n") == 1
+
+
+FUNCTIONS = (
+    "value = 3\ndef f(items): return items\ndef g(items):\n    yield items\ndef bad(item): raise OSError('gone')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--callable", "nocolon"], "--callable is 'nocolon'; write package.module:function"),
+        (["--callable", "no_such_module_here:f"], "--callable: there is no module no_such_module_here"),
+        (["--callable", "needs_more:f"], "--callable: needs_more needs a module that is not there: not_installed_here"),
+        (["--callable", "raises_it:f"], "--callable: importing raises_it failed: RuntimeError: no licence"),
+        (["--callable", "some_functions:h"], "--callable: some_functions has no h"),
+        (["--callable", "some_functions:value"], "--callable: some_functions:value is int, not callable"),
+        (["--callable", "some_functions:g"], "--callable: some_functions:g is a generator"),
+        (["--inputs", "none.jsonl"], "--inputs: none.jsonl cannot be read (No such file or directory)"),
+        (["--inputs", "empty.jsonl"], "--inputs: empty.jsonl holds no inputs"),
+        (["--inputs", "broken.jsonl"], "--inputs: broken.jsonl: line 3 is not JSON (Expecting value)"),
+        (["--inputs", "latin.jsonl"], "--inputs: latin.jsonl is not a text file in UTF-8"),
+        (
+            ["--cost", "length"],
+            "--cost: 'length' is neither a builtin function such as len nor package.module:function",
+        ),
+        (["--cost", "len"], "--cost: len failed on input 2 of good.jsonl: TypeError: "),
+        (["--cost", "some_functions:bad"], "--cost: some_functions:bad failed on input 1 of good.jsonl: OSError: gone"),
+        (["--slo", "ttft=50ms"], "--slo is ttft=50ms; a callable is promised e2e alone, such as e2e=200ms@99%"),
+        (["--slo", "e2e=50"], '--slo: "e2e=50" has no unit'),
+        (["--rate", "0"], "--rate is 0; it must be above 0 and at most 20000 items/s"),
+        (["--most", "0"], "--most is 0; it must be between 1 and 4096 items"),
+        (["--strategy", "static"], "--strategy is static; it must be adaptive or dynamic"),
+        (["--budget", "1s"], "--budget is 1s; it must be at least 3s"),
+        (["--out", "x.json"], "--out: x.json must end in .yaml"),
+        (["--out", "nowhere/x.yaml"], "there is no directory nowhere"),
+        (["--model", "tiny"], "--model is given; it says nothing about a callable, leave it out with --callable"),
+        (["--workers", "2"], "--workers is given; it says nothing about a callable"),
+    ],
+)
+def test_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, content in {
+        "some_functions.py": FUNCTIONS,
+        "needs_more.py": "import not_installed_here",
+        "raises_it.py": "raise RuntimeError('no licence')",
+        "good.jsonl": '"text"\n5\n',
+        "empty.jsonl": "\n  \n",
+        "broken.jsonl": '"a"\n\nnope\n',
+    }.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "latin.jsonl").write_bytes(b'"\xe9"\n')
+    given = {"--callable": "some_functions:f", "--inputs": "good.jsonl"}
+    usual = [part for option, value in given.items() if option not in arguments for part in (option, value)]
+    assert run(["profile", *usual, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert text in told and told.count("\n") == 1
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_options_of_a_callable_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "--inputs", "x.jsonl"]) == 2
+    assert "--inputs is given without --callable; add --callable package.module:function" in capsys.readouterr().err
+    assert run(["profile", "--callable", "json:loads"]) == 2
+    assert "--inputs is missing" in capsys.readouterr().err

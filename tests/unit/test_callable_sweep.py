@@ -1,0 +1,189 @@
+"""Profiling a callable: what is learned of it, what is chosen; in virtual time, and once for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import autotune
+from autotune.callables.load import Load
+from autotune.callables.outcome import Outcome, best_first
+from autotune.callables.profile import load_callable_profile
+from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, Setting, grid
+from autotune.callables.simulate import simulate
+from autotune.callables.sweep import Question, choose, sweep
+from autotune.cli.main import run
+from autotune.workload import prompt_ids
+from runtime import SLO, Batcher, InputError
+from runtime.knobs import KNOBS
+from tests.unit.callable_world import Ticking, calibrated, subject
+
+SLOW_START = SLO(e2e_ms=400)  # with 20 + 2·n ms a call
+
+
+def test_the_price_of_a_call_is_found_from_its_times() -> None:
+    ticking = Ticking(0.020, 0.002, 0.0001)
+    found = calibrated(ticking, subject(ticking, range(10, 200, 7), by_length=True))
+    assert found.price == pytest.approx((0.020, 0.002, 0.0001), rel=0.02)
+    assert found.error < 0.01 and found.largest == max(ticking.sizes) == 32
+    assert max(found.ratios) == pytest.approx(1.0, abs=0.05)
+
+
+def test_what_it_can_do_inside_a_latency() -> None:
+    ticking = Ticking(0.020, 0.002)
+    found = calibrated(ticking, subject(ticking))
+    assert found.capacity(1, within_s=1.0) == pytest.approx((32 / 0.084, 32), rel=0.02)
+    assert found.capacity(1, within_s=0.0405)[1] == 10
+    assert found.capacity(1, within_s=0.001)[1] == 1
+
+
+def test_calls_that_cannot_keep_the_promise_are_not_tried_larger() -> None:
+    ticking = Ticking(0.020, 0.002)
+    found = calibrated(ticking, subject(ticking), most=256, longest_s=0.1)
+    assert found.largest == 64 and "takes" in found.ended  # 148 ms is the first beyond
+
+
+def test_memory_ends_the_doubling() -> None:
+    ticking = Ticking(0.020, 0.002)
+
+    def scarce(items: list[str]) -> list[str]:
+        if len(items) > 8:
+            raise MemoryError
+        return ticking(items)
+
+    found = calibrated(ticking, subject(scarce))
+    assert found.largest == 8 and found.ended == "16 items run out of memory"
+
+
+def test_a_function_that_fails_is_named_with_what_it_said() -> None:
+    def broken(items: list[str]) -> list[object]:
+        return [ValueError("bad text") for _ in items]
+
+    with pytest.raises(InputError, match=r"m:f failed on input 1 of inputs\.jsonl: ValueError: bad text"):
+        calibrated(Ticking(1, 1), subject(broken))
+    with pytest.raises(InputError, match=r"m:f failed with 1 of the inputs: StepFailedError: .* 0 results for 1 items"):
+        calibrated(Ticking(1, 1), subject(lambda items: []))
+
+
+def test_settings_to_try_hold_every_knob_within_its_bounds() -> None:
+    settings = grid(STRATEGIES, largest=24, slack_ms=380, mean_cost=50, seed=1)
+    assert len(set(settings)) == len(settings) > 50
+    assert {s.knobs.max_batch_size for s in settings} == {1, 2, 4, 8, 16, 24}
+    assert {s.knobs.max_wait_ms for s in settings if s.strategy == "adaptive"} == {0}
+    assert max(s.knobs.max_wait_ms for s in settings) == 150  # 0.4 of the slack, to two digits
+    for spec in KNOBS:
+        assert all(spec.low <= getattr(s.knobs, spec.name) <= spec.high for s in settings)
+    assert {s.strategy for s in grid(("dynamic",), largest=4, slack_ms=1, mean_cost=None, seed=0)} == {"dynamic"}
+
+
+def test_simulating_tells_settings_apart() -> None:
+    ticking = Ticking(0.020, 0.002)
+    calibration = calibrated(ticking, subject(ticking))
+    load = Load(300.0, 10.0, 1.0, 7)
+    free = simulate(AS_IT_COMES, calibration, [1], load, SLOW_START)
+    single = simulate(ONE_AT_A_TIME, calibration, [1], load, SLOW_START)
+    late = simulate(
+        Setting("dynamic", OPEN.with_(max_batch_size=64, max_wait_ms=390)), calibration, [1], load, SLOW_START
+    )
+    assert free.share > 0.99 > 0.5 > single.share and free.batch > 4
+    assert (late.latency_ms(50) or 0) > 1.5 * (free.latency_ms(50) or 0)
+    assert best_first([single, late, free])[0] is free
+    again = simulate(AS_IT_COMES, calibration, [1], load, SLOW_START)
+    assert again.latencies_ms == free.latencies_ms
+
+
+def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
+    load, costs = Load(50.0, 4.0, 1.0, 3), [10, 20, 30]
+    sent = list(load.workload.arrivals(3, duration=5.0))
+    items = load.items(costs)
+    assert [i.arrival for i in items] == [a.time for a in sent]
+    assert [i.cost for i in items] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
+    assert {i.cost for i in items} == {10, 20, 30}
+
+
+def _outcome(setting: Setting, met: int, p99: float) -> Outcome:
+    return Outcome(setting, simulated=True, offered=1000, met=met, seconds=10, latencies_ms=[p99])
+
+
+def test_of_equals_the_faster_and_of_those_the_first() -> None:
+    small, large = (Setting("dynamic", OPEN.with_(max_batch_size=n, max_wait_ms=0)) for n in (4, 32))
+    a, b, c = _outcome(small, 998, 50), _outcome(large, 999, 30), _outcome(AS_IT_COMES, 999, 31)
+    assert best_first([a, b, c]) == [b, c, a] and best_first([c, b, a]) == [c, b, a]
+    assert best_first([_outcome(small, 900, 10), b])[0] is b
+    assert choose([b, a, c], 2) == [large, AS_IT_COMES]
+    assert choose([b, a, c, _outcome(ONE_AT_A_TIME, 1000, 1)], 3) == [large, AS_IT_COMES, small]
+
+
+def test_stopped_at_once_nothing_was_tried() -> None:
+    ticking = Ticking(0, 0)
+    found = sweep(subject(ticking), Question(SLO(e2e_ms=100), 100.0, 5.0), stop=lambda: True)
+    assert found.stopped and not found.simulated and not found.measured
+
+
+FUNCTION = """
+import time
+def embed(texts):
+    time.sleep(0.002 + 0.0002 * len(texts))
+    return [len(t) for t in texts]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(f'"{"a" * n}"\n' for n in range(1, 30)))
+    return tmp_path
+
+
+def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "profiled_here.py").write_text(FUNCTION)
+    code = run(
+        ["profile", "--callable", "profiled_here:embed", "--inputs", "data.jsonl", "--cost", "len", "--budget", "4s",
+         "--slo", "e2e=300ms@90%", "--rate", "60", "--most", "16"]
+    )  # fmt: skip
+    told = capsys.readouterr()
+    assert told.err == ""
+    made = load_callable_profile("embed.yaml")
+    assert code == (0 if made.slo_met else 1)
+    assert made.status == "complete" and made.function == "profiled_here:embed" and made.inputs.items == 29
+    assert made.points[0].source == "measured" and made.points[0].offered > 20
+    assert {p.source for p in made.points} == {"measured", "simulated"}
+    assert made.service.groups[0].ms >= 2.2 and made.service.largest > 1
+    for word in ("recommended", "Batcher as it comes", "no batching", "in SLO", "profile  embed.yaml"):
+        assert word in told.out
+
+    from profiled_here import embed  # type: ignore[import-not-found]
+
+    with Batcher(embed, cost=len, **made.options) as batcher:
+        assert batcher.knobs.with_(chunk_size=1) == made.knobs.with_(chunk_size=1)
+        assert batcher.strategy.name == made.strategy and batcher.slos["default"] == made.slo
+        with autotune.control(batcher, profile="embed.yaml"):
+            assert batcher("abc") == 3
+    assert run(["show", "embed.yaml"]) == 0
+    assert made.verdict in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "profiled_until_stopped.py").write_text(FUNCTION + "    ")
+    import profiled_until_stopped as module  # type: ignore[import-not-found]
+
+    embed, main = module.embed, threading.current_thread()
+    stopped: list[int] = []
+
+    def interrupting(texts: list[str]) -> list[int]:
+        if threading.current_thread() is not main and not stopped:  # in a batcher's worker: it is being measured
+            stopped.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return embed(texts)  # type: ignore[no-any-return]
+
+    module.embed = interrupting
+    arguments = ["profile", "--callable", "profiled_until_stopped:embed", "--inputs", "data.jsonl", "--budget", "60s"]
+    assert run([*arguments, "--rate", "50", "--slo", "e2e=1s", "--most", "4", "--out", "kept.yaml"]) == 130
+    made = load_callable_profile("kept.yaml")
+    assert made.status == "stopped" and {p.source for p in made.points} == {"simulated"}
+    assert "best so far written to kept.yaml" in capsys.readouterr().out
