@@ -22,7 +22,7 @@ from runtime.batching.service_model import Price, ServiceModel
 from runtime.errors import InputError
 
 REPEATS = 3
-ROUNDS = 8  # times the model sees every median: recursive least squares has then forgotten where it began
+ROUNDS = 30  # times the model sees every median: recursive least squares has then forgotten where it began
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ def calibrate(
     finally:
         loop.close()
     price = fitted(timed)
+    if not subject.costs_vary:  # items and cost then say the same, and the split between them nothing
+        price = Price(price.fixed, price.per_item + price.per_cost * subject.costs[0], 0.0)
     ratios = [c.seconds / max(price.of(c.items, c.cost), 1e-9) for c in calls]
     return Calibration(price, tuple(timed), tuple(ratios), largest, ended)
 

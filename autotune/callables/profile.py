@@ -163,6 +163,6 @@ def load_callable_profile(path: str | Path) -> CallableProfile:
 def load_either(path: str | Path) -> Profile | CallableProfile:
     """The profile at ``path``, of a callable or of a language model."""
     data = read_yaml(path)
-    if isinstance(data, dict) and data.get("kind") == "callable":
+    if isinstance(data, dict) and "kind" in data:
         return load_callable_profile(path)
     return load_profile(path)

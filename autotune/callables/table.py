@@ -10,7 +10,8 @@ from rich.text import Text
 from autotune.callables.profile import CallableProfile, Point
 from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, Setting
 
-_HIGHEST = 5  # rows of settings that were measured
+_OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
+_WIDE = 100  # columns of the full table
 
 
 def show(profile: CallableProfile, console: Console) -> None:
@@ -27,15 +28,18 @@ def show(profile: CallableProfile, console: Console) -> None:
     ):
         console.print(escape(line), highlight=False, soft_wrap=True)
     console.print()
-    console.print(table(profile))
+    console.print(table(profile, console.width))
     measured = f"{load.window_s:.3g} s windows of Poisson arrivals, " if load.window_s else ""
     console.print(
-        f"in SLO: share of the items offered that came back in time, ( ) its 95% interval; p50, p99: of those that came back; "
+        "as it comes: Batcher(fn, slo=…) with nothing else given; in SLO: share of the items offered that came back in time, "
+        "( ) its 95% interval; p50, p99: of those that came back; "
         f"{measured}{profile.simulated} settings simulated",
         style="dim",
         highlight=False,
         soft_wrap=True,
     )
+    if _setting(profile.points[0]) == AS_IT_COMES:
+        console.print("Recommended is the Batcher as it comes: Batcher(fn, slo=…) needs nothing else.", highlight=False)
     late = max(p.lateness_p99_ms for p in profile.points)
     if profile.slo.e2e_ms is not None and late > max(profile.slo.e2e_ms / 10, 5.0):
         console.print(
@@ -45,18 +49,18 @@ def show(profile: CallableProfile, console: Console) -> None:
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
 
 
-def table(profile: CallableProfile) -> Table:
-    """One row a setting. A ceiling that is as high as it goes is shown as open."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+def table(profile: CallableProfile, width: int = 120) -> Table:
+    """One row a setting; a narrow terminal loses the interval and the rates. A ceiling as high as it goes is open."""
+    wide = width >= _WIDE
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0) if wide else (0, 1, 0, 0), header_style="bold")
     drawn.add_column("", no_wrap=True)
     drawn.add_column("strategy", no_wrap=True)
-    titles = ["max items", "max wait", *(["max cost"] if profile.inputs.cost else [])]
-    for title in (*titles, "in SLO", "on time/s", "p50", "p99", "items/call", "calls/s"):
+    knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]
+    for title in (*knobs, "in SLO", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
         drawn.add_column(title, justify="right", no_wrap=True)
-    drawn.add_column("", no_wrap=True)
     for index, point in enumerate(_rows(profile)):
         style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""
-        cells = [_label(index, point), point.strategy, *_knobs(profile, point), *_figures(point), point.source]
+        cells = [_label(index, point), point.strategy, *_knobs(profile, point), *_figures(point, wide)]
         drawn.add_row(*(Text(cell, style=style) for cell in cells))
     return drawn
 
@@ -64,7 +68,7 @@ def table(profile: CallableProfile) -> Table:
 def _rows(profile: CallableProfile) -> list[Point]:
     yardsticks = [p for p in profile.points[1:] if _setting(p) in (AS_IT_COMES, ONE_AT_A_TIME)]
     others = [p for p in profile.points[1:] if p not in yardsticks]
-    return [profile.points[0], *others[:_HIGHEST], *yardsticks]
+    return [profile.points[0], *others[:_OTHERS], *yardsticks]
 
 
 def _setting(point: Point) -> Setting:
@@ -72,10 +76,8 @@ def _setting(point: Point) -> Setting:
 
 
 def _label(index: int, point: Point) -> str:
-    known = {AS_IT_COMES: "Batcher as it comes", ONE_AT_A_TIME: "no batching"}.get(_setting(point))
-    if index == 0:
-        return f"recommended ({known})" if known else "recommended"
-    return known or "also tried"
+    known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(_setting(point), "also tried")
+    return ("recommended" if index == 0 else known) + (" (simulated)" if point.source == "simulated" else "")
 
 
 def _knobs(profile: CallableProfile, point: Point) -> list[str]:
@@ -86,16 +88,11 @@ def _knobs(profile: CallableProfile, point: Point) -> list[str]:
     return [items, wait, *([cost] if profile.inputs.cost else [])]
 
 
-def _figures(p: Point) -> list[str]:
-    return [
-        f"{p.attainment * 100:.1f}% ({p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f})",
-        f"{p.goodput:.3g}",
-        _ms(p.e2e_p50_ms),
-        _ms(p.e2e_p99_ms),
-        f"{p.items_per_call:.1f}",
-        f"{p.calls_per_s:.3g}",
-    ]
+def _figures(p: Point, wide: bool) -> list[str]:
+    interval = f" ({p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f})" if wide else ""
+    rates = [f"{p.goodput:.4g}", f"{p.items_per_call:.1f}"] if wide else []
+    return [f"{p.attainment * 100:.1f}%{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g} ms"
+    return "–" if value is None else f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -88,11 +88,11 @@ def test_a_controller_starts_from_it_and_takes_its_promise(file: Path, made: Cal
             "max_batch_size: 0",
             "max_batch_size is 0; it must be a whole number between 1 and 65536",
         ),
-        ("slo: e2e=400.0ms@99%", "slo: e2e=fast", "slo: "),
-        ("slo_met: true", "slo_mat: true", "is not a field of a profile; did you mean slo_met?"),
+        ("slo: e2e=400ms@99%", "slo: e2e=fast", 'slo: "e2e=fast" is not a target'),
+        ("slo_met: true", "slo_met: true\nslo_mat: true", "is not a field of a profile; did you mean slo_met?"),
         ("schema_version: 1", "schema_version: 2", "made by a newer autotune (this one reads 1)"),
-        ("per_item_ms: ", "per_item_ms: -", "service.per_item_ms is -2"),
-        ("kind: callable", "kind: other", "schema_version"),
+        ("per_item_ms: ", "per_item_ms: -", "service.per_item_ms is -1.99"),
+        ("kind: callable", "kind: other", "is not the profile of a callable (kind is 'other')"),
     ],
 )
 def test_nonsense_is_one_line(file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, text: str) -> None:
