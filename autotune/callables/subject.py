@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from runtime.batching.decorator import Batched
 from runtime.batching.invoke import kind_of
@@ -60,11 +60,11 @@ def load_subject(callable_name: str, inputs: Path, cost: str | None) -> Subject:
 def cost_function(name: str) -> Callable[[Any], float]:
     """``len`` and other builtins by their name, anything else as ``package.module:function``."""
     if ":" in name:
-        return _function("--cost", name)
+        return cast(Callable[[Any], float], _function("--cost", name))
     found = getattr(builtins, name, None)
     if not callable(found):
         raise InputError(f"--cost: {name!r} is neither a builtin function such as len nor package.module:function")
-    return found  # type: ignore[no-any-return]  # any builtin
+    return cast(Callable[[Any], float], found)
 
 
 def costs_of(
