@@ -1,8 +1,8 @@
 """How long a call takes: planned calls of several sizes over the real inputs, their medians, and a model fitted to them.
 
 Sizes 1, 2, 4, … are each called with groups of cheap, mixed and dear inputs, so that items and cost vary apart; a group is
-called :data:`REPEATS` times and its median counts. The doubling ends where a call no longer fits the promise, where
-memory runs out, or with the time. The model is the batcher's own (:mod:`runtime.batching.service_model`).
+called :data:`REPEATS` times and its median counts. The doubling ends where an average call no longer fits the promise,
+where memory runs out, or with the time. The model is the batcher's own (:mod:`runtime.batching.service_model`).
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def calibrate(
     end = clock() + budget_s
     timed: list[Timed] = []
     calls: list[Timed] = []
+    average = " on average" if subject.costs_vary else ""
     size, largest, ended = 1, 0, f"{most} items, the most asked for"
     try:
         _call(function, subject, _group(rng, order, 1, 0.5), clock)  # what is loaded lazily is loaded now
@@ -94,10 +95,10 @@ def calibrate(
                     break
             largest = size
             progress(min(1.0, 1 - (end - clock()) / budget_s), f"{largest} items")
-            took = timed[-1].seconds
+            took = fitted(timed).of(size, size * subject.mean_cost) if subject.costs_vary else timed[-1].seconds
             longest = longest_s if longest_s is not None else 40 * timed[0].seconds
             if took > longest:
-                ended = f"a call of {size} takes {took * 1e3:.3g} ms"
+                ended = f"a call of {size} takes {took * 1e3:.3g} ms{average}"
             elif clock() > end:
                 ended = "the time for calibrating was over"
             elif size < most and not stop():

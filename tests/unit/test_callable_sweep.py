@@ -47,6 +47,13 @@ def test_calls_that_cannot_keep_the_promise_are_not_tried_larger() -> None:
     assert found.largest == 64 and "takes" in found.ended  # 148 ms is the first beyond
 
 
+def test_a_few_dear_inputs_do_not_end_the_doubling() -> None:
+    ticking = Ticking(0.010, 0.0, 0.00005)
+    lengths = [50] * 85 + [2000] * 15  # a call of two of the dear ones takes 210 ms, of an average item 27 ms
+    found = calibrated(ticking, subject(ticking, lengths, by_length=True), longest_s=0.1)
+    assert found.largest == 8 and "8 takes" in found.ended and "on average" in found.ended
+
+
 def test_memory_ends_the_doubling() -> None:
     ticking = Ticking(0.020, 0.002)
 
