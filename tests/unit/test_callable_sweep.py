@@ -158,7 +158,7 @@ def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pyt
     made = load_callable_profile("embed.yaml")
     assert code == (0 if made.slo_met else 1)
     assert made.status == "complete" and made.function == "profiled_here:embed" and made.inputs.items == 29
-    assert made.points[0].source == "measured" and made.points[0].offered > 20
+    assert made.points[0].source == "measured" and made.points[0].offered > 5
     assert {p.source for p in made.points} == {"measured", "simulated"}
     assert made.service.groups[0].ms >= 2.2 and made.service.largest > 1
     for word in ("recommended", "Batcher(fn, slo=…)", "no batching", "in SLO", "profile  embed.yaml"):
