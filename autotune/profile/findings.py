@@ -98,7 +98,10 @@ class CostFacts(Part):
 class Confidence(Part):
     """How sure the choice is."""
 
-    noise: Amount = Field(description="coefficient of variation of goodput between repeated runs of one setting")
+    noise: Amount = Field(
+        description="coefficient of variation of goodput between runs of one setting, at the least that of a share of so many "
+        "requests"
+    )
     best: Share = Field(description="probability that the recommended setting is the best of the validated ones")
     regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
     sentence: str = Field(description="the same in words")

@@ -152,7 +152,7 @@ class LoadFacts(Part):
     mean_prompt: Amount = Field(description="tokens")
     mean_output: Amount = Field(description="tokens")
     rate: AboveZero = Field(description="requests/s where settings were compared")
-    offered_rate: Amount = Field(description="requests/s that came in the search's own window")
+    offered_rate: Amount = Field(description="requests/s that came in the windows of the recommended setting")
     rate_from: Literal["user", "calibration"]
     window_s: AboveZero = Field(description="length of a measuring window, s")
     warmup_s: Amount = Field(description="what was left out before each window, s")

@@ -59,7 +59,7 @@ def assemble(
             mean_prompt=setup.mean_prompt,
             mean_output=setup.mean_output,
             rate=setup.rate,
-            offered_rate=setup.offered_rate,
+            offered_rate=settings["balanced"].point.offered_rate,
             rate_from=setup.rate_from,
             window_s=setup.window_s,
             warmup_s=setup.warmup_s,

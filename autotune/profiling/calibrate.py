@@ -16,11 +16,11 @@ from autotune.profile.parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
     Setup,
-    comparison_rate,
     default_slo,
     fitted_knobs,
     length_scale,
     most_rate,
+    rounded,
     sample,
     typical_step,
 )
@@ -107,18 +107,15 @@ def draw_setup(
     saturated = full_rate(cost, lengths, engine.limits, engine.kv_tokens)
     tokens_per_s = saturated * (mean_prompt + mean_output)
     chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
-    asked = rate
-    if asked is None:
-        asked = comparison_rate(scaled, tokens_per_s * LOAD, saturated * LOAD, seed, warmup_s, window_s)
+    most = most_rate(scaled, seed, warmup_s + window_s)
     return Setup(
         length_scale=scale,
         cap_prompt=room - cap_output,
         cap_output=cap_output,
         mean_prompt=round(mean_prompt, 1),
         mean_output=round(mean_output, 1),
-        rate=asked,
-        offered_rate=asked,
-        most_rate=most_rate(scaled, seed, warmup_s + window_s),
+        rate=rounded(min(saturated * LOAD, most)) if rate is None else rate,
+        most_rate=most,
         rate_from="calibration" if rate is None else "user",
         slo=chosen,
         slo_from=why,

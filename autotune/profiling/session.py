@@ -15,11 +15,11 @@ from autotune.evaluate import Interrupted, Served, Simulated
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Setup
 from autotune.profiling.stages.calibrating import calibrate
 from autotune.profiling.stages.capacity import find_capacity
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.simulating import settle_rate, simulate, to_knee
+from autotune.profiling.stages.settling import SETTLED, settle_rate, to_knee
+from autotune.profiling.stages.simulating import simulate
 from autotune.profiling.stages.twins import simulate_twins
 from autotune.profiling.stages.validating import validate
 from autotune.profiling.study import SweepStudy
@@ -67,17 +67,12 @@ class Session:
         """Go through the stages; whatever stops it, what was found by then is returned."""
         context, found = self._context, self._context.found
         try:
-            known = context.study.get("setup")
-            if known is not None:
+            if context.study.measurements.find(SETTLED) is not None:
                 context.reporter.note("going on with the study of an earlier run; --fresh begins anew")
             found.setup = calibrate(context)
             space = context.question.space.narrowed(found.setup.fitted)
             context.reporter.stage("simulating")
-            if known is None:
-                with context.meter.simulating():
-                    found.setup = settle_rate(context, found.setup, space)
-            else:
-                found.setup = Setup.model_validate(known)
+            found.setup = settle_rate(context, found.setup, space)
             context.reporter.ready(found.setup)
             simulate(context, found.setup, space)
             found.setup = to_knee(context, found.setup)

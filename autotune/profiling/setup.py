@@ -35,10 +35,10 @@ _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 class Setup(Part):
     """What the calibration decided.
 
-    ``rate``: mean requests/s at which settings are compared; ``offered_rate``: what comes in a window; ``fitted``: where the
-    search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the hardware while it serves,
-    in units of what the cost model says. ``validation_seeds``: those the hardware meets, in order;
-    ``simulated_seeds``: those of the long simulated loads, the first that of the search; ``simulated_requests``: in each;
+    ``rate``: mean requests/s at which settings are compared; ``fitted``: where the search begins; ``most_rate``: more cannot be
+    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of what the cost model says.
+    ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
+    that of the search; ``simulated_requests``: in each;
     ``at_knee``: the setting that kept its promise up to ``rate`` before the search began.
     """
 
@@ -48,7 +48,6 @@ class Setup(Part):
     mean_prompt: float
     mean_output: float
     rate: float
-    offered_rate: float
     most_rate: float
     rate_from: Literal["user", "calibration"]
     speed: float = 1.0
@@ -69,18 +68,6 @@ class Setup(Part):
             length=self.length_scale / workload.length_scale, cap_prompt=self.cap_prompt, cap_output=self.cap_output
         )
         return scaled.at_rate(self.rate)
-
-    def at(self, rate: float, workload: Workload, seed: int) -> Setup:
-        """The same at another rate. Raises :class:`InputError` when no request falls into the search's window then."""
-        moved = self.model_copy(update={"rate": rate})
-        end = self.warmup_s + self.window_s
-        inside = [a for a in moved.apply(workload).arrivals(seed, duration=end) if a.time >= self.warmup_s]
-        if not inside:
-            raise InputError(
-                f"{workload.name}: at {rate:g} requests/s none falls into the window, {self.warmup_s:g} to {end:g} s after "
-                "the start; give a longer --budget for longer windows, another --rate, or a longer trace"
-            )
-        return moved.model_copy(update={"offered_rate": round(len(inside) / self.window_s, 3)})
 
 
 def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:
@@ -159,25 +146,6 @@ def most_rate(workload: Workload, seed: int, seconds: float) -> float:
     return min(MOST_RATE, (count - 1) / seconds)
 
 
-def comparison_rate(
-    workload: Workload, tokens_per_s: float, nominal: float, seed: int, warmup_s: float, window_s: float
-) -> float:
-    """The rate at which the requests of the search's own window bring ``tokens_per_s``.
-
-    A window of a few seconds holds a few dozen requests; by luck they may be a third heavier or lighter than average.
-    At ``nominal`` requests/s the search would then run far from the knee.
-    """
-    end = warmup_s + window_s
-    most = most_rate(workload, seed, end)
-    low, high = min(nominal / 4, most), min(nominal * 4, most)
-    for _ in range(20):
-        middle = math.sqrt(low * high)
-        arrivals = workload.at_rate(middle).arrivals(seed, duration=end)
-        load = sum(a.prompt_tokens + a.output_tokens for a in arrivals if a.time >= warmup_s) / window_s
-        low, high = (middle, high) if load < tokens_per_s else (low, middle)
-    return rounded(math.sqrt(low * high))
-
-
 def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, window_s: float) -> list[int]:
     """``count`` seeds from ``first`` on whose window comes nearest to the workload's mean in requests and in tokens.
 
@@ -186,7 +154,7 @@ def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, 
     """
     loads = {}
     for seed in range(first, first + _SEEDS_TRIED * count):
-        inside = [a for a in workload.arrivals(seed, duration=warmup_s + window_s) if a.time >= warmup_s]
+        inside = in_window(workload, seed, warmup_s, window_s)
         loads[seed] = (len(inside), sum(a.prompt_tokens + a.output_tokens for a in inside))
     requests = max(1.0, workload.rate * window_s)
     tokens = max(
@@ -201,6 +169,11 @@ def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, 
         return round(abs(met / requests - 1) + abs(brought / tokens - 1), 3), seed
 
     return sorted(loads, key=off)[:count]
+
+
+def in_window(workload: Workload, seed: int, warmup_s: float, window_s: float) -> list[Arrival]:
+    """The requests that a measurement counts."""
+    return [a for a in workload.arrivals(seed, duration=warmup_s + window_s) if a.time >= warmup_s]
 
 
 def rounded(rate: float) -> float:

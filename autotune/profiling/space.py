@@ -5,6 +5,7 @@ Made from ``KNOBS`` and the engine's limits. A knob without a row in ``SEARCHED`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -79,11 +80,14 @@ class SearchSpace:
         return made
 
     def knobs(self, params: Mapping[str, float]) -> Knobs:
-        """Knobs of a trial. A chunk longer than the budget acts like the budget, so it is written as that."""
+        """Knobs of a trial: round numbers. A chunk longer than the budget acts like the budget, so it is written as that."""
         values = {**self.pinned, **params}
         for spec in KNOBS:
             if not spec.integer:
                 values[spec.name] = round(values[spec.name], 1)
+            elif spec.log and spec.name in self.ranges:
+                low, high = self.ranges[spec.name]
+                values[spec.name] = int(min(max(round_number(values[spec.name]), low), high))
         if "chunk_size" not in self.pinned:
             values["chunk_size"] = min(values["chunk_size"], values["token_budget"])
         return Knobs(**values)  # type: ignore[arg-type]  # integers for integer knobs, checked by Knobs
@@ -114,6 +118,16 @@ class SearchSpace:
             "ranges": {name: list(bounds) for name, bounds in self.ranges.items()},
             "limits": self.limits.as_dict(),
         }
+
+
+def round_number(value: float) -> int:
+    """The nearest of 4, 5, 6 and 7 times a power of two; below 8 the nearest whole number.
+
+    Hardware computes whole tiles of rows and pads batches to a ladder of sizes: of numbers a few percent apart the round one
+    is no slower, and often quicker by a tile.
+    """
+    unit = 2 ** max(0, math.floor(math.log2(max(1.0, value))) - 2)
+    return round(value / unit) * unit
 
 
 def make_space(limits: KnobLimits, pins: Iterable[str] = (), ranges: Iterable[str] = ()) -> SearchSpace:

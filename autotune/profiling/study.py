@@ -3,7 +3,7 @@
 A study belongs to one question (space, model, workload, SLO, machine, seed). That identity is stored with it and checked
 when it is opened again, because Optuna itself hands back an old study under the same name whatever was asked then. It lives
 in a journal file, which one process at a time has open, or in a database that several machines share. It holds up to three
-of Optuna's studies: trials on the hardware, keyed measurements there (:meth:`SweepStudy.measured`), and simulated trials
+of Optuna's studies: one without trials for facts, keyed measurements (:meth:`SweepStudy.measured`), and simulated trials
 (:mod:`autotune.profiling.workers`).
 """
 
@@ -21,24 +21,17 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.study import Study
-from optuna.trial import Trial
 
 from autotune.profiling.journal import Journal, check_journal, owned, unwritable
 from autotune.profiling.measurements import Measurements, turns
-from autotune.profiling.slots import SlotSampler
-from autotune.profiling.space import SearchSpace
 from autotune.profiling.storage import Heartbeats, SharedStorage, connect, storage_errors
-from autotune.profiling.trials import STALE, SoleOwner, Trials, Watch
+from autotune.profiling.trials import SoleOwner, Watch
 from runtime.errors import InputError
-from runtime.knobs import Knobs
 
-__all__ = ["STALE", "STUDY_NAME", "SharedStorage", "SweepStudy", "differences", "open_study", "study_name"]
+__all__ = ["STUDY_NAME", "SharedStorage", "SweepStudy", "differences", "open_study", "study_name"]
 
 STUDY_NAME = "autotune"
 _IDENTITY = "identity"
-_LABEL = "label"
-_KNOBS = "knobs"
-_RANDOM_TRIALS = 7  # settings tried before TPE models the results; the starting points count among them
 _IDENTITY_WAIT_S = 5.0  # for whoever made a study to say what it is about
 
 
@@ -108,12 +101,11 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
 
 
 class SweepStudy:
-    """Ask and tell, with nothing lost in between, and facts stored beside the trials."""
+    """Facts, measurements and trials of one question, with nothing lost in between."""
 
     def __init__(self, storage: BaseStorage, name: str, where: str, watch: Watch) -> None:
         self._storage, self.name, self._where, self._watch = storage, name, where, watch
         self._study: Study
-        self._trials: Trials
         self._measurements: Measurements | None = None
 
     @property
@@ -123,7 +115,6 @@ class SweepStudy:
 
     def open(self, identity: Mapping[str, Any]) -> None:
         self._study = self._identified(self.name, identity)
-        self._trials = Trials(self._study, self._watch)
         self._measurements = None
 
     def part(self, name: str, identity: Mapping[str, Any]) -> tuple[Study, Watch]:
@@ -187,43 +178,6 @@ class SweepStudy:
         if self._measurements is None:
             self._measurements = Measurements(*self.part("measurements", {}))
         return self._measurements
-
-    # -- trials on the hardware -----------------------------------------------------------------------------------------
-
-    def enqueue(self, label: str, params: Mapping[str, float], knobs: Knobs | None = None) -> None:
-        """Have ``params`` tried next. ``knobs``: what to measure instead, for a yardstick outside the space."""
-        attrs: dict[str, Any] = {_LABEL: label}
-        if knobs is not None:
-            attrs[_KNOBS] = knobs.as_dict()
-        self._study.enqueue_trial(dict(params), user_attrs=attrs)
-
-    def ask(self, space: SearchSpace, seed: int) -> tuple[Trial, str, Knobs]:
-        """The next trial, its label and its setting. The sampler is seeded by the trial's slot: a resumed study goes on alike."""
-        distributions = space.distributions()
-        sampler = SlotSampler(distributions, seed, random_trials=_RANDOM_TRIALS, several=self.shared)
-        found = self._trials.next(distributions, sampler)
-        assert found is not None, "without a limit there is always a next one"
-        trial = found[0]
-        override = trial.user_attrs.get(_KNOBS)
-        knobs = Knobs.from_mapping(override) if override is not None else space.knobs(trial.params)
-        return trial, str(trial.user_attrs.get(_LABEL, "search")), knobs
-
-    def done(self, trial: Trial, value: float, result: Mapping[str, Any]) -> None:
-        self._trials.done(trial, value, result)
-
-    def failed(self, trial: Trial, cause: str, *, again: bool = False) -> None:
-        """FAIL with its cause, never a bad score; ``again``: put the same setting back into the queue."""
-        self._trials.failed(trial, cause, again=again)
-
-    def completed(self) -> list[optuna.trial.FrozenTrial]:
-        return self._trials.completed()
-
-    def failures(self) -> list[tuple[int, str]]:
-        """(number, cause) of trials that failed."""
-        return self._trials.failures()
-
-    def waiting(self) -> int:
-        return self._trials.waiting()
 
     # -- identity -------------------------------------------------------------------------------------------------------
 

@@ -12,18 +12,26 @@ from dataclasses import dataclass
 
 from runtime.clock import Clock
 
-CALIBRATION, SIMULATION, VALIDATION, CAPACITY = 0.2, 0.2, 0.38, 0.14  # of the budget; the rest is slack
+CALIBRATION, SIMULATION, VALIDATION, CAPACITY = 0.2, 0.2, 0.38, 0.14
+"""Shares of the budget, one stage after the other; the rest is for what is simulated at the end, and slack."""
+
+RATE, TRIALS, KNEE, FINALISTS = 0.03, 0.12, 0.02, 0.03
+"""Shares of the parts of simulating. Both of the latter come again whenever the hardware's speed is found to be another."""
+
+TARGET_OF_CAPACITY, TWINS = 0.04, 0.05
+"""Shares of what is simulated before the capacity is measured, and at the end."""
+
 _RUNS = 9  # validating measurements the windows are sized for
 _SHORTEST_RUN, _LONGEST_RUN = 2.0, 40.0
 _UNBOUNDED_RUN = 6.0  # s a measurement when settings are counted instead
 _LONGEST_CALIBRATION = 90.0  # s; more rounds teach nothing new
-_LONGEST_SIMULATING = 240.0  # s; hundreds of trials are done by then on any machine
+_LONGEST_TRIALS = 180.0  # s; hundreds of trials are done by then on any machine
 CALIBRATE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of each part. ``budget_s`` None: no bound on the hardware; ``simulate_s`` None: none on simulating."""
+    """Seconds of each part. ``budget_s`` None: no bound on everything; ``simulate_s``: when the trials end, None: no bound."""
 
     budget_s: float | None
     window_s: float
@@ -38,7 +46,7 @@ class Schedule:
         if budget_s is not None:
             run = min(_LONGEST_RUN, max(_SHORTEST_RUN, budget_s * VALIDATION / _RUNS))
             calibrate = min(_LONGEST_CALIBRATION, budget_s * CALIBRATION * 0.8)  # a slow machine takes longer
-            simulate = min(_LONGEST_SIMULATING, budget_s * SIMULATION)
+            simulate = min(_LONGEST_TRIALS, budget_s * (RATE + TRIALS))
         return cls(
             budget_s,
             window_s=round(run * 0.7, 2),
@@ -48,7 +56,7 @@ class Schedule:
         )
 
     def until(self, *shares: float) -> float | None:
-        """Seconds of hardware after which stages of these ``shares`` of the budget are over."""
+        """Seconds spent, on the hardware and on simulating, after which stages of these ``shares`` of the budget are over."""
         return None if self.budget_s is None else self.budget_s * sum(shares)
 
 
@@ -62,6 +70,7 @@ class Meter:
         self._clock, self._host = clock, host
         self._hardware, self._simulating = hardware_s, simulating_s
         self._since: float | None = None
+        self._simulating_since: float | None = None
         self._runs: list[float] = []
 
     @contextmanager
@@ -77,11 +86,12 @@ class Meter:
     @contextmanager
     def simulating(self) -> Iterator[None]:
         """Count what passes inside as time of simulating."""
-        begun = self._host.now()
+        self._simulating_since = self._host.now()
         try:
             yield
         finally:
-            self._simulating += self._host.now() - begun
+            self._simulating += self._host.now() - self._simulating_since
+            self._simulating_since = None
 
     @property
     def hardware_s(self) -> float:
@@ -90,9 +100,19 @@ class Meter:
 
     @property
     def simulating_s(self) -> float:
-        return self._simulating
+        running = 0.0 if self._simulating_since is None else self._host.now() - self._simulating_since
+        return self._simulating + running
+
+    @property
+    def spent_s(self) -> float:
+        return self.hardware_s + self.simulating_s
+
+    def late(self, end: float | None) -> bool:
+        """Whether ``end`` seconds have been spent. None: never."""
+        return end is not None and self.spent_s >= end
 
     def took(self, seconds: float) -> None:
+        """A measurement, with what was simulated for it, took that long."""
         self._runs.append(seconds)
 
     def typical(self, guess: float) -> float:
@@ -101,5 +121,5 @@ class Meter:
         return sum(recent) / len(recent) if recent else guess
 
     def fits(self, end: float | None, guess: float) -> bool:
-        """Whether one more measurement ends before ``end`` (half of it may stick out)."""
-        return end is None or self.hardware_s + self.typical(guess) / 2 < end
+        """Whether one more measurement ends before ``end`` seconds are spent (half of it may stick out)."""
+        return end is None or self.spent_s + self.typical(guess) / 2 < end

@@ -15,7 +15,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autotune.profiling.slots import AGAIN, CAUSE, LIVE, RESULT, VALUE, Retry, by_slot, first_attempt, settled, slot_of
 
-STALE = "the process ended while it ran"
 _LOST = (optuna.exceptions.UpdateFinishedTrialError, ValueError)  # what Optuna raises for a trial already finished
 
 
@@ -131,18 +130,6 @@ class Trials:
         if again:
             with quiet():
                 Retry()(self._study, self.all()[trial.number])
-
-    def completed(self) -> list[FrozenTrial]:
-        """In the order of their slots."""
-        return [t for group in by_slot(self.all()) for t in group if t.state is TrialState.COMPLETE]
-
-    def failures(self) -> list[tuple[int, str]]:
-        """(number, cause) of every trial that failed, those cut short and tried again among them."""
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        return [(t.number, str(t.user_attrs.get(CAUSE, STALE))) for t in trials]
-
-    def waiting(self) -> int:
-        return len(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def running(self) -> int:
         """Trials somebody runs at this moment, or died in not long ago."""

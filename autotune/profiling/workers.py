@@ -42,7 +42,7 @@ class SimulatedTrial:
 
 
 Progress = Callable[[int, SimulatedTrial | None], None]
-"""Called with how many trials are settled and the one just settled; None when another machine settled some."""
+"""Called with how many trials are settled and the one just settled; None when others were, before or on another machine."""
 
 
 def simulate_trials(
@@ -116,7 +116,8 @@ class _Run:
         enough: Callable[[], bool],
         progress: Progress,
     ) -> None:
-        told = self._settled()
+        if told := self._settled():
+            progress(told, None)
         with ExitStack() as stack:
             pool: Pool | None = None
             try:

@@ -1,4 +1,8 @@
-"""What is simulated: a machine, a load and a promise, as a profile knows them; and measuring a setting under them."""
+"""What is simulated: a machine, a load and a promise; and the one way to measure a setting under them.
+
+``autotune simulate``, ``capacity`` and the report have theirs from a profile; a profiling run
+(:mod:`autotune.profiling.simulator`) from what it has found so far.
+"""
 
 from __future__ import annotations
 
@@ -96,12 +100,13 @@ class Scenario:
         return replace(self, limits=KnobLimits(**top))
 
     def engine(self, knobs: Knobs) -> SimulatedEngine:
+        """One at rest, its knobs at ``knobs`` as far as its ceilings allow."""
         return SimulatedEngine(
             self.cost,
             kv_tokens=self.kv_tokens,
             limits=self.limits,
             block_size=self.block_size,
-            knobs=knobs,
+            knobs=self.limits.clamp(knobs),
             slo=self.slo,
             prefix_cache=self.prefix_cache,
         )
@@ -140,8 +145,22 @@ class Scenario:
         come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.evaluate.Interrupted` when
         ``stop`` says so.
         """
-        engine = self.engine(knobs)
         warmup, window = self.window(rate, seed, requests)
+        return self.measure_over(knobs, rate, seed, warmup, window, controller=controller, stop=stop)
+
+    def measure_over(
+        self,
+        knobs: Knobs,
+        rate: float,
+        seed: int,
+        warmup: float,
+        window: float,
+        *,
+        controller: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Score:
+        """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
+        engine = self.engine(knobs)
         with control(engine, slo=self.slo, controller=controller) if controller else nullcontext():
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,

@@ -196,10 +196,10 @@ def studies_of(url: str) -> str:
 
 def test_a_study_that_another_machine_discards(shared: SharedStorage) -> None:
     with pytest.raises(InputError, match="has been discarded"), open_study(shared, {"q": 1}) as study:
-        study.ask(SPACE, 0)
+        study.measured("a", lambda: {"run": 1})
         with open_study(shared, {"q": 2}, fresh=True):
             pass
-        study.ask(SPACE, 0)
+        study.measured("b", lambda: {"run": 2})
     with pytest.raises(KeyError, match="of its own"), open_study(shared, {"q": 2}):
         raise KeyError("of its own")
 

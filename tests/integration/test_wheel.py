@@ -55,7 +55,7 @@ def test_what_is_inside(wheel: Path) -> None:
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in dist_info)
     assert "License-Expression: Apache-2.0" in metadata
-    assert "autotune = autotune.cli.main:main" in entry
+    assert "autotune = autotune.cli.entry:main" in entry
 
 
 class Installed:

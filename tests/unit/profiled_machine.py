@@ -17,7 +17,7 @@ from autotune.profiling.study import open_study
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
-from runtime.clock import VirtualClock
+from runtime.clock import Clock, VirtualClock
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
@@ -86,10 +86,11 @@ def session(
     engine: Any = None,
     stop: Callable[[], bool] | None = None,
     schedule: Schedule = SCHEDULE,
+    host: Clock | None = None,
 ) -> tuple[Findings, Told]:
     told, asked = Told(), asked or question()
     with open_study(journal, {"q": 1}) as study:
-        host = VirtualClock()  # stands still: what the host takes to simulate must show nowhere
+        host = host or VirtualClock()  # stands still: what the host takes to simulate must show nowhere
         found = Session(engine or machine(), FACTS, asked, study, told, stop=stop, schedule=schedule, host=host).run()
         if not found.stopped:
             study.finish(asked.trials, asked.budget_s)

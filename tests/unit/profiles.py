@@ -46,7 +46,7 @@ def run(knobs: Knobs = SMALL, met: int = 40, stage: Stage = "validation", **chan
 def setup(**changes: Any) -> Setup:
     values: dict[str, Any] = {
         "length_scale": 0.125, "cap_prompt": 6144, "cap_output": 2048, "mean_prompt": 144.0, "mean_output": 26.0,
-        "rate": 10.0, "offered_rate": 10.0, "most_rate": 300.0, "rate_from": "calibration", "slo": TARGETS, "slo_from": "default",
+        "rate": 10.0, "most_rate": 300.0, "rate_from": "calibration", "slo": TARGETS, "slo_from": "default",
         "fitted": SMALL, "window_s": 4.0, "warmup_s": 1.0, "calibration": calibration(),
     }  # fmt: skip
     return Setup(**(values | changes))

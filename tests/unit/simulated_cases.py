@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
 from runtime.step_model import StepFeatures
 from tests.unit.reference_simulator import Asked
 
@@ -112,3 +113,23 @@ def case(number: int) -> Case:
         (lambda decoding: decoding + step) if dice.random() < 0.2 else None,
         shared,
     )
+
+
+@dataclass
+class Everything:
+    """Keeps all records, those of runs taken apart."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    runs: int = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        assert record.steps == len(ends) > 1
+        self.runs += 1
+        self.steps += record.split(ends)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests.append(record)

@@ -127,6 +127,30 @@ def test_help_starts_without_torch_or_optuna() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback() -> None:
+    code = (
+        "import os, signal, sys\nfrom autotune.cli.entry import main\n"
+        "class AtTyper:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, AtTyper())\nmain()"
+    )
+    stopped = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=60)
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, "", "stopped\n")
+
+
+def test_after_its_import_ctrl_c_is_left_to_the_command() -> None:
+    code = (
+        "import signal, sys\nfrom autotune.cli.entry import main\nbefore = signal.getsignal(signal.SIGINT)\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "assert signal.getsignal(signal.SIGINT) is before"
+    )
+    command = [sys.executable, "-c", code, "--version"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == f"autotune {__version__}\n"
+
+
 def test_the_hints_at_the_end_name_verbs_and_options_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     for verb, arguments, _ in NEXT:
         assert run([verb, "--help"]) == 0
@@ -196,7 +220,7 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixtur
     display.progress(0.5, "3 trials", "best 1", 12.0)  # too soon after the first to be worth a line
     display.stage_done("6 trials", "best 2")
     asked = setup(slo_from="default × 2: because")
-    display.ready(asked.model_copy(update={"rate": 10.0, "offered_rate": 7.0}))  # of a window that nobody meets
+    display.ready(asked)
     display.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["searching", "6", "trials", "0", "s", "best", "2"]

@@ -9,10 +9,10 @@ import pytest
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.choice import alike, choose, highest_held, latency, refuted, tells
+from autotune.profiling.confidence import confidence
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
-from autotune.profiling.stages.simulating import shortlist
-from autotune.profiling.stages.validating import confidence
+from autotune.profiling.stages.finalists import shortlist
 from autotune.profiling.verdict import judge
 from autotune.score import Latency
 from runtime.knobs import KnobLimits, Knobs

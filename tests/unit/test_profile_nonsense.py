@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autotune.cli.main import run
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
-from autotune.profile.text import DEEPEST, LARGEST, dump_yaml, read_yaml
+from autotune.profile.text import DEEPEST, LARGEST
 from runtime.errors import InputError
 from tests.sample_profile import full_profile
 
@@ -287,21 +287,3 @@ def test_a_profile_with_damaged_bytes_loads_or_is_told_in_one_line(
     path = tmp_path_factory.getbasetemp() / "damaged.yaml"
     path.write_bytes(content[:place] + inserted + content[place + drop :])
     attempt(path)
-
-
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs", "Cc"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3),
-    max_leaves=10,
-)  # fmt: skip
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=PLAIN)
-def test_what_is_dumped_is_read_the_same(data: object, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "plain.yaml"
-    path.write_bytes(dump_yaml(data).encode())
-    found = read_yaml(path)
-    assert found == data and repr(found) == repr(data)
-    assert yaml.safe_load(path.read_text(encoding="utf-8")) == data, "other readers of YAML see the same"

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import autotune.profiling.stages.context as measuring
 from autotune.evaluate import EvaluationError, evaluate
 from autotune.profile import load_profile, save_profile
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.points import Run
 from autotune.profiling.space import VLLM_LABEL, make_space
-from autotune.profiling.timing import CALIBRATION, CAPACITY, VALIDATION, Schedule
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -27,7 +23,6 @@ from tests.unit.profiled_machine import (
     SCHEDULE,
     TARGETS,
     WORKLOAD,
-    Padded,
     Told,
     machine,
     question,
@@ -59,19 +54,6 @@ def whole(whole_told: tuple[Findings, Told]) -> Findings:
 def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """One at a rate that was given."""
     return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """What the hardware is asked from here on: (setting, seed, prompt seed) of each measurement."""
-    asked: list[tuple[str, int, int]] = []
-
-    def spy(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
-        result = evaluate(engine, knobs, *args, **options)
-        asked.append((str(knobs), options["seed"], options["prompt_seed"]))
-        return result
-
-    monkeypatch.setattr(measuring, "evaluate", spy)
-    return asked
 
 
 def truth(knobs: Knobs, rate: float) -> float:
@@ -143,84 +125,6 @@ def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findin
     assert sorted(errors)[len(errors) // 2] < 0.08
 
 
-def test_common_arrivals_but_no_common_prompts(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = counted(monkeypatch)
-    found, _ = session(journal)
-    assert len({prompts for _, _, prompts in asked}) == len(asked)
-    assert {run.score.seed for run in found.simulated} == {found.simulated[0].score.seed}
-
-
-class StopAt:
-    """Asks to stop at the ``number``-th question from the moment a stage began."""
-
-    def __init__(self, told: list[str], name: str, number: int) -> None:
-        self.told, self.name, self.left = told, name, number
-
-    def __call__(self) -> bool:
-        if self.name in self.told:
-            self.left -= 1
-        return self.left < 0
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("simulating", 60), ("validating", 3), ("validating", 150), ("validating", 350)],
-)
-def test_stopped_anywhere_the_same_question_goes_on(
-    journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = counted(monkeypatch)
-    stages: list[str] = []
-    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
-    first, _ = session(journal, stop=StopAt(stages, name, number))
-    assert first.stopped and stages[-1] == name
-    if first.settings():
-        assert profile(first, question()).status == "stopped"
-    stages.clear()
-    second, _ = session(journal)
-    assert "calibrating" not in stages and not second.stopped
-    assert second.simulated == given.simulated  # to the last digit
-    assert all(run in second.runs for run in first.runs)
-    done = [(r.knobs, r.score.rate, r.score.seed) for r in second.runs]
-    assert len(asked) == len(done)  # nothing measured twice
-    assert second.hardware_s > first.hardware_s > 0
-
-
-def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:
-    calls = itertools.count()
-    found, _ = session(journal, stop=lambda: next(calls) > 200)
-    assert found.stopped and not found.settings() and found.cost is None
-    again, told = session(journal)
-    assert told.stages[0] == "calibrating" and again.settings()
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> None:
-    def flaky(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
-        if fails(knobs):
-            raise EvaluationError("request 7 failed: out of memory")
-        return evaluate(engine, knobs, *args, **options)
-
-    monkeypatch.setattr(measuring, "evaluate", flaky)
-
-
-def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, lambda knobs: knobs == VLLM)
-    found, told = session(journal)
-    assert [(stage, knobs, cause) for stage, knobs, cause in found.unmeasured] == [
-        ("validation", VLLM, "request 7 failed: out of memory")
-    ]
-    assert any("out of memory" in note for note in told.notes)
-    made = profile(found, question())
-    assert made.baseline is None and made.knobs != VLLM
-    assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
-
-
-def test_an_engine_that_always_fails_is_given_up(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, lambda knobs: True)
-    with pytest.raises(EvaluationError, match="out of memory"):
-        session(journal)
-
-
 def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,44 +143,10 @@ def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
     assert any("trial 0 failed" in note for note in told.notes)
 
 
-def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
-    """The machine slows down after it was calibrated: the rate follows it, and the promise is still about kept."""
-
-    class Tired(Padded):
-        def predict(self, step: Any) -> float:
-            return super().predict(step) * (1.35 if serving else 1.0)
-
-    serving: list[int] = []
-    engine = machine(Tired())
-    told_stage = measuring.Context.measured
-
-    def measured(self: Any, *args: Any, **options: Any) -> Run | None:
-        serving.append(1)
-        return told_stage(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring.Context, "measured", measured)
-        found, told = session(journal, question(rate=None, sim_trials=24), engine=engine, schedule=LONG)
-    assert told.setup is not None and found.setup is not None
-    assert any("the hardware serves as at 7" in note for note in told.notes)
-    # lower than need be: the panel that finds the knee again is coarse, and the best then keeps more than it was to
-    assert 0.35 < found.setup.rate / told.setup.rate < 0.9
-    best = max(p.attainment for p in found.comparable())
-    assert best > 0.75
-
-
 def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
     found, _ = session(journal, question(rate=6.0))
     assert {run.score.rate for run in (*found.simulated, *found.runs)} == {6.0}
     assert found.capacity is not None and found.capacity.rate == 6.0 and len(found.capacity.tried) == 1
-
-
-def test_a_budget_bounds_the_hardware_and_ends_it_on_time(journal: Path) -> None:
-    budget = 60.0
-    schedule = Schedule(budget, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
-    found, _ = session(journal, question(budget_s=budget), schedule=schedule)
-    assert found.hardware_s < budget * (CALIBRATION + VALIDATION + CAPACITY) + 6
-    assert len([r for r in found.runs if r.stage == "validation"]) >= 3
 
 
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:

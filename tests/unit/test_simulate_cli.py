@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import signal
 from collections.abc import Sequence
@@ -14,27 +12,11 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import run
-from autotune.evaluate import Interrupted, evaluate
 from autotune.price import per_million
-from autotune.profile import Profile, save_profile
-from autotune.simulate import SimulatedEngine
-from autotune.simulate.capacity import Search
-from autotune.simulate.scenario import Scenario, parse_speeds
-from autotune.workload import parse_workload
-from benchmarks.controller_hardware import h200
-from runtime.errors import InputError
-from runtime.knobs import KnobLimits, Knobs
-from runtime.records import RequestRecord
-from runtime.slo import SLO
-from tests.sample_profile import sample_profile
-
-PROMISE = SLO(ttft_ms=500, tpot_ms=30)
-EVEN = "poisson:prompt=700,output=60"
-
-
-def profiled(**changes: Any) -> Profile:
-    fields: dict[str, Any] = {"cost_model": h200().facts, "kv_blocks": 47_500, "slo": PROMISE} | changes
-    return sample_profile(**fields)
+from autotune.profile import save_profile
+from autotune.simulate.scenario import Scenario
+from runtime.knobs import Knobs
+from tests.unit.simulated_profile import EVEN, profiled
 
 
 @pytest.fixture
@@ -42,168 +24,6 @@ def path(tmp_path: Path) -> str:
     save_profile(profiled(), tmp_path / "h200.yaml")
     return str(tmp_path / "h200.yaml")
 
-
-def scenario(**options: Any) -> Scenario:
-    return Scenario.of(profiled(), **{"workload": EVEN} | options)
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
-def test_evaluate_in_virtual_time_counts_the_window_alone() -> None:
-    engine = SimulatedEngine(h200(), kv_tokens=760_000, slo=PROMISE)
-    load = parse_workload(EVEN).at_rate(10.0)
-    records: list[RequestRecord] = []
-    found = evaluate(
-        engine, Knobs(64, 0, 512, 512), load, PROMISE, vocab_size=2, seed=3, duration=20.0, warmup=5.0, keep=records.extend
-    )  # fmt: skip
-    due = [a.time for a in load.arrivals(3, duration=25.0) if a.time >= 5]
-    assert found.offered == len(due) == len(records) and found.attainment == 1.0
-    assert [r.arrival for r in records] == pytest.approx(due)
-    assert found.lateness_p99_ms == found.sender_busy == 0
-    assert found.wall_s == engine.clock.now() and 25 < found.wall_s < 25 + 2  # seconds that passed there
-    assert found.throughput == pytest.approx(600, rel=0.25)
-    assert engine.view().running == engine.view().waiting == 0
-    assert 0 < found.steps.mean_ms < found.steps.p99_ms < 30
-
-
-@pytest.mark.parametrize("rate", [3.0, 30.0, 80.0])
-def test_fast_forward_does_not_change_a_score(rate: float) -> None:
-    """Nor anything in it, below and above capacity."""
-    scores = []
-    for fast_forward in (True, False):
-        engine = SimulatedEngine(h200(), kv_tokens=40_000, slo=PROMISE, noise=0.03, fast_forward=fast_forward)
-        load = parse_workload(EVEN).at_rate(rate)
-        options = {"vocab_size": 2, "seed": 1, "duration": 8.0, "warmup": 1.0}
-        scores.append(evaluate(engine, Knobs(256, 0, 1024, 512), load, PROMISE, **options))  # type: ignore[arg-type]
-    assert scores[0] == scores[1]
-    assert (scores[0].attainment == 1.0) == (rate < 50)
-
-
-def test_what_is_unfinished_at_the_last_deadline_is_a_miss() -> None:
-    engine = SimulatedEngine(h200(), kv_tokens=760_000)
-    found = evaluate(
-        engine, None, parse_workload(EVEN).at_rate(400.0), SLO(e2e_ms=800), vocab_size=2, seed=0, duration=3.0
-    )
-    assert found.unfinished > 100 and found.violations["completion"] == found.unfinished
-    assert found.wall_s == pytest.approx(3.8, abs=0.2)
-    assert engine.view().running == engine.view().waiting == 0
-
-
-def test_stopping_leaves_the_engine_idle() -> None:
-    engine = SimulatedEngine(h200(), kv_tokens=760_000)
-    asked = itertools.count()
-    with pytest.raises(Interrupted):
-        evaluate(
-            engine, None, parse_workload(EVEN).at_rate(20.0), PROMISE,
-            vocab_size=2, seed=0, duration=100.0, stop=lambda: next(asked) > 20,
-        )  # fmt: skip
-    assert engine.view().running == engine.view().waiting == 0
-
-
-# -- scenarios --------------------------------------------------------------------------------------------------------
-
-
-def test_the_profile_says_how_long_requests_are() -> None:
-    facts = profiled().workload.model_copy(update={"length_scale": 0.5, "cap_prompt": 200, "cap_output": 20})
-    small = Scenario.of(profiled(workload=facts), workload=EVEN)
-    lengths = {(a.prompt_tokens, a.output_tokens) for a in small.workload.arrivals(0, limit=50)}
-    assert lengths == {(200, 20)}  # 350 and 30 tokens, cut
-    own = Scenario.of(profiled(workload=facts), workload="poisson:prompt=700,output=60,length=0.1")
-    assert {(a.prompt_tokens, a.output_tokens) for a in own.workload.arrivals(0, limit=50)} == {(70, 6)}
-
-
-def test_the_same_requests_at_every_rate_and_as_many_as_asked() -> None:
-    world = scenario()
-    for rate in (1.0, 12.5):
-        warmup, window = world.window(rate, seed=4, requests=200)
-        times = [a.time for a in world.workload.at_rate(rate).arrivals(4, duration=warmup + window)]
-        assert sum(t >= warmup for t in times) == 200 and len(times) == 220
-    slow, fast = (world.measure(Knobs(), rate, 4, requests=200) for rate in (2.0, 20.0))
-    assert slow.offered == fast.offered == 200
-    assert fast.offered_rate == pytest.approx(10 * slow.offered_rate)
-
-
-def test_a_finite_workload_gives_what_it_has() -> None:
-    found = scenario(workload=EVEN + ",limit=100").measure(Knobs(), 5.0, 0, requests=5000)
-    assert found.offered == pytest.approx(90, abs=2)
-
-
-def test_another_machine_is_slower_by_what_is_said() -> None:
-    knobs = Knobs(256, 0, 2048, 2048)
-    here = scenario().measure(knobs, 1.0, 0, requests=50)
-    half = scenario(speeds={"compute": 0.5}).measure(knobs, 1.0, 0, requests=50)
-    narrow = scenario(speeds={"bandwidth": 0.25}).measure(knobs, 1.0, 0, requests=50)
-    assert here.ttft_ms.p50 and half.ttft_ms.p50 and here.tpot_ms.p50 and narrow.tpot_ms.p50 and half.tpot_ms.p50
-    assert half.ttft_ms.p50 == pytest.approx(2 * here.ttft_ms.p50, rel=0.1)  # prompts compute
-    assert half.tpot_ms.p50 == pytest.approx(here.tpot_ms.p50, rel=0.1)  # answers read
-    assert narrow.tpot_ms.p50 == pytest.approx(4 * here.tpot_ms.p50, rel=0.2)
-
-
-def test_a_smaller_pool_preempts() -> None:
-    knobs, long = Knobs(256, 0, 2048, 2048), "poisson:prompt=100,output=400"
-    small, large = (scenario(kv_tokens=n, workload=long).measure(knobs, 10.0, 0, requests=100) for n in (3000, 30_000))
-    assert small.steps.preemptions > 0 == large.steps.preemptions
-    assert small.completed_rate < large.completed_rate
-
-
-@pytest.mark.parametrize("tokens", [16, 20, 31, 40])
-def test_no_request_is_larger_than_the_blocks_of_a_small_pool(tokens: int) -> None:
-    world = scenario(kv_tokens=tokens)
-    assert world.kv_tokens == tokens // 16 * 16
-    found = world.measure(Knobs(), 5.0, 0, requests=20)
-    assert found.offered == 20 and found.completed_rate > 0
-
-
-# -- capacity ---------------------------------------------------------------------------------------------------------
-
-
-def test_capacity_is_where_the_share_crosses_the_promise() -> None:
-    world, knobs = scenario(), Knobs(256, 0, 1024, 1024)
-    told: list[tuple[float, bool]] = []
-    search = Search(world, seeds=(0, 1, 2), requests=400)
-    found = search.capacity("it", knobs, 7.0, lambda rate, held: told.append((rate, held)))
-    for seed in found.seeds:
-        assert world.measure(knobs, seed.rate, seed.seed, requests=400).attainment >= 0.99
-        assert world.measure(knobs, seed.failed, seed.seed, requests=400).attainment < 0.99
-        assert seed.failed / seed.rate <= 1.01
-    low, high = found.interval
-    assert 20 < low < found.rate < high < 60
-    assert found.rate == pytest.approx(sum(s.offered for s in found.seeds) / 3)
-    assert len(told) == sum(s.tried for s in found.seeds) < 40
-
-
-@pytest.mark.parametrize("start", [0.01, 17.0, 41.3, 1e4])
-def test_where_the_search_begins_does_not_matter(start: float) -> None:
-    knobs = Knobs(256, 0, 1024, 1024)
-    found, usual = (Search(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
-    assert found.rates == usual.rates and [s.failed for s in found.seeds] == [s.failed for s in usual.seeds]
-
-
-def test_what_one_request_alone_misses_no_rate_holds() -> None:
-    found = Search(scenario(slo=SLO(tpot_ms=2)), (0, 1), 50).capacity("it", Knobs(), 10.0)
-    assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
-
-
-def test_a_promise_that_no_number_of_requests_breaks_has_no_bound() -> None:
-    search = Search(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
-    found = search.capacity("it", Knobs(), 10.0)
-    assert found.unbounded and found.rate > 1e6 and found.interval == (found.rate, math.inf)
-    assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}) is found
-
-
-def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> None:
-    search = Search(scenario(), (0, 1), 100)
-    first = search.capacity("first", Knobs(4, 0, 64, 64), 5.0)
-    others = {f"{n} slots": Knobs(n, 0, 1024, 512) for n in (2, 8, 64)}
-    told: list[float] = []
-    best = search.best({"first": first}, others, lambda rate, held: told.append(rate))
-    capacities = {label: search.capacity(label, knobs, 5.0).rate for label, knobs in others.items()}
-    assert best.rate >= 0.98 * max(capacities.values()) > first.rate
-    assert search.best({best.label: best}, {"again": best.knobs}) is best
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
 
 QUICK = ("--requests", "100", "--seeds", "2")
 
@@ -427,17 +247,3 @@ def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert text.endswith(
         "old.yaml holds no cost model, so nothing can be simulated from it; make it anew with autotune profile"
     )
-
-
-def test_speeds_are_numbers_above_0() -> None:
-    assert parse_speeds("compute=0.5, bandwidth=2,overhead=1e0") == {"compute": 0.5, "bandwidth": 2, "overhead": 1}
-    for text in ("compute=inf", "compute=nan", "compute=x", "speed=1", ""):
-        with pytest.raises(InputError):
-            parse_speeds(text)
-    assert math.isfinite(parse_speeds("compute=1e-9")["compute"])
-
-
-def test_ceilings_are_raised_for_what_is_asked() -> None:
-    assert scenario().room_for(Knobs(token_budget=1_000_000)).limits.token_budget == 1048576
-    low = Scenario.of(profiled(engine={"limits": KnobLimits()}), workload=EVEN)
-    assert low.room_for(Knobs(token_budget=10_000)).limits == KnobLimits(token_budget=10_000)

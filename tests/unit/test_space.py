@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.profiling.space import VLLM_LABEL, is_yardstick, make_space, starting_points
+from autotune.profiling.space import VLLM_LABEL, is_yardstick, make_space, round_number, starting_points
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 
@@ -25,10 +25,21 @@ def test_every_knob_is_pinned_or_searched_once_and_below_its_ceiling() -> None:
 def test_a_trial_becomes_knobs_of_the_right_types() -> None:
     space = make_space(LIMITS, ["max_wait_ms=0"])
     knobs = space.knobs({"max_batch_size": 7, "token_budget": 100, "chunk_size": 2000})
-    assert knobs == Knobs(7, 0.0, 100, 100)  # a chunk above the budget acts like the budget
+    assert knobs == Knobs(7, 0.0, 96, 96)  # a chunk above the budget acts like the budget
     assert make_space(LIMITS, ["chunk_size=2000"]).knobs(
         {"max_batch_size": 7, "max_wait_ms": 1.2345, "token_budget": 100}
-    ) == Knobs(7, 1.2, 100, 2000)  # but what was pinned stays
+    ) == Knobs(7, 1.2, 96, 2000)  # but what was pinned stays
+    assert make_space(LIMITS, ranges=["token_budget=100:101"]).knobs(
+        {"max_batch_size": 7, "max_wait_ms": 0, "token_budget": 101, "chunk_size": 64}
+    ) == Knobs(7, 0, 100, 64)  # round or not, it stays in its range
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(1, 1), (3.4, 3), (7, 7), (9, 8), (9.1, 10), (15.2, 16), (47, 48), (500, 512), (585, 640), (8192, 8192)],
+)
+def test_proposals_are_round_numbers(value: float, number: int) -> None:
+    assert round_number(value) == number
 
 
 def test_narrowing_leaves_what_the_user_asked_for() -> None:

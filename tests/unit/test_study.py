@@ -8,20 +8,17 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from autotune.profiling.space import make_space
-from autotune.profiling.study import STALE, SweepStudy, differences, open_study
+from autotune.profiling.study import SweepStudy, differences, open_study
 from runtime.errors import InputError
-from runtime.knobs import KnobLimits, Knobs
 
-SPACE = make_space(KnobLimits())
 IDENTITY = {"model": {"name": "tiny", "dtype": "bfloat16"}, "slo": None, "seed": 0}
-GIVEN = {"max_batch_size": 8, "max_wait_ms": 0.0, "token_budget": 64, "chunk_size": 64}
 
 
 @pytest.fixture
@@ -29,57 +26,49 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "a.journal"
 
 
-def trial(study: SweepStudy, value: float) -> Knobs:
-    asked, _, knobs = study.ask(SPACE, 0)
-    study.done(asked, value, {"goodput": value})
-    return knobs
+def measure(study: SweepStudy, count: int, log: list[int] | None = None) -> list[dict[str, Any]]:
+    """``count`` measurements under the keys "0", "1", …; ``log`` gets the numbers of those that were really made."""
+
+    def run(number: int) -> dict[str, Any]:
+        if log is not None:
+            log.append(number)
+        return {"goodput": float(number)}
+
+    return [study.measured(str(number), lambda number=number: run(number)) for number in range(count)]
 
 
-def test_it_goes_on_where_it_stopped_with_the_same_proposals(journal: Path, tmp_path: Path) -> None:
-    with open_study(tmp_path / "whole.journal", IDENTITY) as study:
-        expected = [trial(study, float(i % 5)) for i in range(12)]
-    found: list[Knobs] = []
-    for part in range(4):
-        with open_study(journal, IDENTITY) as study:
-            found += [trial(study, float((3 * part + i) % 5)) for i in range(3)]
-            assert len(study.completed()) == 3 * (part + 1)
-    assert found == expected
-    assert [t.user_attrs["result"]["goodput"] for t in study.completed()] == [float(i % 5) for i in range(12)]
+def measured(study: SweepStudy) -> list[str]:
+    return [key for key, _ in study.measurements.results()]
 
 
-def _die_in_a_trial(journal: Path) -> None:
+def _die_in_a_measurement(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
         study.put("setup", {"rate": 3})
-        study.enqueue("fitted", GIVEN, Knobs(8, 0, 64, 64))
-        study.enqueue("next", GIVEN | {"token_budget": 128})
-        trial(study, 1.0)
-        study.ask(SPACE, 0)
-        os._exit(9)  # no handler, no clean-up: as if killed
+        measure(study, 1)
+        study.measured("1", lambda: os._exit(9))  # no handler, no clean-up: as if killed
 
 
-def test_a_trial_cut_short_by_death_fails_and_is_tried_again(journal: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_die_in_a_trial, args=(journal,))
+def test_a_measurement_cut_short_by_death_is_made_again(journal: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_die_in_a_measurement, args=(journal,))
     process.start()
     process.join(60)
     assert process.exitcode == 9
     journal.with_name("a.journal.lock").symlink_to(journal)  # what Optuna leaves when killed while it appends
     with journal.open("ab") as file:
         file.write(b'{"op_code": 8, "half a l')
+    log: list[int] = []
     with open_study(journal, IDENTITY) as study:
         assert study.get("setup") == {"rate": 3}
-        assert len(study.completed()) == 1
-        assert study.failures() == [(1, STALE)]
-        assert study.waiting() == 1
-        again, label, knobs = study.ask(SPACE, 0)
-        assert (label, knobs) == ("next", Knobs(8, 0, 64 * 2, 64))
-        study.done(again, 2.0, {})
+        assert measured(study) == ["0"]
+        assert measure(study, 3, log) == [{"goodput": 0.0}, {"goodput": 1.0}, {"goodput": 2.0}]
+    assert log == [1, 2]
     with open_study(journal, IDENTITY) as study:
-        assert len(study.completed()) == 2
+        assert measured(study) == ["0", "1", "2"]
 
 
 def test_another_question_is_refused_and_the_difference_named(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
-        trial(study, 1.0)
+        measure(study, 1)
     other = {"model": {"name": "tiny", "dtype": "float32"}, "slo": "ttft=1s", "seed": 0}
     with pytest.raises(InputError) as caught, open_study(journal, other):
         pass
@@ -87,9 +76,9 @@ def test_another_question_is_refused_and_the_difference_named(journal: Path) -> 
     assert "model.dtype was bfloat16, is now float32; slo was not given, is now ttft=1s" in text
     assert "--fresh" in text and "--out" in text
     with open_study(journal, IDENTITY) as study:
-        assert len(study.completed()) == 1
+        assert len(measured(study)) == 1
     with open_study(journal, other, fresh=True) as study:
-        assert len(study.completed()) == 0
+        assert measured(study) == []
 
 
 def test_only_one_process_has_it_open(journal: Path) -> None:
@@ -130,26 +119,26 @@ def test_another_programs_journal_is_left_alone(journal: Path) -> None:
         pass
     assert journal.read_bytes() == before
     with open_study(journal, IDENTITY, fresh=True) as study:
-        assert study.completed() == []
+        assert measured(study) == []
 
 
 def test_a_journal_of_an_earlier_version_goes_on(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
         study.put("setup", {"sum": 5})
-        trial(study, 1.0)
+        measure(study, 1)
     journal.write_bytes(re.sub(rb',"sum":\d+}\n', b"}\n", journal.read_bytes()))
     for n in (1, 2):
         with open_study(journal, IDENTITY) as study:
-            assert len(study.completed()) == n and study.get("setup") == {"sum": 5}
-            trial(study, 1.0)
+            assert len(measured(study)) == n and study.get("setup") == {"sum": 5}
+            measure(study, n + 1)
 
 
 def test_an_empty_file_is_a_new_study(journal: Path) -> None:
     journal.touch()
     with open_study(journal, IDENTITY) as study:
-        trial(study, 1.0)
+        measure(study, 1)
     with open_study(journal, IDENTITY) as study:
-        assert len(study.completed()) == 1
+        assert len(measured(study)) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,8 +146,7 @@ def test_an_empty_file_is_a_new_study(journal: Path) -> None:
 )
 def test_a_journal_damaged_in_the_middle_is_refused_and_left_as_it_is(journal: Path, damage: str) -> None:
     with open_study(journal, IDENTITY) as study:
-        for _ in range(4):
-            trial(study, 1.0)
+        measure(study, 4)
     lines = journal.read_bytes().splitlines(keepends=True)
     finish = next(n for n, line in enumerate(lines) if b'"state":1' in line)
     middle = lines[finish]
@@ -168,7 +156,7 @@ def test_a_journal_damaged_in_the_middle_is_refused_and_left_as_it_is(journal: P
         "another line's middle": [middle[:-1] + lines[2]],
         "a line twice": [middle, middle],
         "lines missing": [],
-        "a digit": [middle.replace(b"[1.0]", b"[7.0]")],
+        "a digit": [middle.replace(b"[0.0]", b"[7.0]")],
         "halved": [middle[: len(middle) // 2] + b"\n"],
     }[damage]
     if damage == "lines missing":
@@ -196,29 +184,26 @@ def small_files() -> Iterator[Callable[[int | None], None]]:
 
 @pytest.mark.parametrize("room", [0, 1, 100, 2000, 2001, 2345])
 def test_a_full_disk_is_said_and_nothing_is_lost(
-    journal: Path, room: int, small_files: Callable[[int | None], None], tmp_path: Path
+    journal: Path, room: int, small_files: Callable[[int | None], None]
 ) -> None:
-    with open_study(tmp_path / "whole.journal", IDENTITY) as study:
-        expected = [trial(study, float(i)) for i in range(6)]
+    log: list[int] = []
     if room >= 2000:
         with open_study(journal, IDENTITY) as study:
-            trial(study, 0.0)
+            measure(study, 1, log)
         room += journal.stat().st_size - 2000
     small_files(room)
     with (
         pytest.raises(InputError, match="cannot be written \\(File too large\\)"),
         open_study(journal, IDENTITY) as study,
     ):
-        for i in range(len(study.completed()), 6):
-            trial(study, float(i))
+        measure(study, 6, log)
     small_files(None)
     assert not journal.exists() or journal.read_bytes().endswith(b"\n"), "whole lines, or nothing at all"
     with open_study(journal, IDENTITY) as study:
-        done = len(study.completed())
-        for i in range(done, 6):
-            trial(study, float(i))
-        assert [t.value for t in study.completed()] == [0, 1, 2, 3, 4, 5]
-        assert [SPACE.knobs(t.params) for t in study.completed()] == expected
+        kept = measured(study)
+        measure(study, 6, log)
+        assert measured(study) == ["0", "1", "2", "3", "4", "5"]
+    assert all(log.count(int(key)) == 1 for key in kept)
 
 
 def test_a_journal_removed_while_it_is_open(journal: Path) -> None:
@@ -229,27 +214,6 @@ def test_a_journal_removed_while_it_is_open(journal: Path) -> None:
         journal.unlink()
         study.put("a", 1)
     assert not journal.exists()
-
-
-def test_a_failure_keeps_its_cause_and_is_no_score(journal: Path) -> None:
-    with open_study(journal, IDENTITY) as study:
-        asked, _, _ = study.ask(SPACE, 0)
-        study.failed(asked, "out of memory")
-        assert study.completed() == []
-        assert study.failures() == [(0, "out of memory")]
-        assert study.waiting() == 0
-        asked, _, knobs = study.ask(SPACE, 0)
-        study.failed(asked, "interrupted", again=True)
-        assert study.ask(SPACE, 0)[2] == knobs
-
-
-def test_a_yardstick_outside_the_space_is_measured_as_it_is(journal: Path) -> None:
-    vllm = Knobs(1024, 0, 8192, 8192)
-    with open_study(journal, IDENTITY) as study:
-        study.enqueue("vLLM defaults", SPACE.params(vllm), vllm)
-        _, label, knobs = study.ask(SPACE, 0)
-        assert (label, knobs) == ("vLLM defaults", vllm)
-        assert not SPACE.contains(vllm)
 
 
 @pytest.mark.parametrize(
@@ -270,13 +234,13 @@ def test_a_finished_study_goes_on_only_if_more_is_asked(
     journal: Path, finished: tuple[int | None, float | None], asked: tuple[int | None, float | None], exhausted: bool
 ) -> None:
     with open_study(journal, IDENTITY) as study:
-        trial(study, 1.0)
+        measure(study, 1)
         assert not study.exhausted(*finished)
         study.finish(*finished)
         assert study.exhausted(*asked) is exhausted
-        assert study.restarted(IDENTITY).completed() == []
+        assert measured(study.restarted(IDENTITY)) == []
     with open_study(journal, IDENTITY) as study:
-        assert study.completed() == [] and study.get("finished") is None
+        assert measured(study) == [] and study.get("finished") is None
 
 
 def test_differences_of_equals() -> None:

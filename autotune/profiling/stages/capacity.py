@@ -7,7 +7,7 @@ from autotune.profiling.choice import highest_held, refuted
 from autotune.profiling.points import point
 from autotune.profiling.setup import Setup, balanced_seeds, rounded
 from autotune.profiling.stages.context import Context
-from autotune.profiling.timing import CALIBRATION, CAPACITY, VALIDATION
+from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATION, TARGET_OF_CAPACITY, VALIDATION
 from runtime.knobs import Knobs
 
 _CHECKS = 3
@@ -28,9 +28,8 @@ def find_capacity(context: Context, setup: Setup) -> None:
     tried = [choice.point]
     held, rate = highest_held(tried, setup.slo)
     found.capacity = Capacity(knobs=choice.knobs, rate=None if held is None else held.rate, tried=tuple(tried))
-    with context.meter.simulating():
-        rate = simulated_capacity(context, setup, choice.knobs) or rate
-    end = context.schedule.until(CALIBRATION, VALIDATION, CAPACITY)
+    rate = _expected(context, setup, choice.knobs) or rate
+    end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY)
     for number in range(_CHECKS):
         if number and not context.in_time(end):
             break
@@ -52,6 +51,18 @@ def find_capacity(context: Context, setup: Setup) -> None:
     )
 
 
+def _expected(context: Context, setup: Setup, knobs: Knobs) -> float | None:
+    """The capacity in simulation, from the study if it was looked for before."""
+
+    def simulated() -> dict[str, float | None]:
+        with context.meter.simulating():
+            return {"rate": simulated_capacity(context, setup, knobs)}
+
+    key = f"capacity/{knobs}/{setup.rate:g}/{setup.speed:.6f}"
+    found: float | None = context.study.measured(key, simulated, stop=context.stop)["rate"]
+    return found
+
+
 def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
     """One whose window brings about the rate asked for, of candidates that no other check shares."""
     load = setup.model_copy(update={"rate": rate}).apply(context.question.workload)
@@ -60,8 +71,9 @@ def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
 
 
 def simulated_capacity(context: Context, setup: Setup, knobs: Knobs) -> float | None:
-    """The highest rate, to 3%, at which ``knobs`` keep the SLO's share in simulation; None if at none in reach."""
+    """The highest rate, to 3% if there is time, at which ``knobs`` keep the SLO's share in simulation; None: at none in reach."""
     simulator, seed = context.simulator(setup), context.question.seed + 2001
+    late = context.within(TARGET_OF_CAPACITY)
 
     def kept(rate: float) -> bool:
         context.check()
@@ -72,7 +84,7 @@ def simulated_capacity(context: Context, setup: Setup, knobs: Knobs) -> float | 
         return high
     if not kept(low):
         return None
-    while high / low > _PRECISION:
+    while high / low > _PRECISION and not late():
         middle = (low * high) ** 0.5
         low, high = (middle, high) if kept(middle) else (low, middle)
     return low

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
 from autotune.profile.parts import ModelFacts
@@ -12,13 +13,11 @@ from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup
-from autotune.profiling.simulator import EngineShape, Simulator
+from autotune.profiling.simulator import Simulator
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
 from runtime.knobs import Knobs
-
-_USED = 0.95  # of the budget, when no measurement is begun any more
 
 
 @dataclass
@@ -48,22 +47,28 @@ class Context:
     def simulator(self, setup: Setup) -> Simulator:
         """Of ``setup``'s load on this engine, by the cost model found."""
         assert self.found.cost is not None
-        shape = EngineShape.of(self.engine)
-        return Simulator.of(self.found.cost, shape, self.question.workload, setup, self.model.vocab_size)
+        return Simulator.of(self.found.cost, self.engine, self.question.workload, setup)
+
+    def settled(self, key: str, settle: Callable[[], Setup]) -> Setup:
+        """What ``settle`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
+
+        def simulated() -> dict[str, Any]:
+            with self.meter.simulating():
+                return settle().model_dump(mode="json")
+
+        found = Setup.model_validate(self.study.measured(key, simulated, stop=self.stop))
+        self.keep_time()
+        return found
 
     def in_time(self, end: float | None) -> bool:
-        """Whether one more measurement fits before ``end`` of the hardware's time, and into the budget as a whole.
+        """Whether one more measurement fits before ``end`` seconds are spent."""
+        return self.meter.fits(end, self.run_guess)
 
-        Simulating takes time of a live engine's budget too; of one in virtual time it takes none.
-        """
+    def within(self, share: float) -> Callable[[], bool]:
+        """Says when ``share`` of the budget has been spent from now on."""
         budget = self.schedule.budget_s
-        left = budget is None or isinstance(self.engine, Simulated) or self.spent_s < _USED * budget
-        return left and self.meter.fits(end, self.run_guess)
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of hardware and of simulating so far."""
-        return self.meter.hardware_s + self.meter.simulating_s
+        end = None if budget is None else self.meter.spent_s + share * budget
+        return lambda: self.meter.late(end)
 
     @property
     def run_guess(self) -> float:
@@ -124,7 +129,6 @@ class Context:
                 stop=self.stop,
                 clock=self.clock,
             )
-        self.meter.took(self.clock.now() - begun)
         if not isinstance(self.engine, Simulated):
             self.found.others.append((self.clock.now() - begun, work.cores()))
         found = found.model_copy(update={"rate": rate})  # as asked, to the last digit: runs are compared by it

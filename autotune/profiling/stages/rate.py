@@ -48,30 +48,39 @@ class Knee(NamedTuple):
 
 
 def knee(
-    settings: Iterable[Knobs], attained: Attained, first: float, most: float, best: Knee | None = None
+    settings: Iterable[Knobs],
+    attained: Attained,
+    first: float,
+    most: float,
+    best: Knee | None = None,
+    *,
+    late: Callable[[], bool] = lambda: False,
 ) -> Knee | None:
     """The highest rate, to 3%, at which one of ``settings`` still keeps ``TARGET``; None if none does at any rate.
 
     A setting is only followed further up if it keeps the share where the best before it (``best``, to begin with) no
-    longer did, so most of them cost one question. ``first``: where to begin; ``most``: more cannot be offered.
+    longer did, so most of them cost one question. ``first``: where to begin; ``most``: more cannot be offered. What is found
+    once it is ``late`` is what is found.
     """
     for knobs in settings:
-        if best is not None and best.rate >= most:
+        if (best is not None and best.rate >= most) or late():
             return best
         start = min(first if best is None else best.rate * _PRECISION, most)
-        rate = _follow(knobs, attained, start, most, only_above=best is not None)
+        rate = _follow(knobs, attained, start, most, late, only_above=best is not None)
         if rate is not None:
             best = Knee(knobs, rate)
     return best
 
 
-def _follow(knobs: Knobs, attained: Attained, start: float, most: float, *, only_above: bool) -> float | None:
+def _follow(
+    knobs: Knobs, attained: Attained, start: float, most: float, late: Callable[[], bool], *, only_above: bool
+) -> float | None:
     """The highest rate at which ``knobs`` keep the share; None if that is far below ``start``, or below it at all."""
     if attained(knobs, start) >= TARGET:
         low, high = start, start
         while high < most:
             high = min(high * _STEP, most)
-            if attained(knobs, high) < TARGET:
+            if late() or attained(knobs, high) < TARGET:
                 break
             low = high
         else:
@@ -82,9 +91,9 @@ def _follow(knobs: Knobs, attained: Attained, start: float, most: float, *, only
         low, high = start, start
         while attained(knobs, low := low / _STEP**2) < TARGET:
             high = low
-            if low < start * _LOWEST:
+            if low < start * _LOWEST or late():
                 return None
-    while high / low > _PRECISION:
+    while high / low > _PRECISION and not late():
         middle = (low * high) ** 0.5
         if attained(knobs, middle) >= TARGET:
             low = middle

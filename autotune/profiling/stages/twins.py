@@ -6,16 +6,19 @@ import contextlib
 
 from autotune.evaluate import EvaluationError
 from autotune.profiling.stages.context import Context
+from autotune.profiling.timing import TWINS
 
 
 def simulate_twins(context: Context) -> None:
-    """Into ``context.found.twins``, one for each run on the hardware."""
+    """Into ``context.found.twins``, one for each run on the hardware, as far as there is time."""
     found = context.found
     if found.setup is None or found.cost is None:
         return
     simulator = context.simulator(found.setup)
-    found.twins = []
+    found.twins, late = [], context.within(TWINS)
     with context.meter.simulating():
         for run in found.runs:
+            if late():
+                return
             with contextlib.suppress(EvaluationError):
                 found.twins.append(simulator.twin(run))

@@ -12,56 +12,65 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from autotune.evaluate import EvaluationError
-from autotune.profile.parts import Confidence
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
+from autotune.profiling.confidence import confidence
 from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.simulating import Finalist, baseline_of, finalist, finalists, to_knee
-from autotune.profiling.timing import CALIBRATION, VALIDATION
-from autotune.score import Score
+from autotune.profiling.stages.finalists import Finalist, baseline_of, finalist, finalists
+from autotune.profiling.stages.settling import at_speed
+from autotune.profiling.stages.speed import OFF_BY, speed_of, told_speed
+from autotune.profiling.timing import CALIBRATION, SIMULATION, VALIDATION
 from runtime.slo import SLO
 
 WORTH = 0.001
 """Share of goodput a measurement must be expected to gain to be made."""
 
-OFF_BY = 0.02
-"""Share by which the hardware's speed may differ from what the simulation took it for before the rate is put right."""
-
 _MOST_RUNS, _MOVES = 24, 2
-_SPEEDS, _BISECTIONS = (0.3, 3.0), 8
 
 
 def validate(context: Context, setup: Setup) -> None:
-    """Measure; what is expected of each setting, the confidence and the rate, put right, go into ``context.found``."""
+    """Measure; what is expected of each setting, the confidence, the rate and the speed go into ``context.found``."""
     context.reporter.stage("validating")
     finals = finalists(context, setup)
+    tried: list[Finalist] = []
     for _ in range(_MOVES):
-        first = _measure(context, setup, best_of(finals, setup.slo), 0, noisy=True)
+        tried.append(best_of(finals, setup.slo))
+        first = _measure(context, setup, tried[-1], 0, noisy=True)
         speed = setup.speed if first is None else speed_of(context, setup, first)
         if abs(speed / setup.speed - 1) <= OFF_BY:
             break
-        rate = setup.rate if context.question.rate is not None else setup.rate * speed / setup.speed
-        setup = to_knee(context, setup.model_copy(update={"speed": speed, "rate": min(rate, setup.most_rate)}))
+        before, setup = setup.rate, at_speed(context, setup, speed)
         context.found.setup = setup
-        told = f"the hardware serves as at {speed:.0%} of its calibrated speed"
-        context.reporter.note(f"{told}: comparing at {setup.rate:.3g} req/s")
+        context.reporter.note(f"{told_speed(speed)}: comparing at {setup.rate:.3g} req/s")
         finals = finalists(context, setup)
-    _Race(context, setup, finals).run()
+        if setup.rate != before:
+            tried = []  # at another rate than the others will be: not to be compared
+    _Race(context, setup, finals, tried).run()
 
 
 class _Race:
-    """Measures finalists of one comparison and keeps what is believed of them."""
+    """Measures finalists of one comparison and keeps what is believed of them.
 
-    def __init__(self, context: Context, setup: Setup, finals: list[Finalist]) -> None:
+    ``tried``: those that have been measured already. Some may no longer be finalists: they are candidates all the same.
+    """
+
+    def __init__(self, context: Context, setup: Setup, finals: list[Finalist], tried: Sequence[Finalist]) -> None:
+        simulator = context.simulator(setup)
+        known = {f.knobs for f in finals}
+        with context.meter.simulating():
+            finals = [*finals, *(finalist(f.label, f.knobs, simulator, setup) for f in tried if f.knobs not in known)]
         self._context, self._setup, self._finals = context, setup, finals
         self._speeds: defaultdict[int, list[float]] = defaultdict(list)
         self._belief = Belief(
             [f.point.attainment for f in finals],
             [_behaviour(f) for f in finals],
-            quantum=1 / max(1.0, setup.offered_rate * setup.window_s),
+            quantum=1 / max(1.0, setup.rate * setup.window_s),
         )
+        best = best_of(finals, setup.slo).knobs
+        places = {f.knobs: i for i, f in enumerate(finals)}
+        self._tried = [places[knobs] for knobs in dict.fromkeys(f.knobs for f in tried) if knobs != best]
         self._opening = self._first_looks()
         self._noisy = self._opening[0]
         self._counts: Counter[int] = Counter()
@@ -69,8 +78,10 @@ class _Race:
 
     def run(self) -> None:
         context = self._context
-        end = context.schedule.until(CALIBRATION, VALIDATION)
+        end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION)
         try:
+            for index in self._tried:
+                self._observe(index)
             while (index := self._next(end)) is not None:
                 self._observe(index)
                 self._show(end)
@@ -94,14 +105,14 @@ class _Race:
         quick = min(good, key=lambda i: (latency(finals[i].point, slo), -shares[i]))
         full = max(range(len(finals)), key=lambda i: (finals[i].point.throughput.mean, shares[i]))
         yardstick = baseline_of(finals)
-        order = [best] if yardstick is None else [best, finals.index(yardstick)]
+        others = [] if yardstick is None else [finals.index(yardstick)]
         for index in (quick, full):
-            if not any(alike(finals[index].knobs, finals[known].knobs) for known in order):
-                order.append(index)
-        if trials is not None:  # one that was the best until the speed was known has been measured too
-            other = {run.knobs for run in self._context.found.runs if run.stage == "validation"} - {finals[best].knobs}
-            order = order[: max(1, trials - len(other))]
-        return [*order[:2], order[0], *order[2:]]
+            if not any(alike(finals[index].knobs, finals[known].knobs) for known in (best, *others)):
+                others.append(index)
+        others = [index for index in others if index not in self._tried]
+        if trials is not None:
+            others = others[: max(0, trials - 1 - len(self._tried))]
+        return [best, *others[:1], best, *others[1:]]
 
     def _next(self, end: float | None) -> int | None:
         context, done = self._context, self._counts.total()
@@ -122,6 +133,7 @@ class _Race:
         if index in self._failed:
             return
         final, number = self._finals[index], self._counts[index]
+        begun, made = self._context.meter.spent_s, len(self._context.found.runs)
         run = _measure(self._context, self._setup, final, number, noisy=index == self._noisy)
         self._counts[index] += 1
         if run is None:
@@ -140,12 +152,20 @@ class _Race:
         difference = run.score.attainment - twin.score.attainment
         full = run.score.met == run.score.offered
         self._belief.observe(Observation(index, difference, full), simulated=again.point.attainment)
+        if len(self._context.found.runs) > made:
+            self._context.meter.took(self._context.meter.spent_s - begun)
+
+    def _speed(self) -> float:
+        """Of the hardware over all settings measured: each tells the speed, and what the cost model is wrong by for it."""
+        told = [sum(speeds) / len(speeds) for speeds in self._speeds.values()]
+        return self._setup.speed * math.exp(sum(told) / (len(told) + 1))
 
     def _conclude(self) -> None:
         """What is believed and how sure it is, as far as it has come."""
         found, belief = self._context.found, self._belief
         if not belief.observations:
             return
+        found.setup = self._setup.model_copy(update={"speed": self._speed()})
         found.expected = {self._finals[i].knobs: min(1.0, max(0.0, float(belief.mean[i]))) for i in belief.measured}
         yardstick = baseline_of(self._finals)
         found.baseline = None if yardstick is None else yardstick.knobs
@@ -182,7 +202,7 @@ class _Race:
         left = len(self._opening) * context.meter.typical(context.run_guess)
         share = done / max(1, planned)
         if end is not None:
-            room = end - context.meter.hardware_s
+            room = end - context.meter.spent_s
             planned = done + max(len(self._opening), int(room / context.meter.typical(context.run_guess)))
             left = max(0.0, room)
             share = done / max(1, planned)
@@ -199,46 +219,6 @@ class _Race:
         return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
 
 
-def confidence(
-    best: float,
-    regret: float,
-    repeats: float | None,
-    noise: float,
-    measured: int,
-    *,
-    full: bool = False,
-    separated: bool = True,
-    simulation_agrees: bool = True,
-) -> Confidence:
-    """The figures and the sentence.
-
-    ``repeats``: by how much runs of the same requests differed, None: nothing was repeated; ``noise``: that of a share of so
-    many requests, no less. ``full``: every run kept everything. ``separated``: no interval of another setting reaches
-    into the recommended one's. ``simulation_agrees``: no other setting measured is better in simulation.
-    """
-    regret = max(0.0, regret)
-    if full:
-        told = "noise is not visible: every run kept everything"
-    elif repeats is None:
-        told = "nothing was measured twice"
-    else:
-        told = f"runs of one setting differ by {repeats:.1%}"
-    sure = (
-        f"the best with a probability of {best:.0%}, and is expected to serve {regret:.1%} less than the best of them"
-    )
-    if measured < 2:
-        told += "; the recommended setting is the only one measured: the recommendation rests on simulation"
-    elif separated:
-        told += f"; of {measured} settings measured the recommended one is {sure}"
-    else:
-        told += f"; the measurements do not separate the {measured} settings measured: "
-        preferred = (
-            "simulation prefers the recommended one, which is" if simulation_agrees else "the recommended one is"
-        )
-        told += f"{preferred} {sure}"
-    return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=told)
-
-
 def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
     """By simulation: most in SLO, of equals the quicker."""
     return max(finals, key=lambda f: (f.point.attainment, -latency(f.point, slo)))
@@ -253,29 +233,6 @@ def _measure(context: Context, setup: Setup, final: Finalist, number: int, *, no
     return context.measured(
         "validation", final.label, final.knobs, setup, setup.rate, seeds[place % len(seeds)], repeat
     )
-
-
-def speed_of(context: Context, setup: Setup, run: Run) -> float:
-    """How fast the hardware was in ``run``, in units of the cost model's machine.
-
-    By bisection: the speed at which the simulation of the same requests has the same typical latencies. Those tell a
-    few percent where shares of a short window tell nothing, because all promises are kept in both.
-    """
-    low, high = _SPEEDS
-    with context.meter.simulating():
-        for _ in range(_BISECTIONS):
-            context.check()
-            middle = math.sqrt(low * high)
-            twin = context.simulator(setup.model_copy(update={"speed": middle})).twin(run)
-            slow = _latency(twin.score) > _latency(run.score)
-            low, high = (middle, high) if slow else (low, middle)
-    return math.sqrt(low * high)
-
-
-def _latency(score: Score) -> float:
-    """Typical latency of a request, on a scale of logarithms."""
-    values = (score.tpot_ms.p50, score.e2e_ms.p50)
-    return sum(math.log(v) for v in values if v)
 
 
 def _behaviour(final: Finalist) -> list[float]:

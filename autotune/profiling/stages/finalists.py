@@ -1,0 +1,111 @@
+"""The finalists: settings worth measuring, simulated under seeds that the search has not seen.
+
+Whoever was best among hundreds was also lucky.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autotune.profile.parts import KnobsField, Part, Point
+from autotune.profiling.choice import alike, latency
+from autotune.profiling.points import Run, point, points
+from autotune.profiling.setup import Setup
+from autotune.profiling.simulator import Simulator
+from autotune.profiling.space import VLLM_LABEL, is_yardstick
+from autotune.profiling.stages.context import Context
+from autotune.profiling.timing import FINALISTS
+from runtime.knobs import Knobs
+
+MOST = 20
+_FEWEST = 4
+AT_KNEE = "at the knee"
+
+
+class Finalist(Part):
+    """A setting worth measuring. ``point``: its simulation under fresh seeds, all runs together; ``tokens``, ``running``:
+    in a step, on average."""
+
+    label: str
+    knobs: KnobsField
+    point: Point
+    tokens: float
+    running: float
+
+
+def finalists(context: Context, setup: Setup) -> list[Finalist]:
+    """The best of several kinds, no two alike, and the yardsticks; from the study if they were chosen before."""
+
+    def choose() -> dict[str, Any]:
+        with context.meter.simulating():
+            return {"finalists": [final.model_dump(mode="json") for final in _chosen(context, setup)]}
+
+    key = f"finalists/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}"
+    stored = context.study.measured(key, choose, stop=context.stop)
+    context.keep_time()
+    made = [Finalist.model_validate(final) for final in stored["finalists"]]
+    context.found.finalists = [final.point for final in made]
+    return made
+
+
+def _chosen(context: Context, setup: Setup) -> list[Finalist]:
+    """At least a few and vLLM's defaults, however late it is."""
+    late = context.within(FINALISTS)
+    trials = context.found.simulated
+    labels = {run.knobs: run.label for run in reversed(trials)}
+    chosen = shortlist(points(trials), setup, MOST)
+    if setup.at_knee is not None and not any(alike(setup.at_knee, knobs) for knobs in chosen):
+        chosen.insert(1, setup.at_knee)
+    yardsticks = [knobs for knobs, label in labels.items() if is_yardstick(label)]
+    yardsticks.sort(key=lambda knobs: labels[knobs] != VLLM_LABEL)
+    order = dict.fromkeys([*chosen[:_FEWEST], *yardsticks[:1], *chosen[_FEWEST:], *yardsticks])
+    simulator = context.simulator(setup)
+    made: list[Finalist] = []
+    for knobs in order:
+        context.check()
+        if len(made) > _FEWEST and late():
+            break
+        made.append(finalist(labels.get(knobs, AT_KNEE), knobs, simulator, setup))
+    return made
+
+
+def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
+    """Up to ``count`` settings that are not alike: by goodput, by throughput and by headroom in turn."""
+    best = max((p.goodput.mean for p in trials), default=0.0)
+    good = [p for p in trials if p.goodput.mean >= 0.85 * best]
+    rankings = (
+        sorted(trials, key=lambda p: (-p.goodput.mean, latency(p, setup.slo))),
+        sorted(trials, key=lambda p: (-p.throughput.mean, -p.goodput.mean)),
+        sorted(good, key=lambda p: latency(p, setup.slo)),
+    )
+    chosen: list[Knobs] = []
+    for place in range(len(trials)):
+        for ranking, every in zip(rankings, (1, 6, 6), strict=True):  # mostly by goodput: the choice is by that
+            if place % every:
+                continue
+            knobs = ranking[place // every].knobs if place // every < len(ranking) else None
+            if knobs is not None and not any(alike(knobs, known) for known in chosen):
+                chosen.append(knobs)
+            if len(chosen) == count:
+                return chosen
+    return chosen
+
+
+def baseline_of(finals: Sequence[Finalist]) -> Finalist | None:
+    return next((f for f in finals if f.label == VLLM_LABEL), None)
+
+
+def finalist(label: str, knobs: Knobs, simulator: Simulator, setup: Setup) -> Finalist:
+    """One setting under the fresh seeds."""
+    runs = [
+        Run(stage="simulation", label=label, trial=-1, score=simulator.long(knobs, setup.rate, fresh))
+        for fresh in setup.simulated_seeds[1:]
+    ]
+    return Finalist(
+        label=label,
+        knobs=knobs,
+        point=point(runs),
+        tokens=sum(run.score.steps.mean_tokens for run in runs) / len(runs),
+        running=sum(run.score.steps.mean_running for run in runs) / len(runs),
+    )

@@ -1,0 +1,172 @@
+"""What a report says of figures that are far off, missing or doubtful."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autotune.cost_model import CostModel
+from autotune.profile import Capacity, Profile, Spread, load_profile
+from autotune.profiling import table
+from autotune.report import Evidence, compose, gather, html
+from autotune.report.headline import headline
+from autotune.report.panels import capacity, sensitivity, steps, twins
+from autotune.report.sweep import Sweep, sweep
+from autotune.report.wording import number, off
+from runtime.knobs import Knobs
+from tests.sample_profile import sample_profile
+from tests.unit.report.reporting import Page, changed, section
+
+ROOT = Path(__file__).parents[3]
+
+
+def slower(evidence: Evidence, speed: float) -> Profile:
+    """The profile with a cost model that is ``speed`` times as fast in everything."""
+    facts = evidence.profile.cost_model
+    assert facts is not None
+    return changed(
+        evidence, cost_model=CostModel.from_facts(facts).scaled(compute=speed, bandwidth=speed, overhead=speed).facts
+    )
+
+
+def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidence) -> None:
+    found = replace(evidence, profile=slower(evidence, 0.1))
+    swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
+    assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
+    made = sensitivity.section(found, swept)
+    assert made.title.startswith("At this rate the simulation keeps nothing in SLO") and made.plots
+    for plot in made.plots:
+        assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
+    bare = replace(found, runs=())
+    bare = replace(bare, profile=bare.profile.model_copy(update={"simulated": ()}))
+    assert (without := sensitivity.section(bare, swept)).absent is not None and "keeps nothing" in without.absent
+    here = found.recommended.knobs.as_dict()
+    elsewhere = {
+        name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
+        for name, values in swept.by_knob.items()
+    }
+    at_choice = sensitivity.section(found, Sweep(elsewhere, 100, True))
+    assert "keeps nothing in SLO at the choice itself" in at_choice.title
+
+
+def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence) -> None:
+    slow, facts, chosen = slower(evidence, 0.1), evidence.profile.simulation, evidence.recommended
+    assert facts is not None
+    served = slow.model_copy(update={"simulation": facts.model_copy(update={"speed": 10.0})})
+    found = [sweep(profile, chosen.knobs, chosen.point.rate) for profile in (served, evidence.profile)]
+    corrected, fitted = ([s.goodput for values in each.by_knob.values() for _, s in values] for each in found if each)
+    assert max(corrected) > 0 and corrected == pytest.approx(fitted, rel=0.05)
+
+
+def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
+    assert (
+        off("Modelled step times", 0.021, 0.08)
+        == "Modelled step times are typically off by 2.1% (median), at worst by 8.0%"
+    )
+    warned = off("Simulated goodput figures", 0.9, 2.8)
+    assert (
+        warned == "Simulated goodput figures are not to be relied on: typically off by 90% (median), at worst by 280%"
+    )
+    far = tuple(
+        p.model_copy(update={"goodput": Spread(mean=0.1 * p.goodput.mean, low=0, high=1, runs=(0.1,))})
+        for p in evidence.profile.simulated
+    )
+    made = twins.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
+    assert "not to be relied on: typically off by 9" in made.title and "within" not in made.title
+    wrong = replace(
+        evidence,
+        profile=changed(evidence, cost_model=None),
+        steps=tuple(
+            s.model_copy(update={"predicted": (1.4 if n else 3.8) * s.seconds}) for n, s in enumerate(evidence.steps)
+        ),
+    )
+    title = steps.section(wrong).title
+    assert "not to be relied on: typically off by 40% (median), at worst by 280%" in title
+
+
+def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -> None:
+    found = evidence.profile.capacity
+    assert found is not None and found.rate is not None
+    low = min(found.tried, key=lambda p: p.rate)
+    worse = low.model_copy(update={"met": 0, "attainment": 0.0, "attainment_low": 0.0})
+    tried = tuple(worse if p is low else p for p in found.tried)
+    top = max(p.rate for p in tried)
+    profile = evidence.profile.model_copy(
+        update={"capacity": Capacity(knobs=found.knobs, rate=top, tried=tried), "slo_met": True}
+    )
+    doubtful = replace(evidence, profile=profile)
+    title, missed = capacity.section(doubtful).title, number(low.offered_rate)
+    assert "up to" not in title and missed in title and "not certain" in title
+    head = headline(doubtful)
+    assert head.tone == "unsure" and f"missed at {missed}" in head.status
+
+
+def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
+    class Doubted(Profile):
+        doubts: tuple[str, ...] = ()
+
+    doubted = Doubted(
+        **{name: getattr(evidence.profile, name) for name in Profile.model_fields if name != "doubts"}
+        | {"cost_model": None, "doubts": ("the <machine> was busy",)}
+    )
+    made = compose(replace(evidence, profile=doubted))
+    assert made.headline.doubts == ("The <machine> was busy.",)
+    words = "".join(Page(html(made)).words)
+    assert words.index("The <machine> was busy.") < words.index(made.headline.meaning[0])
+    console = Console(width=120, record=True, file=StringIO())
+    table.show(doubted, console)
+    assert "The <machine> was busy." in console.export_text()
+    assert headline(evidence).doubts == ()
+
+
+# -- profiles that lack things ------------------------------------------------------------------------------------------
+
+
+def test_an_older_profile_says_what_it_lacks() -> None:
+    file = ROOT / "profiles" / "cpu-2core-tiny.yaml"
+    profile = changed(
+        Evidence(load_profile(file), file.name), cost_model=None, simulated=(), simulation=None, confidence=None
+    )
+    made = compose(gather(profile, Path("nowhere") / file.name))
+    absent = {s.key: s.absent for s in made.sections if s.absent is not None}
+    assert set(absent) >= {"latency", "twins", "steps"}
+    assert all(why.endswith(".") and why.count(". ") <= 1 for why in absent.values())
+    assert section(made, "pareto").plots and section(made, "capacity").plots
+    assert "not worked out" in made.headline.sure
+    Page(html(made))
+
+
+def test_a_run_stopped_in_the_search(evidence: Evidence) -> None:
+    found = [p.model_copy(update={"stage": "search", "seeds": (0,)}) for p in evidence.compared]
+    best = evidence.recommended.model_copy(
+        update={"point": next(p for p in found if p.knobs == evidence.recommended.knobs)}
+    )
+    profile = changed(
+        evidence, status="stopped", points=tuple(found), settings={"balanced": best}, capacity=None, baseline=None,
+        confidence=None, simulated=(), cost_model=None, simulation=None, verdict="stopped before the end", slo_met=True,
+    )  # fmt: skip
+    made = compose(Evidence(profile, "p.yaml"))
+    assert made.headline.status == "SLO not missed so far (run stopped early)" and made.headline.tone == "unsure"
+    assert "Not validated" in made.headline.sure
+    assert {s.key for s in made.sections if s.absent} >= {"capacity", "twins", "steps", "latency"}
+    Page(html(made))
+
+
+def test_a_profile_of_one_point() -> None:
+    one = sample_profile({"interactive": Knobs()})
+    made = compose(Evidence(one, "p.yaml"))
+    assert section(made, "pareto").absent and section(made, "sensitivity").absent
+    Page(html(made))
+
+
+def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
+    none = evidence.profile.capacity
+    assert none is not None
+    capacity = Capacity(knobs=none.knobs, rate=None, tried=none.tried)
+    made = compose(Evidence(changed(evidence, slo_met=False, capacity=capacity, cost_model=None), "p.yaml"))
+    assert made.headline.status == "SLO not met" and made.headline.tone == "bad"
+    assert section(made, "capacity").title == "The SLO was not kept at any rate tried"

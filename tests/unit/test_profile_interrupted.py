@@ -1,0 +1,137 @@
+"""Profiling runs in virtual time that are stopped, or whose engine fails: taken up again, nothing is measured twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotune.profiling.stages.context as measuring
+from autotune.evaluate import EvaluationError, evaluate
+from autotune.profiling.assemble import sidecar
+from autotune.profiling.findings import Findings
+from runtime.knobs import Knobs
+from tests.unit.profiled_machine import LIMITS, question, session
+from tests.unit.profiles import profile
+
+VLLM = LIMITS.clamp(Knobs(1024, 0, 8192, 8192))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    return tmp_path / "a.journal"
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """One left in peace, at a rate that was given."""
+    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """What the hardware is asked from here on: (setting, seed, prompt seed) of each measurement."""
+    asked: list[tuple[str, int, int]] = []
+
+    def spy(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        result = evaluate(engine, knobs, *args, **options)
+        asked.append((str(knobs), options["seed"], options["prompt_seed"]))
+        return result
+
+    monkeypatch.setattr(measuring, "evaluate", spy)
+    return asked
+
+
+def test_common_arrivals_but_no_common_prompts(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counted(monkeypatch)
+    found, _ = session(journal)
+    assert len({prompts for _, _, prompts in asked}) == len(asked)
+    assert {run.score.seed for run in found.simulated} == {found.simulated[0].score.seed}
+
+
+class StopAt:
+    """Asks to stop at the ``number``-th question from the moment a stage began."""
+
+    def __init__(self, told: list[str], name: str, number: int) -> None:
+        self.told, self.name, self.left = told, name, number
+
+    def __call__(self) -> bool:
+        if self.name in self.told:
+            self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("simulating", 60), ("validating", 3), ("validating", 150), ("validating", 350)],
+)
+def test_stopped_anywhere_the_same_question_goes_on(
+    journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = counted(monkeypatch)
+    stages: list[str] = []
+    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
+    first, _ = session(journal, stop=StopAt(stages, name, number))
+    assert first.stopped and stages[-1] == name
+    if first.settings():
+        assert profile(first, question()).status == "stopped"
+    stages.clear()
+    second, _ = session(journal)
+    assert "calibrating" not in stages and not second.stopped
+    assert second.simulated == given.simulated  # to the last digit
+    assert all(run in second.runs for run in first.runs)
+    done = [(r.knobs, r.score.rate, r.score.seed) for r in second.runs]
+    assert len(asked) == len(done)  # nothing measured twice
+    assert second.hardware_s > first.hardware_s > 0
+
+
+@pytest.mark.parametrize("number", [2, 30])  # while it is simulated, and in a measurement
+def test_stopped_while_the_capacity_is_looked_for(journal: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, free = counted(monkeypatch), question(rate=None)
+    stages: list[str] = []
+    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
+    first, _ = session(journal, free, stop=StopAt(stages, "capacity", number))
+    assert first.stopped and stages[-1] == "capacity" and profile(first, free).status == "stopped"
+    second, _ = session(journal, free)
+    assert not second.stopped and second.setup == first.setup
+    assert first.capacity is not None and second.capacity is not None
+    assert len(second.capacity.tried) > len(first.capacity.tried)
+    assert all(run in second.runs for run in first.runs) and len(asked) == len(second.runs)  # nothing measured twice
+
+
+def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:
+    calls = itertools.count()
+    found, _ = session(journal, stop=lambda: next(calls) > 200)
+    assert found.stopped and not found.settings() and found.cost is None
+    again, told = session(journal)
+    assert told.stages[0] == "calibrating" and again.settings()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> None:
+    def flaky(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        if fails(knobs):
+            raise EvaluationError("request 7 failed: out of memory")
+        return evaluate(engine, knobs, *args, **options)
+
+    monkeypatch.setattr(measuring, "evaluate", flaky)
+
+
+def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda knobs: knobs == VLLM)
+    found, told = session(journal)
+    assert [(stage, knobs, cause) for stage, knobs, cause in found.unmeasured] == [
+        ("validation", VLLM, "request 7 failed: out of memory")
+    ]
+    assert any("out of memory" in note for note in told.notes)
+    made = profile(found, question())
+    assert made.baseline is None and made.knobs != VLLM
+    assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
+
+
+def test_an_engine_that_always_fails_is_given_up(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda knobs: True)
+    with pytest.raises(EvaluationError, match="out of memory"):
+        session(journal)

@@ -1,0 +1,107 @@
+"""Profiling runs on hardware that is slower than its calibration, and on a host that takes its time: virtual time throughout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.profiling.doubts import doubts
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.points import Run
+from autotune.profiling.stages.context import Context
+from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATION, VALIDATION, Schedule
+from autotune.score import Score
+from autotune.simulate.scenario import Scenario
+from runtime.clock import VirtualClock
+from runtime.knobs import Knobs
+from tests.unit.profiled_machine import LONG, Padded, Told, machine, question, session
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    return tmp_path / "a.journal"
+
+
+def changed(factor: float, journal: Path, asked: Question) -> tuple[Findings, Told]:
+    """A run on a machine whose steps take ``factor`` times as long from the moment it has been calibrated."""
+    serving: list[int] = []
+
+    class Changing(Padded):
+        def predict(self, step: Any) -> float:
+            return super().predict(step) * (factor if serving else 1.0)
+
+    real = Context.measured
+
+    def measured(self: Any, *args: Any, **options: Any) -> Run | None:
+        serving.append(1)
+        return real(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "measured", measured)
+        return session(journal, asked, engine=machine(Changing()), schedule=LONG)
+
+
+def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
+    """The rate follows it, and the promise is still about kept."""
+    found, told = changed(1.35, journal, question(rate=None, sim_trials=24))
+    assert told.setup is not None and found.setup is not None
+    assert any("the hardware serves as at 7" in note for note in told.notes)
+    assert 0.5 < found.setup.rate / told.setup.rate < 0.9
+    best = max(p.attainment for p in found.comparable())
+    assert best > 0.75
+
+
+def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:
+    found, told = changed(1.35, journal, question())
+    assert any("the hardware serves as at" in note for note in told.notes)
+    assert {run.knobs for run in found.runs if run.stage == "validation"} == set(found.expected)
+    assert found.setup is not None and 0.6 < found.setup.speed < 0.85
+
+
+@pytest.mark.parametrize(("factor", "told"), [(5.0, "at less than 30% of its"), (0.2, "at more than 300% of its")])
+def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path, factor: float, told: str) -> None:
+    found, heard = changed(factor, journal, question(trials=2))
+    assert any(told in note and "calibrate again" in note for note in heard.notes)
+    assert not any("serves as at" in note for note in heard.notes)
+    assert any("of the speed it was calibrated at" in doubt for doubt in doubts(found))
+
+
+class Busy:
+    """A host that takes its time over simulations: so many seconds for each request."""
+
+    def __init__(self, seconds_each: float, patch: pytest.MonkeyPatch) -> None:
+        self.clock, self.longest = VirtualClock(), 0.0
+        real = Scenario.measure_over
+
+        def measure_over(scenario: Scenario, knobs: Knobs, rate: float, *rest: Any, **options: Any) -> Score:
+            score = real(scenario, knobs, rate, *rest, **options)
+            self.clock.advance(score.offered * seconds_each)
+            return score
+
+        patch.setattr(Scenario, "measure_over", measure_over)
+
+
+@pytest.mark.parametrize("budget", [20.0, 60.0])
+@pytest.mark.parametrize("seconds_each", [2e-5, 5e-4])
+def test_a_budget_is_held_however_slow_the_host(
+    journal: Path, budget: float, seconds_each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy(seconds_each, monkeypatch)
+    schedule = Schedule.of(budget)
+    asked = question(budget_s=budget, rate=None, sim_trials=60)
+    found, _ = session(journal, asked, schedule=schedule, host=busy.clock)
+    assert found.spent_s == pytest.approx(found.hardware_s + busy.clock.now())
+    one = schedule.window_s + 3 * schedule.warmup_s
+    print(budget, seconds_each, found.hardware_s, found.simulating_s, len(found.simulated), len(found.runs))
+    assert found.spent_s <= 1.15 * budget + one
+    assert found.capacity is not None and len({r.knobs for r in found.runs if r.stage == "validation"}) >= 2
+
+
+def test_a_budget_bounds_the_hardware_and_ends_it_on_time(journal: Path) -> None:
+    budget = 60.0
+    schedule = Schedule(budget, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
+    found, _ = session(journal, question(budget_s=budget), schedule=schedule)
+    assert found.hardware_s < budget * (CALIBRATION + SIMULATION + VALIDATION + CAPACITY) + 6
+    assert len([r for r in found.runs if r.stage == "validation"]) >= 3
