@@ -34,7 +34,7 @@ from math import inf
 from pathlib import Path
 
 from autotune.profile.parts import ModelFacts
-from autotune.profiling.findings import Question
+from autotune.profiling.findings import SIM_TRIALS, Question
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.space import make_space
@@ -95,7 +95,7 @@ class CaseResult:
         return [r for r in self.results if r.contender == contender]
 
 
-def ours(machine: Machine, seed: int, *, measured: int = _MEASURED) -> Choice:
+def ours(machine: Machine, seed: int, *, measured: int = _MEASURED, sim_trials: int = SIM_TRIALS) -> Choice:
     """What ``autotune profile --rate … --slo …`` does, on a machine in virtual time."""
     case = machine.case
     model = ModelFacts(
@@ -104,7 +104,7 @@ def ours(machine: Machine, seed: int, *, measured: int = _MEASURED) -> Choice:
     )  # fmt: skip
     question = Question(
         workload=case.load(), slo=case.slo, rate=case.rate, seed=load_seed(seed), trials=measured, budget_s=None,
-        space=make_space(LIMITS, pins=["max_wait_ms=0"]),
+        space=make_space(LIMITS, pins=["max_wait_ms=0"]), sim_trials=sim_trials,
     )  # fmt: skip
     schedule = Schedule(None, case.window_s, case.warmup_s, max(_CALIBRATION_S, _CALIBRATION * case.window_s))
     with tempfile.TemporaryDirectory() as folder, open_study(Path(folder) / "journal", {"case": case.name}) as study:
