@@ -33,7 +33,7 @@ def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
 
 def to_knee(context: Context, setup: Setup) -> Setup:
     """``setup`` at the rate up to which the best of the trials keep their promise."""
-    return context.settled("knee", lambda: _raised(context, setup, _best(context, setup)))
+    return context.settled("knee", lambda: _raised(context, setup, _best(context, setup), KNEE))
 
 
 def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
@@ -44,12 +44,11 @@ def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
 
     def settle() -> Setup:
         moved = setup.model_copy(update={"speed": speed})
-        if context.question.rate is not None:
-            return with_seeds(context, moved)
-        rate = rounded(min(setup.rate * speed / setup.speed, setup.most_rate))
-        moved = moved.model_copy(update={"rate": rate})
+        if context.question.rate is None:
+            rate = rounded(min(setup.rate * speed / setup.speed, setup.most_rate))
+            moved = moved.model_copy(update={"rate": rate})
         space = context.question.space.narrowed(setup.fitted)
-        return _raised(context, moved, [*_best(context, setup), *panel(space, setup.fitted)], space)
+        return _raised(context, moved, [*_best(context, setup), *panel(space, setup.fitted)], KNEE, space)
 
     return context.settled(f"knee/{setup.rate:g}/{speed:.6f}", settle)
 
@@ -75,22 +74,21 @@ def _settle(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     warmup, window = context.simulator(setup).window(setup.rate)
     seeds = balanced_seeds(load, question.seed + 1001, 1 + FRESH_SEEDS, warmup, window)
     setup = setup.model_copy(update={"simulated_seeds": tuple(seeds)})
-    if question.rate is None:
-        found = _highest(context, setup, panel(space, setup.fitted), context.within(RATE), space)
+    return _raised(context, setup, panel(space, setup.fitted), RATE, space)
+
+
+def _raised(
+    context: Context, setup: Setup, settings: Sequence[Knobs], share: float, space: SearchSpace | None = None
+) -> Setup:
+    """``setup`` at the highest rate that one of ``settings`` (and, given a ``space``, of those around the best) keeps.
+
+    ``share``: of the budget, to look for it.
+    """
+    if context.question.rate is None:
+        found = _highest(context, setup, settings, context.within(share), space)
         if found is not None:
             rate = rounded(min(found.rate, setup.most_rate))
             setup = setup.model_copy(update={"rate": rate, "at_knee": found.knobs})
-    return with_seeds(context, setup)
-
-
-def _raised(context: Context, setup: Setup, settings: Sequence[Knobs], space: SearchSpace | None = None) -> Setup:
-    """``setup`` at the highest rate that one of ``settings`` (and, given a ``space``, of those around the best) keeps."""
-    if context.question.rate is not None:
-        return setup
-    found = _highest(context, setup, settings, context.within(KNEE), space)
-    if found is not None:
-        rate = rounded(min(found.rate, setup.most_rate))
-        setup = setup.model_copy(update={"rate": rate, "at_knee": found.knobs})
     return with_seeds(context, setup)
 
 
