@@ -88,18 +88,23 @@ def test_stopped_anywhere_the_same_question_goes_on(
     assert second.hardware_s > first.hardware_s > 0
 
 
-@pytest.mark.parametrize("number", [2, 30])  # while it is simulated, and in a measurement
-def test_stopped_while_the_capacity_is_looked_for(journal: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, free = counted(monkeypatch), question(rate=None)
+def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once while it is simulated, once in a measurement."""
+    asked, free = counted(monkeypatch), question(rate=None, sim_trials=10, trials=2)
     stages: list[str] = []
     monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
-    first, _ = session(journal, free, stop=StopAt(stages, "capacity", number))
-    assert first.stopped and stages[-1] == "capacity" and profile(first, free).status == "stopped"
-    second, _ = session(journal, free)
-    assert not second.stopped and second.setup == first.setup
-    assert first.capacity is not None and second.capacity is not None
-    assert len(second.capacity.tried) > len(first.capacity.tried)
-    assert all(run in second.runs for run in first.runs) and len(asked) == len(second.runs)  # nothing measured twice
+    before: Findings | None = None
+    for number in (2, 30):
+        stages.clear()
+        first, _ = session(journal, free, stop=StopAt(stages, "capacity", number))
+        assert first.stopped and stages[-1] == "capacity" and profile(first, free).status == "stopped"
+        assert before is None or before.setup == first.setup
+        before = first
+    last, _ = session(journal, free)
+    assert not last.stopped and last.setup == first.setup
+    assert first.capacity is not None and last.capacity is not None
+    assert len(last.capacity.tried) > len(first.capacity.tried)
+    assert all(run in last.runs for run in first.runs) and len(asked) == len(last.runs)  # nothing measured twice
 
 
 def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:

@@ -11,7 +11,8 @@ from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
 from autotune.profiling.stages.context import Context
-from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATION, VALIDATION, Schedule
+from autotune.profiling.stages.speed import told_speed
+from autotune.profiling.timing import Schedule
 from autotune.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.clock import VirtualClock
@@ -54,25 +55,25 @@ def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Pat
 
 
 def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:
-    found, told = changed(1.35, journal, question())
+    found, told = changed(1.35, journal, question(sim_trials=10, trials=3))
     assert any("the hardware serves as at" in note for note in told.notes)
     assert {run.knobs for run in found.runs if run.stage == "validation"} == set(found.expected)
     assert found.setup is not None and 0.6 < found.setup.speed < 0.85
 
 
-@pytest.mark.parametrize(("factor", "told"), [(5.0, "at less than 30% of its"), (0.2, "at more than 300% of its")])
-def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path, factor: float, told: str) -> None:
-    found, heard = changed(factor, journal, question(trials=2))
-    assert any(told in note and "calibrate again" in note for note in heard.notes)
+def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path) -> None:
+    found, heard = changed(5.0, journal, question(sim_trials=10, trials=1))
+    assert any("at less than 30% of its" in note and "calibrate again" in note for note in heard.notes)
     assert not any("serves as at" in note for note in heard.notes)
     assert any("of the speed it was calibrated at" in doubt for doubt in doubts(found))
+    assert "more than 300%" in told_speed(2.98) and "serves as at 74%" in told_speed(0.74)
 
 
 class Busy:
     """A host that takes its time over simulations: so many seconds for each request."""
 
     def __init__(self, seconds_each: float, patch: pytest.MonkeyPatch) -> None:
-        self.clock, self.longest = VirtualClock(), 0.0
+        self.clock = VirtualClock()
         real = Scenario.measure_over
 
         def measure_over(scenario: Scenario, knobs: Knobs, rate: float, *rest: Any, **options: Any) -> Score:
@@ -83,8 +84,7 @@ class Busy:
         patch.setattr(Scenario, "measure_over", measure_over)
 
 
-@pytest.mark.parametrize("budget", [20.0, 60.0])
-@pytest.mark.parametrize("seconds_each", [2e-5, 5e-4])
+@pytest.mark.parametrize(("budget", "seconds_each"), [(20.0, 2e-5), (20.0, 5e-4), (60.0, 5e-4)])
 def test_a_budget_is_held_however_slow_the_host(
     journal: Path, budget: float, seconds_each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,15 +93,7 @@ def test_a_budget_is_held_however_slow_the_host(
     asked = question(budget_s=budget, rate=None, sim_trials=60)
     found, _ = session(journal, asked, schedule=schedule, host=busy.clock)
     assert found.spent_s == pytest.approx(found.hardware_s + busy.clock.now())
-    one = schedule.window_s + 3 * schedule.warmup_s
-    print(budget, seconds_each, found.hardware_s, found.simulating_s, len(found.simulated), len(found.runs))
-    assert found.spent_s <= 1.15 * budget + one
-    assert found.capacity is not None and len({r.knobs for r in found.runs if r.stage == "validation"}) >= 2
-
-
-def test_a_budget_bounds_the_hardware_and_ends_it_on_time(journal: Path) -> None:
-    budget = 60.0
-    schedule = Schedule(budget, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
-    found, _ = session(journal, question(budget_s=budget), schedule=schedule)
-    assert found.hardware_s < budget * (CALIBRATION + SIMULATION + VALIDATION + CAPACITY) + 6
-    assert len([r for r in found.runs if r.stage == "validation"]) >= 3
+    assert found.spent_s <= 1.15 * budget + schedule.window_s + 3 * schedule.warmup_s  # and one measurement
+    assert found.capacity is not None and len([run for run in found.runs if run.stage == "validation"]) >= 2
+    if seconds_each < 1e-4:
+        assert len(found.simulated) == 60  # where there is time, everything is done

@@ -168,7 +168,8 @@ def test_stopped_it_puts_back_what_was_being_tried(journal: Path, tmp_path: Path
         simulate(journal, stop=lambda: len(done) >= 5, progress=lambda n, trial: done.append(trial))
     assert done == expected[:5]
     done = []
-    assert simulate(journal, enough=lambda: len(done) >= 5, progress=lambda n, t: done.append(t)) == expected[:10]
+    assert simulate(journal, enough=lambda: len(done) >= 6, progress=lambda n, t: done.append(t)) == expected[:10]
+    assert done[0] is None  # those settled before
     assert simulate(journal) == expected
 
 
