@@ -39,7 +39,9 @@ class KnobSpec:
     def _wrong(self, value: object, top: float, where: str) -> ValueError:
         kind = "a whole number " if self.integer else ""
         allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
-        return ValueError(f"{where}{self.name} is {value!r}; {allowed}")
+        told = repr(value)
+        told = told if len(told) <= 40 else told[:37] + "..."
+        return ValueError(f"{where}{self.name} is {told}; {allowed}")
 
 
 def _knob(default: float, *, unit: str, low: float, high: float, log: bool, integer: bool, doc: str) -> Any:

@@ -71,6 +71,7 @@ class _Race:
         best = best_of(finals, setup.slo).knobs
         places = {f.knobs: i for i, f in enumerate(finals)}
         self._tried = [places[knobs] for knobs in dict.fromkeys(f.knobs for f in tried) if knobs != best]
+        self._must = 0  # measurements made however late it is
         self._opening = self._first_looks()
         self._noisy = self._opening[0]
         self._counts: Counter[int] = Counter()
@@ -112,13 +113,15 @@ class _Race:
         others = [index for index in others if index not in self._tried]
         if trials is not None:
             others = others[: max(0, trials - 1 - len(self._tried))]
+        self._must = len([best, *others[:1]])
         return [best, *others[:1], best, *others[1:]]
 
     def _next(self, end: float | None) -> int | None:
         context, done = self._context, self._counts.total()
-        if done >= _MOST_RUNS or (done >= 2 and not context.in_time(end)):
+        if done >= _MOST_RUNS or (self._must <= 0 and not context.in_time(end)):
             return None
         if self._opening:
+            self._must -= 1
             return self._opening.pop(0)
         trials = context.question.trials
         full = trials is not None and len(self._counts) >= trials
