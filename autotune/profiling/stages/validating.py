@@ -81,8 +81,8 @@ class _Race:
         context = self._context
         end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION)
         try:
-            for index in self._tried:
-                self._observe(index)
+            for known in self._tried:
+                self._observe(known)
             while (index := self._next(end)) is not None:
                 self._observe(index)
                 self._show(end)
