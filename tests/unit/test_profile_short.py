@@ -9,8 +9,8 @@ from tests.unit.profiled_machine import question, session
 
 
 def test_the_baseline_is_measured_before_any_repeat(tmp_path: Path) -> None:
-    schedule = Schedule(12.0, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
-    found, _ = session(tmp_path / "study.journal", question(budget_s=12.0), schedule=schedule)
+    schedule = Schedule(9.0, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
+    found, _ = session(tmp_path / "study.journal", question(budget_s=9.0), schedule=schedule)
     assert found.setup is not None
     rate = found.setup.rate  # of the comparison; the first run may have shown that another was looked for
     measured = [run.knobs for run in found.runs if run.stage == "validation" and run.score.rate == rate]

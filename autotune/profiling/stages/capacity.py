@@ -31,8 +31,8 @@ def find_capacity(context: Context, setup: Setup) -> None:
     rate = _expected(context, setup, choice.knobs) or rate
     end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY)
     for number in range(_CHECKS):
-        if number and not context.in_time(end):
-            break
+        if not context.in_time(end) and (number or context.meter.late(context.schedule.budget_s)):
+            break  # a first one is worth what is left of the budget
         rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
         if any(p.rate == rate for p in tried):
             break

@@ -9,9 +9,10 @@ from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.score import Score
 
-OFF_BY = 0.05
-"""Share by which the speed that one setting tells may differ from what the simulation took it for before everything is put
-right: a cost model that is a few percent wrong for that setting looks the same."""
+OFF_BY, OFF_BY_AT_RATE = 0.02, 0.05
+"""Shares by which the speed that one setting tells may differ from what the simulation took it for before everything is put
+right; the latter at a rate that was given. A cost model that is a few percent wrong for that setting looks the same: a rate
+that follows makes up for such a mistake, a fixed one does not."""
 
 _SPEEDS, _BISECTIONS = (0.3, 3.0), 8
 _EDGE = 1.02  # nearer than that to an end of the range, the speed may be anything beyond

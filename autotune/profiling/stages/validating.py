@@ -20,7 +20,7 @@ from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.finalists import Finalist, baseline_of, finalist, finalists
 from autotune.profiling.stages.settling import at_speed
-from autotune.profiling.stages.speed import OFF_BY, speed_of, told_speed
+from autotune.profiling.stages.speed import OFF_BY, OFF_BY_AT_RATE, speed_of, told_speed
 from autotune.profiling.timing import CALIBRATION, SIMULATION, VALIDATION
 from runtime.slo import SLO
 
@@ -35,11 +35,15 @@ def validate(context: Context, setup: Setup) -> None:
     context.reporter.stage("validating")
     finals = finalists(context, setup)
     tried: list[Finalist] = []
-    for _ in range(_MOVES):
+    off_by = OFF_BY if context.question.rate is None else OFF_BY_AT_RATE
+    half = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION / 2)
+    for move in range(_MOVES):
+        if move and context.meter.late(half):
+            break
         tried.append(best_of(finals, setup.slo))
         first = _measure(context, setup, tried[-1], 0, noisy=True)
         speed = setup.speed if first is None else speed_of(context, setup, first)
-        if abs(speed / setup.speed - 1) <= OFF_BY:
+        if abs(speed / setup.speed - 1) <= off_by:
             break
         before, setup = setup.rate, at_speed(context, setup, speed)
         context.found.setup = setup
@@ -106,14 +110,14 @@ class _Race:
         quick = min(good, key=lambda i: (latency(finals[i].point, slo), -shares[i]))
         full = max(range(len(finals)), key=lambda i: (finals[i].point.throughput.mean, shares[i]))
         yardstick = baseline_of(finals)
-        others = [] if yardstick is None else [finals.index(yardstick)]
+        others = [] if yardstick is None or yardstick is finals[best] else [finals.index(yardstick)]
         for index in (quick, full):
             if not any(alike(finals[index].knobs, finals[known].knobs) for known in (best, *others)):
                 others.append(index)
         others = [index for index in others if index not in self._tried]
         if trials is not None:
             others = others[: max(0, trials - 1 - len(self._tried))]
-        self._must = len([best, *others[:1]])
+        self._must = 1 + min(1, max(0, len(others) - len(self._tried)))
         return [best, *others[:1], best, *others[1:]]
 
     def _next(self, end: float | None) -> int | None:
