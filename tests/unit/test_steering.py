@@ -116,7 +116,7 @@ def test_pause_set_resume_and_kill(engine: SimulatedEngine, steered: Control, st
         (b'{"do":"set","knobs":{"token_budget":9000}}', "token_budget is 9000; .*between 1 and 8192 tokens .*ceiling"),
         (b'{"do":"set","knobs":{"token_budget":NaN}}', "token_budget is nan; it must be a whole number between 1 and"),
         (b'{"do":"set","knobs":{"token_budget":1e999}}', "token_budget is inf; it must be"),
-        (b'{"do":"set","knobs":{"token_budget":' + b"9" * 500 + b"}}", "token_budget is 9{500}; it must be"),
+        (b'{"do":"set","knobs":{"token_budget":' + b"9" * 500 + b"}}", "token_budget is 9{1,40}\\.\\.\\.; it must be"),
         (b'{"do":"set","knobs":{"token_budget":"8"}}', "token_budget is '8'; it must be"),
         (b'{"do":"decisions","last":0}', "last is 0; it must be a whole number between 1 and 1024"),
         (b'{"do":"decisions","last":true}', "last is True; it must be"),
