@@ -27,7 +27,7 @@ def test_one_worker_comes_to_the_study_it_would_have_come_to(tmp_path: Path) -> 
     expected = simulate(tmp_path / "whole.journal", tmp_path / "whole.log", 1, 0.0)
     assert len({t.knobs for t in expected}) == TRIALS, "or a setting could not be told from another trial's"
     journal, log = tmp_path / "a.journal", tmp_path / "log"
-    kills = killed_often(simulate, (journal, log, 1, 0.02), log, journal, 0, tmp_path / "whole.journal")
+    kills = killed_often(simulate, (journal, log, 1, 0.05), log, journal, 0, tmp_path / "whole.journal")
     assert finished(journal) == finished(tmp_path / "whole.journal")
     assert simulate(journal, log, 1, 0.0) == expected, "the same settings and values in the same order"
     tried = Counter(noted(log))
