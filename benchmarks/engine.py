@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 BATCH = 32
@@ -183,15 +183,20 @@ def worker(dtype: str, kinds: list[str], count: int, rounds: int, by_length: boo
         print(json.dumps({"kind": kind, "peers": result}), flush=True)
 
 
-def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Have a process of its own measure ``kinds``; returns kind -> peers."""
+def run_case(dtype: str, threads: int, kinds: list[str], args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Have a process of its own measure ``kinds``; yields (kind, peers) as each is done."""
     command = [sys.executable, "-m", "benchmarks.engine", "--worker", dtype, "--kinds", ",".join(kinds)]
     command += ["--prompts", str(args.prompts), "--rounds", str(args.rounds)]
     command += ["--sorted-static"] if args.sorted_static else []
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["kind"]: line["peers"] for line in lines}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                done = json.loads(line)
+                yield done["kind"], done["peers"]
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def ratio(peers: list[dict[str, Any]], at: int) -> float:
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for dtype, threads in dict.fromkeys((d, t) for d, t, _ in wanted):
         kinds = [k for d, t, k in wanted if (d, t) == (dtype, threads)]
-        for kind, peers in run_case(dtype, threads, kinds, args).items():
+        for kind, peers in run_case(dtype, threads, kinds, args):
             found[dtype, threads, kind] = peers
             for at, peer in enumerate(peers):
                 rates = peer["rates"]
