@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.controller", description=__doc__.splitlines()[0] if __doc__ else ""
     )
-    parser.add_argument("--scenario", action="append", metavar="NAME", help=f"only this one of {', '.join(SCENARIOS)}")
+    names = ", ".join(SCENARIOS).replace("%", "%%")  # argparse formats what it prints
+    parser.add_argument("--scenario", action="append", metavar="NAME", help=f"only this one of {names}")
     parser.add_argument("--contender", action="append", metavar="NAME", help=f"only this one of {', '.join(REPORTED)}")
     parser.add_argument("--seeds", help="3: seeds 1 to 3, for tuning; 101-110 are reported (the default)")
     parser.add_argument("--quick", action="store_true", help=f"the first {_QUICK} of the seeds that are reported")
