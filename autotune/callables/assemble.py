@@ -67,7 +67,7 @@ def assemble(
             seed=question.seed,
         ),
         points=tuple(_point(o) for o in shown),
-        simulated=len(found.simulated),
+        simulated=found.tried,
         verdict=_verdict(found, best, slo_met),
         slo_met=slo_met,
     )

@@ -1,27 +1,26 @@
 """How long a call takes: planned calls of several sizes over the real inputs, their medians, and a model fitted to them.
 
 Sizes 1, 2, 4, … are each called with groups of cheap, mixed and dear inputs, so that items and cost vary apart; a group is
-called :data:`REPEATS` times and its median counts. The doubling ends where an average call no longer fits the promise,
+called three times and its median counts. The doubling ends where an average call no longer fits the promise,
 where memory runs out, or with the time. The model is the batcher's own (:mod:`runtime.batching.service_model`).
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
 
+from autotune.callables.kept import Kept, NothingKept
 from autotune.callables.subject import Subject
-from runtime.batching.event_loop import LoopThread
-from runtime.batching.invoke import Function, is_out_of_memory
+from autotune.callables.timed_calls import OutOfMemory, TimedCalls
 from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
 from runtime.errors import InputError
 
-REPEATS = 3
+_ENDED = "calibrated"
 ROUNDS = 30  # times the model sees every median: recursive least squares has then forgotten where it began
 
 
@@ -70,47 +69,48 @@ def calibrate(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[float, str], None] = lambda share, count: None,
     clock: Callable[[], float] = time.perf_counter,
+    study: Kept | None = None,
 ) -> Calibration:
     """Call the function with up to ``most`` items at a time. ``longest_s``: a call beyond it ends the doubling (None: 40 times
-    the call of one item). Raises :class:`InputError` when the function cannot be called with these inputs."""
-    rng = random.Random(seed)
-    loop = LoopThread("calibration")
-    function = Function(subject.function, loop=loop)
-    order = sorted(range(len(subject.inputs)), key=subject.costs.__getitem__)
+    the call of one item). What was timed in an earlier session of ``study`` is not called again. Raises :class:`InputError`
+    when the function cannot be called with these inputs, Interrupted when ``stop`` says so."""
+    study = study or NothingKept()
+    known = study.get(_ENDED)  # in an earlier session
+    caller = TimedCalls(subject, seed, clock, stop)
     end = clock() + budget_s
     timed: list[Timed] = []
     calls: list[Timed] = []
     average = " on average" if subject.costs_vary else ""
     size, largest, ended = 1, 0, f"{most} items, the most asked for"
     try:
-        _call(function, subject, _group(rng, order, 1, 0.5), clock)  # what is loaded lazily is loaded now
         while True:
-            for where in (0.5, 0.1, 0.9) if subject.costs_vary else (0.5, 0.5):
-                indices = _group(rng, order, size, where)
-                spent = [_call(function, subject, indices, clock) for _ in range(REPEATS)]
-                cost = sum(subject.costs[i] for i in indices)
-                calls += [Timed(size, cost, s) for s in spent]
-                timed.append(Timed(size, cost, median(spent)))
-                if stop() or (clock() > end and size > 1):
-                    break
+            begun = clock()
+            result = study.measured(f"calls/{size}", partial(caller.of, size, end), stop=stop)
+            end -= max(0.0, result["seconds"] - (clock() - begun))  # of an earlier session counts as well
+            for items, cost, spent in result["groups"]:
+                calls += [Timed(items, cost, s) for s in spent]
+                timed.append(Timed(items, cost, median(spent)))
             largest = size
             progress(min(1.0, 1 - (end - clock()) / budget_s), f"{largest} items")
             took = fitted(timed).of(size, size * subject.mean_cost) if subject.costs_vary else timed[-1].seconds
             longest = longest_s if longest_s is not None else 40 * timed[0].seconds
-            if took > longest:
+            if known is not None and known["largest"] == largest:
+                ended = known["ended"]
+            elif took > longest:
                 ended = f"a call of {size} takes {took * 1e3:.3g} ms{average}"
-            elif clock() > end:
+            elif known is None and clock() > end:
                 ended = "the time for calibrating was over"
-            elif size < most and not stop():
+            elif size < most:
                 size = min(2 * size, most)
                 continue
             break
-    except _OutOfMemory:
+    except OutOfMemory:
         if not largest:
             raise InputError(f"--callable: {subject.name} runs out of memory with one item") from None
         ended = f"{size} items run out of memory"
     finally:
-        loop.close()
+        caller.close()
+    study.put(_ENDED, {"largest": largest, "ended": ended})
     price = fitted(timed)
     if not subject.costs_vary:  # items and cost then say the same, and the split between them nothing
         price = Price(price.fixed, price.per_item + price.per_cost * subject.costs[0], 0.0)
@@ -128,39 +128,3 @@ def fitted(timed: Sequence[Timed]) -> Price:
                 call.end = max(t.seconds, 1e-7)
                 model.observe(call)
     return model.price()
-
-
-class _OutOfMemory(Exception):
-    pass
-
-
-def _group(rng: random.Random, order: Sequence[int], size: int, where: float) -> list[int]:
-    """``size`` inputs from around the quantile ``where`` of cost; from everywhere at the middle."""
-    if where == 0.5:
-        return [rng.choice(order) for _ in range(size)]
-    half = max(1, len(order) // 10)
-    middle = int(where * (len(order) - 1))
-    near = order[max(0, middle - half) : middle + half + 1]
-    return [rng.choice(near) for _ in range(size)]
-
-
-def _call(function: Function, subject: Subject, indices: Sequence[int], clock: Callable[[], float]) -> float:
-    payloads = [subject.inputs[i] for i in indices]
-    begun = clock()
-    try:
-        outcomes = function.run(payloads, _no_outputs)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise _OutOfMemory from None
-        told = f"{type(error).__name__}: {error}"
-        raise InputError(f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {told}") from None
-    seconds = clock() - begun
-    for index, outcome in zip(indices, outcomes, strict=True):
-        if isinstance(outcome, Exception):
-            told = f"{type(outcome).__name__}: {outcome}"
-            raise InputError(f"--callable: {subject.name} failed on input {index + 1} of {subject.inputs_name}: {told}")
-    return seconds
-
-
-def _no_outputs(outputs: Sequence[Any]) -> None:
-    raise AssertionError("only generators emit")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autotune.callables.load import Load
 from autotune.callables.outcome import Outcome
+from autotune.callables.settings import Setting
 from autotune.callables.subject import Subject
 from autotune.evaluate import evaluate
 from runtime.batching.batcher import Batcher
@@ -14,9 +15,9 @@ from runtime.records import RequestRecord
 from runtime.slo import SLO
 
 
-def measure(outcome: Outcome, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool]) -> None:
-    """Add a run of ``outcome``'s setting to it. Raises EvaluationError, or Interrupted when ``stop`` says so."""
-    knobs = outcome.setting.knobs
+def measure(setting: Setting, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool]) -> Outcome:
+    """One run of ``setting``. Raises EvaluationError, or Interrupted when ``stop`` says so."""
+    knobs = setting.knobs
     kept: list[RequestRecord] = []
 
     def keep(records: Sequence[RequestRecord]) -> None:
@@ -26,7 +27,7 @@ def measure(outcome: Outcome, subject: Subject, load: Load, slo: SLO, stop: Call
         subject.function,
         slo=slo,
         cost=subject.cost,
-        strategy=outcome.setting.strategy,
+        strategy=setting.strategy,
         max_batch_size=knobs.max_batch_size,
         max_wait_ms=knobs.max_wait_ms,
         token_budget=knobs.token_budget,
@@ -46,7 +47,8 @@ def measure(outcome: Outcome, subject: Subject, load: Load, slo: SLO, stop: Call
         )
     finally:
         batcher.close(drain=False)
+    outcome = Outcome(setting, simulated=False, lateness_p99_ms=score.lateness_p99_ms)
     outcome.add(kept, slo, load.window_s, load.seed)
-    outcome.calls += score.steps.steps
-    outcome.called += score.steps.steps * score.steps.mean_running
-    outcome.lateness_p99_ms = max(outcome.lateness_p99_ms, score.lateness_p99_ms)
+    outcome.calls = score.steps.steps
+    outcome.called = score.steps.steps * score.steps.mean_running
+    return outcome

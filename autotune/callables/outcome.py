@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from scipy.stats import binom
 
@@ -13,6 +14,7 @@ from runtime.records import RequestRecord, percentile
 from runtime.slo import SLO, attainment, wilson_interval
 
 SIGNIFICANCE = 0.05
+_ADD_UP = ("offered", "met", "seconds", "calls", "called", "latencies_ms", "seeds")
 
 
 @dataclass(eq=False)
@@ -36,7 +38,17 @@ class Outcome:
         self.met += kept.met
         self.seconds += seconds
         self.seeds.append(seed)
-        self.latencies_ms += [r.e2e * 1e3 for r in records if r.completed and r.e2e is not None]
+        self.latencies_ms += [round(r.e2e * 1e3, 3) for r in records if r.completed and r.e2e is not None]
+
+    def plain(self) -> dict[str, Any]:
+        """Everything but the setting, for :meth:`include` of another one."""
+        return {name: getattr(self, name) for name in (*_ADD_UP, "lateness_p99_ms")}
+
+    def include(self, run: Mapping[str, Any]) -> None:
+        """Add what :meth:`plain` of another run of this setting gave."""
+        for name in _ADD_UP:
+            setattr(self, name, getattr(self, name) + run[name])
+        self.lateness_p99_ms = max(self.lateness_p99_ms, run["lateness_p99_ms"])
 
     @property
     def share(self) -> float:

@@ -16,6 +16,7 @@ from autotune.callables.settings import StrategyName
 from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
 from autotune.profile.complaints import explain
 from autotune.profile.fields import AboveZero, Amount, Count, Moment, Positive, Share, Text, shortened
+from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.writing import write_whole
 from runtime.errors import InputError
@@ -132,8 +133,8 @@ class CallableProfile(Part):
 
 @functools.cache
 def callable_schema() -> dict[str, Any]:
-    """JSON Schema of the file."""
-    return CallableProfile.model_json_schema()
+    """JSON Schema of the file, for editors and other programs."""
+    return schema_of(CallableProfile, f"autotune profile of a callable, schema version {SCHEMA_VERSION}")
 
 
 def save_callable_profile(profile: CallableProfile, path: Path) -> None:

@@ -115,7 +115,7 @@ def profile(
     if callable_name is not None:
         return profile_callable(
             callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, slo=slo, rate=rate, budget=budget,
-            out=out, seed=seed, as_json=as_json, arguments=context.obj,
+            out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
     from autotune.cli.display import make_console
     from autotune.cli.files import Files

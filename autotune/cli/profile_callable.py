@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,30 @@ from runtime.errors import InputError
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autotune.callables.subject import Subject
     from autotune.callables.sweep import Question
+    from autotune.profiling.study import SweepStudy
 
 DEFAULT_BUDGET = "60s"
 SHORTEST_BUDGET_S = 3.0
 MOST_RATE = 20_000.0
 MOST_ITEMS = 4096
-ALSO = {"callable_name", "inputs", "cost", "strategy", "most", "slo", "rate", "budget", "out", "seed", "as_json"}
+ALSO = {
+    "callable_name",
+    "inputs",
+    "cost",
+    "strategy",
+    "most",
+    "slo",
+    "rate",
+    "budget",
+    "out",
+    "seed",
+    "fresh",
+    "as_json",
+}
 """The options of ``autotune profile`` that mean something for a callable."""
 ONLY = ("inputs", "cost", "strategy", "most")
 """Those that mean nothing without ``--callable``."""
@@ -51,20 +69,18 @@ def profile_callable(
     budget: str | None,
     out: Path | None,
     seed: int,
+    fresh: bool,
     as_json: bool,
     arguments: list[str],
 ) -> int:
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
-    from autotune.callables.assemble import assemble
-    from autotune.callables.profile import save_callable_profile
+    from autotune.callables.kept import identity
     from autotune.callables.subject import load_subject
-    from autotune.callables.sweep import sweep
-    from autotune.callables.table import show
-    from autotune.cli.display import Display, make_console
+    from autotune.cli.display import make_console
     from autotune.cli.files import writable
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.evaluate import EvaluationError
-    from autotune.profiling.fingerprint import machine, software
+    from autotune.profiling.fingerprint import machine
+    from autotune.profiling.study import open_study
 
     question = _question(strategy, most, slo, rate, budget, seed)
     if inputs is None:
@@ -72,40 +88,77 @@ def profile_callable(
     place = out or Path(re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2] or "callable") + ".yaml")
     if place.suffix not in (".yaml", ".yml"):
         raise InputError(f"--out: {place} must end in .yaml")
-    writable("--out", place)
+    journal = place.with_suffix(".journal")
+    for path in (place, journal):
+        writable("--out", path)
     console = make_console(stderr=as_json)
     with stop_on_interrupt() as stop:
         subject = load_subject(name, inputs, cost)
-        display = Display(console, "")
-        display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
-        try:
-            found = sweep(subject, question, display, stop=stop.is_set)
-        except EvaluationError as error:  # it ran, and nothing could be measured
-            print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-            return FELL_SHORT
-        finally:
-            display.close()
-        if not found.simulated:
-            console.print(f"stopped before the first setting was tried; nothing written to {place}", highlight=False)
-            return INTERRUPTED
-        torch = sys.modules.get("torch")
-        made = assemble(
-            found,
-            subject,
-            question,
-            name=place.stem,
-            command=shlex.join(["autotune", *arguments]),
-            machine=machine(gpu=torch is not None and torch.cuda.is_initialized()),
-            software=software(),
-        )
-        save_callable_profile(made, place)
+        command = shlex.join(["autotune", *arguments])
+        with open_study(journal, identity(subject, question, inputs, machine()), fresh=fresh) as study:
+            code = None
+            try:
+                code = _sweep(subject, question, study, place, command, console, stop.is_set, as_json)
+            except InputError:  # it is about the function or its inputs: both will be others next time
+                code = FELL_SHORT
+                raise
+            finally:  # kept is what a run that was stopped, or died, can be gone on with
+                if code in (DONE, FELL_SHORT) or not study.measurements.results():
+                    journal.unlink(missing_ok=True)
+            return code
+
+
+def _sweep(
+    subject: Subject,
+    question: Question,
+    study: SweepStudy,
+    place: Path,
+    command: str,
+    console: Console,
+    stop: Callable[[], bool],
+    as_json: bool,
+) -> int:
+    """Work on the study, write what was found, and say how it went; the exit code."""
+    from autotune.callables.assemble import assemble
+    from autotune.callables.profile import save_callable_profile
+    from autotune.callables.sweep import sweep
+    from autotune.callables.table import show
+    from autotune.cli.display import Display
+    from autotune.evaluate import EvaluationError, Interrupted
+    from autotune.profiling.fingerprint import machine, software
+
+    display = Display(console, "")
+    display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
+    try:
+        found = sweep(subject, question, display, stop=stop, study=study)
+    except Interrupted as stopped:
+        display.close()
+        console.print(f"{stopped}; nothing written to {place}. Run the same command to go on.", highlight=False)
+        return INTERRUPTED
+    except EvaluationError as error:  # it ran, and nothing could be measured
+        print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+        return FELL_SHORT
+    finally:
+        display.close()
+    torch = sys.modules.get("torch")
+    made = assemble(
+        found,
+        subject,
+        question,
+        name=place.stem,
+        command=command,
+        machine=machine(gpu=torch is not None and torch.cuda.is_initialized()),
+        software=software(),
+    )
+    save_callable_profile(made, place)
     if as_json:
         shape = {"file": str(place), "status": made.status, "slo_met": made.slo_met}
         print(json.dumps(shape | {"profile": made.model_dump(mode="json")}))
     console.print()
     show(made, console)
     if found.stopped:
-        console.print(f"stopped; best so far written to {place}", highlight=False, markup=False)
+        told = f"stopped; best so far written to {place}. Run the same command to go on."
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
     for line in (
         f"\nprofile  {place}",

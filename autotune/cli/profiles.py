@@ -6,15 +6,19 @@ import json
 
 import typer
 
+from runtime.errors import InputError
+
 HELP = "List the profiles that come with this package: measured on real hardware, each with its provenance."
 EXAMPLES = (
     "Examples:  autotune profiles  ·  autotune profiles --json  ·  autotune profiles --schema > profile.schema.json"
+    "  ·  autotune profiles --schema --callable > callable.schema.json"
 )
 
 
 def profiles(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a profile instead, for editors."),
+    of_callable: bool = typer.Option(False, "--callable", help="With --schema: of the profile of a callable."),
 ) -> int:
     """List the shipped profiles; a broken one is an error."""
     from rich.table import Table
@@ -23,10 +27,13 @@ def profiles(
     from autotune.cli.display import make_console
     from autotune.profile import load_profile, shipped_profiles
 
+    if of_callable and not schema:
+        raise InputError("--callable is given without --schema; none of the profiles that come along is of a callable")
     if schema:
+        from autotune.callables.profile import callable_schema
         from autotune.profile.schema import schema_text
 
-        print(schema_text(), end="")
+        print(schema_text(callable_schema() if of_callable else None), end="")
         return 0
     found = {name: (path, load_profile(path)) for name, path in shipped_profiles().items()}
     if as_json:

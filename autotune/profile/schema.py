@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from autotune.profile.versions import SCHEMA_VERSION
@@ -27,14 +28,19 @@ def profile_schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12. What it accepts is a profile by form; loading also checks what fields say of each other."""
     from autotune.profile.document import Profile
 
-    made = Profile.model_json_schema(schema_generator=_Plain)
-    made["title"] = f"autotune profile, schema version {SCHEMA_VERSION}"
+    return schema_of(Profile, f"autotune profile, schema version {SCHEMA_VERSION}")
+
+
+def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """Of any file made of parts."""
+    made = model.model_json_schema(schema_generator=_Plain)
+    made["title"] = title
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
-def schema_text() -> str:
-    """The schema as the file holds it."""
-    return json.dumps(profile_schema(), indent=1, ensure_ascii=False) + "\n"
+def schema_text(schema: dict[str, Any] | None = None) -> str:
+    """The schema (of a language model's profile, unless another is given) as the file holds it."""
+    return json.dumps(schema or profile_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def profiles_folder() -> Path:
@@ -61,4 +67,4 @@ def editor_line(path: Path) -> str:
     return f"# yaml-language-server: $schema={place}\n"
 
 
-__all__ = ["SCHEMA_FILE", "editor_line", "profile_schema", "profiles_folder", "schema_text"]
+__all__ = ["SCHEMA_FILE", "editor_line", "profile_schema", "profiles_folder", "schema_of", "schema_text"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 import autotune
 from autotune.callables.assemble import assemble
@@ -58,14 +61,51 @@ def test_whatever_reads_a_language_models_profile_refuses_it(
         InputError, match=r"embed\.yaml: is the profile of a callable \('m:f'\), not of a language model"
     ):
         load_profile(file)
-    for verb in (["export", str(file), "--to", "vllm"], ["check", str(file)], ["report", str(file)]):
+    verbs = (
+        ["export", str(file), "--to", "vllm"], ["check", str(file)], ["report", str(file)], ["simulate", "--profile", str(file)],
+        ["capacity", str(file)], ["serve", "--profile", str(file)], ["bench", "--profile", str(file)],
+    )  # fmt: skip
+    for verb in verbs:
         assert run(verb) == 2
-        assert "is the profile of a callable" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "is the profile of a callable ('m:f')" in told and told.count("\n") == 1, verb
     save_profile(sample_profile(), tmp_path / "llm.yaml")
     with pytest.raises(InputError, match="is not the profile of a callable"):
         load_callable_profile(tmp_path / "llm.yaml")
     with Batcher(list) as batcher, pytest.raises(InputError, match="is the profile of a language model"):
         autotune.control(batcher, profile=tmp_path / "llm.yaml")
+
+
+def test_its_schema_is_printed_and_fits(
+    file: Path, made: CallableProfile, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["profiles", "--schema", "--callable"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    validator.validate(data)
+    assert not validator.is_valid(data | {"strategy": "eager"}) and not validator.is_valid(
+        sample_profile().model_dump()
+    )
+    assert set(schema["properties"]) == set(CallableProfile.model_fields) and "callable" in schema["title"]
+    assert run(["profiles", "--callable"]) == 2
+    assert "--callable is given without --schema" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "kept"),
+    [(None, None, "e2e=400ms"), ("e2e=1s", None, "e2e=1s"), ("e2e=1s", "e2e=300ms@90%", "e2e=300ms@90%")],
+)
+def test_a_live_batcher_starts_from_it(file: Path, own: str | None, given: str | None, kept: str) -> None:
+    """The promise: what ``control`` is given, else what the batcher has, else what was profiled for."""
+    content = file.read_text(encoding="utf-8").replace("max_batch_size: 4096", "max_batch_size: 24")
+    file.write_text(content, encoding="utf-8")
+    with Batcher(list, slo=own) as batcher, autotune.control(batcher, slo=given, profile=file) as control:
+        assert batcher.slos["default"] == control.slo == SLO.parse(kept)
+        assert batcher.knobs.max_batch_size == 24 and batcher(3) == 3
+        (first,) = [d for d in control.decisions if d.action == "set"]
+        assert first.cause == "starting knobs of the profile"
 
 
 def test_a_controller_starts_from_it_and_takes_its_promise(file: Path, made: CallableProfile) -> None:

@@ -1,0 +1,171 @@
+"""A profile of a callable that was killed or stopped is gone on with: what was kept is neither called nor measured again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.callables import rounds
+from autotune.callables.calibrate import calibrate
+from autotune.callables.kept import identity
+from autotune.callables.profile import load_callable_profile
+from autotune.callables.sweep import Question
+from autotune.cli.main import run
+from autotune.profiling.fingerprint import machine
+from autotune.profiling.study import open_study
+from runtime import SLO
+from tests.integration.killing import measured
+from tests.unit.callable_world import Ticking, subject
+
+FUNCTION = """
+import os, signal, threading, time
+from pathlib import Path
+
+def embed(texts):
+    calibrating = threading.current_thread() is threading.main_thread()
+    time.sleep(0.002 + 0.0002 * len(texts))
+    with open("calls.log", "a") as log:
+        log.write(f"{'calibrating' if calibrating else 'serving'}\\n")
+    if Path("deadly").exists() and Path("embed.journal").read_text().count('"lateness_p99_ms"') >= 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [len(t) for t in texts]
+"""
+ARGUMENTS = ["profile", "--callable", "profiled_again:embed", "--inputs", "data.jsonl", "--budget", "4s",
+             "--slo", "e2e=300ms@90%", "--rate", "60", "--most", "8"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "profiled_again", raising=False)
+    (tmp_path / "data.jsonl").write_text("".join(f'"{"a" * n}"\n' for n in range(1, 30)))
+    (tmp_path / "profiled_again.py").write_text(FUNCTION)
+    return tmp_path
+
+
+def test_killed_while_it_measures(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "deadly").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.cli.main", *ARGUMENTS], capture_output=True, text=True, timeout=240, cwd=folder
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (folder / "embed.yaml").exists()
+    kept = measured(folder / "embed.journal")
+    assert len(kept) == len(set(kept)) and sum(key.startswith("run/") for key in kept) == 2
+
+    (folder / "deadly").unlink()
+    (folder / "calls.log").write_text("")
+    runs: list[str] = []
+    original = rounds.measure
+
+    def counted(*arguments: Any) -> Any:
+        runs.append(str(arguments[0]))
+        return original(*arguments)
+
+    monkeypatch.setattr(rounds, "measure", counted)
+    code = run(ARGUMENTS)
+    made = load_callable_profile("embed.yaml")
+    assert code == (0 if made.slo_met else 1) and made.status == "complete"
+    assert "going on with the study of an earlier run" in capsys.readouterr().out
+    assert set((folder / "calls.log").read_text().split()) == {"serving"}, "nothing is calibrated again"
+    both = [point for point in made.points if point.source == "measured"]
+    assert all(len(point.seeds) == 2 for point in both)
+    assert len(runs) == 1 + 2 * len(both) - 2, "one run that nobody sees, and those that were missing"
+    assert made.simulated > len(made.points)
+    assert sorted(path.name for path in folder.glob("embed.*")) == ["embed.yaml"], "done: the next run begins anew"
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_while_it_calibrates(tmp_path: Path) -> None:
+    ticking = Ticking(0.020, 0.002)
+
+    def deadly(items: Sequence[str]) -> list[str]:
+        if len(items) == 8:
+            raise Killed
+        return ticking(items)
+
+    question = Question(SLO(e2e_ms=400), 100.0, 60.0)
+    (tmp_path / "inputs.jsonl").write_text('"x"\n')
+    about = identity(subject(ticking), question, tmp_path / "inputs.jsonl", machine())
+    options: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32, "clock": ticking.clock}
+    with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Killed):
+        calibrate(subject(deadly), study=study, **options)
+    assert set(ticking.sizes) == {1, 2, 4}
+    ticking.sizes.clear()
+    with open_study(tmp_path / "a.journal", about) as study:
+        found = calibrate(subject(ticking), study=study, **options)
+    assert sorted(set(ticking.sizes)) == [1, 8, 16, 32] and ticking.sizes.count(1) == 1, "one to wake it up"
+    assert found.largest == 32 and found.price == pytest.approx((0.020, 0.002, 0.0), rel=0.02, abs=1e-6)
+    ticking.sizes.clear()
+    with open_study(tmp_path / "a.journal", about) as study:
+        assert calibrate(subject(ticking), study=study, **options) == found
+    assert ticking.sizes == [], "nothing is called when all is known"
+
+
+def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:
+    ticking = Ticking(0.020, 0.002)
+    about = {"function": "m:f"}
+    options: dict[str, Any] = {"seed": 0, "most": 256, "clock": ticking.clock}
+
+    class Once(Exception):
+        pass
+
+    def deadly(items: Sequence[str]) -> list[str]:
+        if len(items) == 16:
+            raise Once
+        return ticking(items)
+
+    whole = calibrate(subject(ticking), budget_s=1.1, **options)
+    with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Exception, match="Once"):
+        calibrate(subject(deadly), budget_s=1.1, study=study, **options)
+    with open_study(tmp_path / "a.journal", about) as study:
+        found = calibrate(subject(ticking), budget_s=1.1, study=study, **options)
+    assert found.largest == whole.largest and found.ended == whole.ended == "the time for calibrating was over"
+
+
+def test_stopped_and_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import profiled_again as module  # type: ignore[import-not-found]
+
+    embed, main = module.embed, threading.current_thread()
+    stopped: list[int] = []
+
+    def interrupting(texts: list[str]) -> list[int]:
+        if threading.current_thread() is not main and not stopped:  # in a batcher's worker: it is being measured
+            stopped.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return embed(texts)  # type: ignore[no-any-return]
+
+    interrupting.__code__ = interrupting.__code__.replace(co_filename=module.__file__)  # where its source is looked for
+    module.embed = interrupting
+    assert run(ARGUMENTS) == 130
+    assert "Run the same command to go on." in capsys.readouterr().out
+    assert load_callable_profile("embed.yaml").status == "stopped"
+
+    (folder / "data.jsonl").write_text('"other"\n')
+    assert run(ARGUMENTS) == 2
+    told = capsys.readouterr().err
+    assert "embed.journal: holds a study of something else (inputs was " in told and told.count("\n") == 1
+    assert (folder / "embed.journal").exists()
+    assert run([*ARGUMENTS, "--fresh", "--budget", "3s"]) in (0, 1)
+    assert load_callable_profile("embed.yaml").inputs.items == 1 and not (folder / "embed.journal").exists()
+
+
+def test_a_function_that_fails_leaves_nothing_behind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "profiled_again.py").write_text("def embed(texts):\n    return texts if len(texts) < 4 else []\n")
+    assert run(ARGUMENTS) == 2
+    assert "failed with 4 of the inputs" in capsys.readouterr().err
+    assert not list(folder.glob("embed.*"))
