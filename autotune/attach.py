@@ -9,14 +9,15 @@ from pathlib import Path
 from autotune.attached import Control
 from autotune.callables.profile import CallableProfile, load_either
 from autotune.controllable import Controllable
+from autotune.controllers.batching import BatchingController
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile
-from runtime.batching.batcher import Batcher
 from runtime.batching.tuning import TunableBatcher
 from runtime.errors import InputError
+from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
@@ -39,7 +40,7 @@ def control(
     pinned: Mapping[str, float] | None = None,
     log: str | Path | None = None,
     interval_s: float = 0.25,
-    controller: Controller | str = "predictive",
+    controller: Controller | str | None = None,
     steer: bool | str | Path = False,
 ) -> Control:
     """Attach a controller to ``engine`` so that ``slo`` holds; use as ``with autotune.control(engine, slo=…) as control:``.
@@ -50,8 +51,9 @@ def control(
     log and sets nothing. ``admission``: True ends requests that cannot keep their TTFT any more, and orders those that wait
     by deadline, while the controller is attached; an :class:`~runtime.llm.admission.AdmissionPolicy` says more exactly
     what; None leaves it to the engine. ``bounds`` and ``pinned`` are the operator's word on single knobs. ``log``: a JSONL
-    file of decisions, appended to. ``controller``: the name of one, or one of your own. ``steer``: open a local socket for
-    ``autotune watch``, ``pause`` and ``set``, in a private directory or at the path given.
+    file of decisions, appended to. ``controller``: the name of one, or one of your own; None: ``predictive``, and for a batcher
+    ``batching``. ``steer``: open a local socket for ``autotune watch``, ``pause`` and ``set``, in a private directory or at the
+    path given.
     Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine,
     ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
@@ -65,12 +67,8 @@ def control(
         warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=2)
     guardrails = Guardrails(bounds or {}, pinned or {})
     start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
-    if isinstance(controller, str):
-        if controller not in CONTROLLERS:
-            raise ValueError(
-                f"controller is {controller!r}; it must be one of {', '.join(CONTROLLERS)}, or a Controller"
-            )
-        controller = CONTROLLERS[controller](target, start, engine.kv_tokens, engine.block_size, warm_model(loaded))
+    if controller is None or isinstance(controller, str):
+        controller = _named(controller, engine, target, start, loaded)
     attached = Control(
         engine,
         controller,
@@ -89,6 +87,19 @@ def control(
             attached.close()
             raise
     return attached
+
+
+def _named(
+    name: str | None, engine: Controllable, slo: SLO, start: Knobs, profile: Profile | CallableProfile | None
+) -> Controller:
+    """The controller called ``name``, or what suits ``engine``."""
+    if isinstance(engine, TunableBatcher) and name in (None, "batching"):
+        return BatchingController(slo, start, fixed_window=engine.strategy.name == "dynamic")
+    name = name or "predictive"
+    if name not in CONTROLLERS:
+        known = ", ".join([*CONTROLLERS, *(["batching"] if isinstance(engine, TunableBatcher) else [])])
+        raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
+    return CONTROLLERS[name](slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
 
 
 def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile:
@@ -110,7 +121,7 @@ def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
     from autotune.profiling.fingerprint import measured_elsewhere
 
     if isinstance(profile, CallableProfile):
-        used = engine.strategy.name if isinstance(engine, Batcher) else profile.strategy
+        used = engine.strategy.name if isinstance(engine, TunableBatcher) else profile.strategy
         how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
         elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
         return "; ".join(text for text in (elsewhere, how) if text)

@@ -258,10 +258,6 @@ class Batcher(TunableBatcher):
     # -- the batcher itself ---------------------------------------------------------------------------------------------
 
     @property
-    def strategy(self) -> Strategy:
-        return self._pool.core.strategy
-
-    @property
     def closed(self) -> bool:
         return self._pool.closed
 

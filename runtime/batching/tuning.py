@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from runtime.batching.pool import Pool
+from runtime.batching.strategies import Strategy
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError
 from runtime.knobs import KnobLimits, Knobs
@@ -34,6 +35,11 @@ class TunableBatcher:
     def effective_limits(self) -> KnobLimits:
         """Ceilings in force: running out of memory lowers them below ``limits``."""
         return self._pool.core.settings.effective_limits
+
+    @property
+    def strategy(self) -> Strategy:
+        """What says when a call goes, and with which items."""
+        return self._pool.core.strategy
 
     @property
     def knobs(self) -> Knobs:

@@ -1,0 +1,122 @@
+"""The controller of a batcher: ceilings where calls fit the promise, and no window that does not pay; in virtual time."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from statistics import median
+
+import pytest
+
+import autotune
+from autotune.controllers.batching import BatchingController
+from autotune.controllers.predictive import PredictiveController
+from runtime.batching.item import Call, Item
+from runtime.batching.strategies import Adaptive, Dynamic, Strategy
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from tests.contract.contract_of_controllers import explained
+from tests.unit.batching_control_world import ControlledBatcher
+from tests.unit.batching_world import CAPACITY, SLO_400, knobs, latency, poisson, share
+
+
+def served(
+    strategy: Strategy, start: Knobs, load: float, *, seconds: float = 12, controlled: bool = True
+) -> tuple[float, ControlledBatcher]:
+    """The share on time after the first third, and the batcher afterwards."""
+    batcher = ControlledBatcher(strategy, start, SLO_400)
+    found = batcher.serve(poisson(load * CAPACITY, seconds, seed=3), controlled=controlled)
+    found.records = [record for record in found.records if record.arrival > seconds / 3]
+    if batcher.control is not None:
+        explained(batcher.control)
+    return share(found, SLO_400), batcher
+
+
+@pytest.mark.parametrize("strategy", [Adaptive, Dynamic])
+def test_a_ceiling_that_is_too_low_is_raised_to_what_the_promise_allows(strategy: type[Strategy]) -> None:
+    start = knobs(size=6, wait_ms=0)
+    without, _ = served(strategy(), start, 0.9, controlled=False)
+    kept, batcher = served(strategy(), start, 0.9)
+    assert without < 0.7 and kept > 0.995
+    most = batcher.knobs.max_batch_size
+    assert 32 < most <= 90  # two calls of 20 + 2·90 ms are 400 ms
+    assert batcher.knobs.token_budget == start.token_budget and batcher.knobs.chunk_size == start.chunk_size
+
+
+def test_calls_that_cannot_be_on_time_become_shorter() -> None:
+    start = knobs(size=4096, wait_ms=390)  # calls of some 150 items, of more than 300 ms
+    without, _ = served(Dynamic(), start, 1.0, controlled=False)
+    kept, batcher = served(Dynamic(), start, 1.0, seconds=24)
+    assert without < 0.3 and kept > 0.97
+    assert batcher.knobs.max_batch_size <= 90 and batcher.knobs.max_wait_ms == 0
+
+
+def test_a_fixed_window_goes_and_one_that_is_a_ceiling_stays() -> None:
+    slow, plain = ControlledBatcher(Dynamic(), knobs(wait_ms=50), SLO_400), knobs(wait_ms=50)
+    load = poisson(0.3 * CAPACITY, 10, seed=1)
+    found = slow.serve(load)
+    assert slow.knobs.max_wait_ms == 0 and latency(found.records[-500:], 50) < 0.045
+    priced = ControlledBatcher(Adaptive(call_price_s=inf), knobs(), SLO_400)
+    alone = ControlledBatcher(Adaptive(call_price_s=inf), knobs(), SLO_400)
+    calls = len(priced.serve(poisson(0.1 * CAPACITY, 10, seed=1)).calls)
+    assert calls == len(alone.serve(poisson(0.1 * CAPACITY, 10, seed=1), controlled=False).calls) < 60
+    assert priced.knobs.max_wait_ms == knobs().max_wait_ms != plain.max_wait_ms
+
+
+def test_cost_is_what_the_budget_is_turned_by() -> None:
+    def price(call: Call) -> float:
+        return 0.020 + 0.0005 * call.cost
+
+    batcher = ControlledBatcher(Adaptive(), knobs(size=4096, budget=64), SLO_400)
+    batcher.serve(poisson(37, 25, seed=3, cost=lambda rng: rng.choice((1, 10, 100))), price)
+    assert 200 < batcher.knobs.token_budget <= 360  # a call of 360 takes 200 ms
+    assert batcher.knobs.max_batch_size == 4096
+
+
+def test_nothing_is_left_of_a_burst() -> None:
+    batcher = ControlledBatcher(Adaptive(), knobs(), SLO_400)
+    items: list[Item] = []
+    for start, seconds, load in ((0.0, 6.0, 0.05), (6.0, 6.0, 1.3), (12.0, 8.0, 0.05)):
+        items += poisson(load * CAPACITY, seconds, seed=5, start=start)
+    found = batcher.serve(items)
+    before = latency([r for r in found.records if r.arrival < 6], 50)
+    after = [r.e2e for r in found.records if r.arrival > 14 and r.e2e is not None]
+    assert median(after) < 1.1 * before and before == pytest.approx(0.022, rel=0.05)
+
+
+def test_calls_that_follow_no_model_are_not_trusted() -> None:
+    dice = random.Random(1)
+    start = knobs(size=8, wait_ms=0)
+    batcher = ControlledBatcher(Dynamic(), start, SLO_400)
+    batcher.serve(poisson(100, 20, seed=2), lambda call: dice.choice((0.001, 0.005, 0.2)))
+    assert batcher.control is not None
+    regimes = {decision.regime for decision in batcher.control.decisions}
+    assert "fallback" in regimes and batcher.knobs.max_batch_size <= 16
+    explained(batcher.control)
+
+
+def test_a_promise_that_one_item_breaks_is_said() -> None:
+    batcher = ControlledBatcher(Dynamic(), knobs(size=4, wait_ms=0), SLO(e2e_ms=15))
+    batcher.serve(poisson(150, 10, seed=2))
+    assert batcher.control is not None and batcher.knobs.max_batch_size > 4
+    (told, *_) = [d.cause for d in batcher.control.decisions if d.regime == "infeasible"]
+    assert told.startswith("one item alone takes 2") and told.endswith("ms, and 15 ms are promised: throughput instead")
+
+
+def test_operators_have_the_last_word() -> None:
+    batcher = ControlledBatcher(Dynamic(), knobs(size=6, wait_ms=50), SLO_400)
+    load = poisson(0.9 * CAPACITY, 8, seed=3)
+    batcher.serve(load, pinned={"max_wait_ms": 50}, bounds={"max_batch_size": (1, 24)})
+    assert batcher.knobs.max_batch_size == 24 and batcher.knobs.max_wait_ms == 50
+
+
+def test_which_controller_a_batcher_gets() -> None:
+    batcher = ControlledBatcher(Adaptive(), knobs(), SLO_400)
+    with autotune.control(batcher) as control:
+        assert isinstance(control.controller, BatchingController)
+    with autotune.control(batcher, controller="predictive") as control:
+        assert isinstance(control.controller, PredictiveController)
+    with pytest.raises(
+        ValueError, match=r"controller is 'best'; it must be one of predictive, .*, batching, or a Controller"
+    ):
+        autotune.control(batcher, controller="best")
