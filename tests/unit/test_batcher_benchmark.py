@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
+import socket
+import time
 from collections.abc import Sequence
 from math import inf
 
@@ -11,7 +14,7 @@ import pytest
 
 from benchmarks.batcher import judge, summary
 from benchmarks.batcher_cases import Burst, base, flooded, measure, own, recovery
-from benchmarks.batcher_load import Account, Client, Load
+from benchmarks.batcher_load import Account, Client, Load, OnTime
 from benchmarks.batcher_rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
 from benchmarks.batcher_service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
 from benchmarks.batcher_world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
@@ -192,3 +195,19 @@ async def test_the_client_gives_up_on_a_silent_server() -> None:
     server.close()
     await asyncio.gather(*handlers)
     assert account.status and set(account.status) == {0}
+
+
+def test_the_client_can_wait_for_less_than_a_millisecond() -> None:
+    selector = OnTime()
+    ours, theirs = socket.socketpair()
+    selector.register(ours, selectors.EVENT_READ, "heard")
+    waits = []
+    for _ in range(50):  # the shortest: a busy machine may wake anybody late
+        began = time.perf_counter()
+        assert selector.select(0.0003) == []
+        waits.append(time.perf_counter() - began)
+    assert 0.0003 <= min(waits) < 0.001
+    theirs.send(b"x")
+    assert [key.data for key, _ in selector.select(10)] == ["heard"] == [key.data for key, _ in selector.select()]
+    for each in (selector, ours, theirs):
+        each.close()
