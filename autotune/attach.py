@@ -15,6 +15,7 @@ from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile
+from runtime.batching.decorator import Batched
 from runtime.batching.tuning import TunableBatcher
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -30,7 +31,7 @@ def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
 
 
 def control(
-    engine: Controllable,
+    engine: Controllable | Batched,
     *,
     slo: SLO | str | None = None,
     profile: str | Path | None = None,
@@ -57,6 +58,8 @@ def control(
     Raises :class:`~runtime.errors.LeaseError` when another controller holds the engine,
     ``ValueError`` or :class:`~runtime.errors.InputError` for input that cannot be used.
     """
+    if isinstance(engine, Batched):  # what @batch makes of a function
+        engine = engine.batcher
     loaded = None if profile is None else _loaded(profile, engine)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
@@ -94,12 +97,17 @@ def _named(
 ) -> Controller:
     """The controller called ``name``, or what suits ``engine``."""
     if isinstance(engine, TunableBatcher) and name in (None, "batching"):
-        return BatchingController(slo, start, fixed_window=engine.strategy.name == "dynamic")
+        return BatchingController(slo, start, fixed_window=_strategy(engine) == "dynamic")
     name = name or "predictive"
     if name not in CONTROLLERS:
         known = ", ".join([*CONTROLLERS, *(["batching"] if isinstance(engine, TunableBatcher) else [])])
         raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
     return CONTROLLERS[name](slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
+
+
+def _strategy(batcher: TunableBatcher) -> str:
+    """Its name, without what may be wrapped around it ("dynamic, memory-bounded")."""
+    return batcher.strategy.name.partition(",")[0]
 
 
 def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile:
@@ -121,7 +129,7 @@ def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
     from autotune.profiling.fingerprint import measured_elsewhere
 
     if isinstance(profile, CallableProfile):
-        used = engine.strategy.name if isinstance(engine, TunableBatcher) else profile.strategy
+        used = _strategy(engine) if isinstance(engine, TunableBatcher) else profile.strategy
         how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
         elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
         return "; ".join(text for text in (elsewhere, how) if text)

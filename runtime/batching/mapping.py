@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any
 
 from runtime.batching.future import ItemFuture
 from runtime.errors import RejectedError
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
+_RETRY_S = 0.001  # after which a full queue is tried again, unless it says when
+
+Running = dict[ItemFuture, None]
+"""Those whose outcome has not been given out, in the order in which they were submitted."""
 
 
 def map_over(
@@ -26,7 +30,7 @@ def map_over(
     """See :meth:`runtime.batching.batcher.Batcher.map`."""
     total = len(items) if isinstance(items, Sized) else None
     with _bar(total) if progress else nullcontext(lambda: None) as advance:
-        running: deque[ItemFuture] = deque()
+        running: Running = {}
         source = _submitted(submit, items, running, return_exceptions)
         most = min(ahead, _AHEAD)
         give = _in_order if ordered else _as_completed
@@ -42,7 +46,7 @@ def map_over(
 
 
 def _submitted(
-    submit: Callable[[Any], ItemFuture], items: Iterable[Any], running: deque[ItemFuture], return_exceptions: bool
+    submit: Callable[[Any], ItemFuture], items: Iterable[Any], running: Running, return_exceptions: bool
 ) -> Iterator[ItemFuture]:
     """Submits one item each time it is asked. One that is refused gets a future that says so."""
     for item in items:
@@ -50,10 +54,9 @@ def _submitted(
             try:
                 yield submit(item)
             except RejectedError as error:
-                if error.reason == "queue_full" and running:
-                    running[0].exception()  # others fill the queue too: wait for one of ours
-                    if running[0].done():
-                        wait(list(running), timeout=error.retry_after_s or 0.001, return_when=FIRST_COMPLETED)
+                if error.reason == "queue_full" and running:  # others fill the queue too: one of ours will make room
+                    undone = [next((future for future in running if not future.done()), ItemFuture())]
+                    wait(undone, timeout=error.retry_after_s or _RETRY_S)
                     continue
                 if not return_exceptions:
                     raise
@@ -68,35 +71,40 @@ def _outcome(future: ItemFuture) -> Any:
     return future.result() if error is None else error
 
 
-def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int) -> Iterator[Any]:
+def _in_order(source: Iterator[ItemFuture], running: Running, most: int) -> Iterator[Any]:
     for future in source:
-        running.append(future)
-        while running and (len(running) >= most or running[0].done()):
-            outcome = _outcome(running[0])
-            running.popleft()
-            yield outcome
+        running[future] = None
+        while running and (len(running) >= most or next(iter(running)).done()):
+            yield _first(running)
     while running:
-        outcome = _outcome(running[0])
-        running.popleft()
-        yield outcome
+        yield _first(running)
 
 
-def _as_completed(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int) -> Iterator[Any]:
-    def ended(at_least_one: bool) -> list[Any]:
-        if at_least_one:
-            wait(list(running), return_when=FIRST_COMPLETED)
-        over = [future for future in running if future.done()]
-        alive = [future for future in running if not future.done()]
-        running.clear()
-        running.extend(alive)
-        return [_outcome(future) for future in over]
+def _first(running: Running) -> Any:
+    """The outcome of the first, which is waited for; it leaves."""
+    future = next(iter(running))
+    outcome = _outcome(future)
+    del running[future]
+    return outcome
 
+
+def _as_completed(source: Iterator[ItemFuture], running: Running, most: int) -> Iterator[Any]:
+    over: SimpleQueue[ItemFuture] = (
+        SimpleQueue()
+    )  # each tells when it is over, so that nobody has to look at all of them
     for future in source:
-        running.append(future)
-        if len(running) >= most:
-            yield from ended(True)
+        running[future] = None
+        future.add_done_callback(over.put)  # type: ignore[arg-type]  # it is called with the future itself
+        while running and (len(running) >= most or not over.empty()):
+            yield _next_over(over, running)
     while running:
-        yield from ended(True)
+        yield _next_over(over, running)
+
+
+def _next_over(over: SimpleQueue[ItemFuture], running: Running) -> Any:
+    future = over.get()
+    del running[future]
+    return _outcome(future)
 
 
 class _bar(AbstractContextManager[Callable[[], None]]):

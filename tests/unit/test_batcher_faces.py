@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from runtime import SLO, Batcher, batch
+from runtime import SLO, Batcher, ItemFuture, RejectedError, batch
 from runtime.batching.packing import Packed, pack
 from runtime.batching.padding import pad
 from tests.unit.batcher_doubles import Gated, Heard, double
@@ -83,6 +86,51 @@ def test_map_keeps_the_order_or_gives_what_is_ready() -> None:
         assert list(b.map(range(300))) == [2 * i for i in range(300)]
         assert sorted(b.map(iter(range(300)), ordered=False)) == [2 * i for i in range(300)]
         assert list(b.map([])) == []
+
+
+def test_map_gives_out_every_item_once_while_calls_end_all_the_time() -> None:
+    """Results come from another thread at any moment, also while the ones before them are being collected."""
+    with Batcher(double, max_batch_size=32) as b:
+        for _ in range(3):
+            assert sorted(b.map(range(20_000), ordered=False)) == list(range(0, 40_000, 2))
+
+
+def test_unordered_map_gives_out_what_is_ready_before_it_has_read_everything() -> None:
+    fn = Gated()
+    read: list[int] = []
+
+    def source() -> Iterator[int]:
+        for i in range(40):
+            read.append(i)
+            yield i
+
+    with Batcher(fn, max_queue=8, max_batch_size=4) as b:
+        fn.gate.release(100)
+        results = b.map(source(), ordered=False)
+        first = next(results)
+        assert first < 20 and len(read) < 20
+        assert sorted([first, *results]) == list(range(40))
+
+
+def test_map_waits_for_room_that_others_take_where_submit_would_refuse() -> None:
+    fn = Gated()
+    with Batcher(fn, max_queue=4, max_batch_size=2, when_full="reject") as b:
+        results = b.map(range(10))
+        ends = threading.Thread(target=fn.gate.release, args=(100,))
+        others: list[ItemFuture] = []
+
+        def crowd() -> None:
+            while len(others) < 20:
+                with suppress(RejectedError):
+                    others.append(b.submit(100 + len(others)))
+                time.sleep(0.0001)
+
+        crowding = threading.Thread(target=crowd)
+        for each in (crowding, ends):
+            each.start()
+        assert list(results) == list(range(10))
+        crowding.join(30)
+        assert sorted(f.result(30) for f in others) == list(range(100, 120))
 
 
 def test_map_reads_no_further_ahead_than_the_queue_has_room() -> None:

@@ -11,6 +11,7 @@ import pytest
 import autotune
 from autotune.controllers.batching import BatchingController
 from autotune.controllers.predictive import PredictiveController
+from runtime import batch
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Adaptive, Dynamic, Strategy
 from runtime.knobs import Knobs
@@ -120,3 +121,18 @@ def test_which_controller_a_batcher_gets() -> None:
         ValueError, match=r"controller is 'best'; it must be one of predictive, .*, batching, or a Controller"
     ):
         autotune.control(batcher, controller="best")
+
+
+def test_what_batch_makes_can_be_controlled() -> None:
+    @batch(slo="e2e=1s", strategy="dynamic", max_wait_ms=5, memory_limit_bytes=1 << 30, measure_bytes=lambda: 1 << 20)
+    def same(items: list[int]) -> list[int]:
+        return items
+
+    with autotune.control(same, interval_s=0.001) as control:
+        assert isinstance(control.controller, BatchingController)
+        for i in range(200):
+            assert same(i) == i
+            if same.batcher.knobs.max_wait_ms == 0:  # it is dynamic still, with a bound of its memory around it
+                break
+        assert same.batcher.knobs.max_wait_ms == 0
+    same.close()
