@@ -23,10 +23,13 @@ class UndisturbedClock:
     The kernel counts it in the second field of the thread's ``schedstat``, in ns (Linux,
     Documentation/scheduler/sched-stats.rst). It is added when the thread runs again: read from other threads, this clock can be
     ahead by a wait that still goes on, a few milliseconds, and step back. What other work costs by emptying caches stays in.
+    Between :meth:`count_waits` and :meth:`leave_waits_out` waits pass like other time, for work that is part of an experiment.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
+        self._counted = 0.0  # waits that are not left out
+        self._since: float | None = None  # waited when counting began
 
     def follow(self, thread: threading.Thread) -> None:
         """Leave out the waits of ``thread``, which has started. Raises OSError where there is no such account."""
@@ -37,9 +40,23 @@ class UndisturbedClock:
 
     _offset = 0.0
 
+    def count_waits(self) -> None:
+        """From now on, until :meth:`leave_waits_out`, waits are not left out."""
+        if self._since is None:
+            self._since = self._read()
+
+    def leave_waits_out(self) -> None:
+        if self._since is not None:
+            self._counted += self._read() - self._since
+            self._since = None
+
     @property
     def waited(self) -> float:
         """Seconds left out since the thread began."""
+        return (self._read() if self._since is None else self._since) - self._counted
+
+    def _read(self) -> float:
+        """Seconds that the thread has waited since it began."""
         return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     def now(self) -> float:

@@ -15,13 +15,13 @@ and a change of speed is followed even then. Residuals are relative and clipped 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+from runtime.least_squares import RecursiveLeastSquares
 
 DOUBT = 0.3
 """How far off a machine may be, relatively, from what a profile of it said."""
-
-_NOISE = 0.05  # deviation of a step from what can be predicted at all, relative: the unit of covariances
 
 
 class StepFeatures(NamedTuple):
@@ -49,117 +49,6 @@ class Knowledge(NamedTuple):
     decode_covariance: Sequence[Sequence[float]]
     mixed: Sequence[float]
     mixed_covariance: Sequence[Sequence[float]]
-
-
-class RecursiveLeastSquares:
-    """Non-negative coefficients of ``n`` inputs, all of them expected to be of order one.
-
-    Each sample is divided by its own result, so that relative errors are what is made small; a stall ten times too long
-    then speaks with a tenth of the weight. ``forgetting`` is the weight that old knowledge keeps in the direction of each new
-    input. ``clip`` bounds a relative residual to that many times the usual one (a running mean, at least 1%).
-    """
-
-    __slots__ = ("_clip", "_cov", "_forgetting", "_free", "_info", "coefficients", "samples", "spread")
-
-    def __init__(self, n: int, *, forgetting: float = 0.98, prior: float = 100.0, clip: float = 4.0) -> None:
-        self.coefficients = [0.0] * n
-        self._free = [0.0] * n  # the same without the bound at zero: the recursion needs it undisturbed
-        self.samples = 0
-        self.spread = 0.0
-        self._forgetting = forgetting
-        self._clip = clip
-        self._cov = [[prior if i == j else 0.0 for j in range(n)] for i in range(n)]
-        self._info = [[1 / prior if i == j else 0.0 for j in range(n)] for i in range(n)]
-
-    def predict(self, x: Sequence[float]) -> float:
-        return sum(map(float.__mul__, self.coefficients, x))
-
-    def believe(self, coefficients: Sequence[float], covariance: Sequence[Sequence[float]], doubt: float) -> None:
-        """Begin at ``coefficients``, which may be off by about ``doubt`` all together, and by a fifth of that each.
-
-        ``covariance`` is that of relative residuals of variance 1; what it says of how they go together is kept.
-        """
-        scale = (doubt / _NOISE) ** 2
-        own = [0.04 * scale * max(c * c, 1e-4) for c in coefficients]
-        self._cov = [
-            [covariance[i][j] + scale * a * b + (own[i] if i == j else 0.0) for j, b in enumerate(coefficients)]
-            for i, a in enumerate(coefficients)
-        ]
-        self._info = _inverse(self._cov)
-        self.coefficients, self._free = list(coefficients), list(coefficients)
-        self.samples = 4 * len(coefficients)
-        self.spread = doubt
-
-    def covariance(self) -> list[list[float]]:
-        return [row[:] for row in self._cov]
-
-    def update(self, x: Sequence[float], y: float) -> float:
-        """Learn that inputs ``x`` gave ``y`` > 0; returns the relative residual before, (y − predicted) / y."""
-        mul = float.__mul__
-        cov, info, keep = self._cov, self._info, self._forgetting
-        x = [v / y for v in x]
-        residual = 1.0 - sum(map(mul, self._free, x))
-        rx = [sum(map(mul, row, x)) for row in info]
-        known = sum(map(mul, rx, x))
-        px = [sum(map(mul, row, x)) for row in cov]
-        # Forget in the direction of x only: cov grows by a multiple of x·xᵀ, info shrinks by the matching term.
-        # Where hardly anything is known there is nothing to forget.
-        if known > 1.0:
-            grow = (1 - keep) / (keep * known)
-            shrink = (1 - keep) / known
-            xx = sum(map(mul, x, x))
-            px = [p + grow * xx * v for p, v in zip(px, x, strict=True)]
-            for i, xi in enumerate(x):
-                cov[i] = [c + grow * xi * xj for c, xj in zip(cov[i], x, strict=True)]
-                info[i] = [c - shrink * rx[i] * rj + xi * xj for c, rj, xj in zip(info[i], rx, x, strict=True)]
-        else:
-            for i, xi in enumerate(x):
-                info[i] = [c + xi * xj for c, xj in zip(info[i], x, strict=True)]
-        gain_of = 1.0 + sum(map(mul, px, x))
-        step = residual
-        if self.samples > 2 * len(x):
-            most = self._clip * max(self.spread, 0.01)
-            step = min(max(residual, -most), most)
-        self.samples += 1
-        weight = max(0.05, 1 / self.samples)
-        self.spread += weight * (min(abs(residual), 1.0) - self.spread)
-        scale = step / gain_of
-        self._free = [c + scale * p for c, p in zip(self._free, px, strict=True)]
-        for i, pi in enumerate(px):
-            share = pi / gain_of
-            cov[i] = [c - share * pj for c, pj in zip(cov[i], px, strict=True)]
-        self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()
-        return residual
-
-    def _non_negative(self) -> list[float]:
-        """The non-negative coefficients nearest to the free ones in the metric of what is known.
-
-        Coordinate descent on the non-negative least-squares problem, a few sweeps from where the last one ended.
-        """
-        mul = float.__mul__
-        info, found = self._info, self.coefficients[:]
-        wanted = [sum(map(mul, row, self._free)) for row in info]
-        for _ in range(4):
-            moved = 0.0
-            for i, row in enumerate(info):
-                before = found[i]
-                found[i] = after = max(0.0, before + (wanted[i] - sum(map(mul, row, found))) / row[i])
-                moved = max(moved, abs(after - before))
-            if moved < 1e-5:  # of coefficients of order one: far below what a step can teach
-                break
-        return found
-
-
-def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Of a symmetric positive definite matrix: Gauss–Jordan, which needs no pivoting there."""
-    n = len(matrix)
-    rows = [[*map(float, row), *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
-    for i, row in enumerate(rows):
-        rows[i] = row = [v / row[i] for v in row]
-        for j, other in enumerate(rows):
-            if j != i:
-                rows[j] = [v - other[i] * w for v, w in zip(other, row, strict=True)]
-    return [row[n:] for row in rows]
 
 
 class StepLearner:
@@ -273,11 +162,14 @@ class StepLearner:
         """The machine takes ``factor``, above 0, times as long as it did, whatever a step holds."""
         self._unit *= factor
 
-    def most_prefill(self, decodes: int, context: int, seconds: float) -> float:
+    def most_prefill(
+        self, decodes: int, context: int, seconds: float, going_on: Iterable[tuple[int, int]] = ()
+    ) -> float:
         """The most prompt tokens that a step may hold beside ``decodes`` (reading ``context`` tokens) to take ``seconds``.
 
-        Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. The tokens are taken
-        as one fresh chunk, whose attention costs the most.
+        Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. ``going_on``: (tokens
+        computed, tokens that this step may compute) of prompts that come first; their attention reads what was computed. What
+        is left of the time goes to one fresh chunk.
         """
         if not self._unit:
             return math.inf
@@ -293,8 +185,22 @@ class StepLearner:
         left = room - m0 - m2 * decodes * self._DECODES - m3 * context * self._CONTEXT
         if left <= 0:
             return 0.0
-        linear = m1 * self._TOKENS + m3 * self._CONTEXT
-        square = m4 * self._PAIRS / 2
-        if square > 0:
-            return (math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square)
-        return left / linear if linear > 0 else math.inf
+        read, pair = m3 * self._CONTEXT, m4 * self._PAIRS
+        linear, square = m1 * self._TOKENS + read, pair / 2
+        first = 0
+        for start, count in going_on:
+            left -= read * start
+            each = linear + pair * start
+            cost = count * (each + square * count)
+            if cost >= left:
+                return first + (_positive_root(square, each, left) if left > 0 else 0.0)
+            left -= cost
+            first += count
+        return first + _positive_root(square, linear, left)
+
+
+def _positive_root(square: float, linear: float, value: float) -> float:
+    """The n at which ``square·n² + linear·n`` is ``value`` > 0; inf if it never is."""
+    if square > 0:
+        return (math.sqrt(linear * linear + 4 * square * value) - linear) / (2 * square)
+    return value / linear if linear > 0 else math.inf

@@ -18,7 +18,7 @@ class SchedulerView(NamedTuple):
     missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``pace``: the
     tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
-    and not yet computed.
+    and not yet computed; ``going_on``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
     """
 
     now: float
@@ -37,6 +37,7 @@ class SchedulerView(NamedTuple):
     epoch: int
     effective_limits: KnobLimits
     pace: float = inf
+    going_on: tuple[tuple[int, int], ...] = ()
 
     @property
     def running(self) -> int:

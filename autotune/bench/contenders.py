@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.slo import SLO
+
+if TYPE_CHECKING:
+    from autotune.attach import Controllable
+    from autotune.attached import Control
 
 DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 """vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""
@@ -13,11 +21,15 @@ DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_si
 
 @dataclass(frozen=True)
 class Contender:
-    """``knobs``: the setting it runs at, or from which its controller starts, knowing nothing else."""
+    """``knobs``: the setting it runs at, or from which its controller starts, knowing nothing else.
+
+    ``attach`` puts another controller to work than :func:`autotune.control` does by itself.
+    """
 
     name: str
     knobs: Knobs
     control: bool = False
+    attach: Callable[[Controllable, SLO], AbstractContextManager[Control]] | None = None
 
 
 def defaults(limits: KnobLimits) -> Contender:

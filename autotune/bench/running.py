@@ -9,10 +9,11 @@ nothing is left out: what a controller loses while it learns counts against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from autotune.attach import Controllable, control
+from autotune.attached import Control
 from autotune.bench.contenders import Contender
 from autotune.decisions import Decision
 from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
@@ -112,7 +113,7 @@ def _measure(
 ) -> Result:
     records: list[RequestRecord] = []
     engine.set_knobs(turn.contender.knobs)
-    with control(engine, slo=slo) if turn.contender.control else nullcontext() as attached:
+    with _attached(engine, turn.contender, slo) as attached:
         score = evaluate(
             engine,
             None,
@@ -140,6 +141,12 @@ def _measure(
         tuple(_outcome(record, start, slo) for record in records if record.offered),
         tuple(d._replace(at=max(0.0, d.at - start)) for d in decisions),
     )
+
+
+def _attached(engine: Engine, contender: Contender, slo: SLO) -> AbstractContextManager[Control | None]:
+    if not contender.control:
+        return nullcontext()
+    return control(engine, slo=slo) if contender.attach is None else contender.attach(engine, slo)
 
 
 def _outcome(record: RequestRecord, start: float, slo: SLO) -> Outcome:

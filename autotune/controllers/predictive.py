@@ -141,7 +141,9 @@ class PredictiveController:
             allowed = min(allowed, gap * self.bias / self.margin.value)
         if allowed == math.inf:
             return top
-        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
+        most = view.knobs.chunk_size
+        going_on = [(done, min(left, most)) for done, left in view.going_on]
+        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias, going_on)
         return top if room >= top else min(top, view.decoding + max(0, int(room)))
 
     def _pace(self, view: SchedulerView) -> float:

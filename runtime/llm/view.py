@@ -12,6 +12,7 @@ from runtime.tunable import SchedulerView
 def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
     """A look at ``scheduler`` as of ``now``; costs no more with more sequences decoding."""
     oldest, decodes, slack = scheduler.waiting.oldest(), scheduler.decodes, scheduler.slack
+    going_on = tuple((s.computed, s.target - s.computed) for s in scheduler.prefills)
     last_end = now if decodes.last_end is None else decodes.last_end
     return SchedulerView(
         now=now,
@@ -19,7 +20,7 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
         prefilling=len(scheduler.prefills),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.tokens,
-        prefilling_tokens=sum(s.target - s.computed for s in scheduler.prefills),
+        prefilling_tokens=sum(left for _, left in going_on),
         decode_context=decodes.context,
         kv_free_blocks=scheduler.kv.free,
         kv_total_blocks=scheduler.kv.total,
@@ -30,4 +31,5 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
         epoch=epoch,
         effective_limits=limits,
         pace=slack.pace,
+        going_on=going_on,
     )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.step_model import RecursiveLeastSquares, StepFeatures, StepLearner
+from runtime.least_squares import RecursiveLeastSquares
+from runtime.step_model import StepFeatures, StepLearner
 from tests.unit.control_world import h200 as overlapped
 
 Hardware = Callable[[StepFeatures], float]
@@ -91,3 +92,36 @@ def test_impossible_times_are_ignored(bad: float) -> None:
     for _ in range(50):
         learner.observe(StepFeatures(4, 400, 0, 0, 0), bad)
     assert learner.samples == 0 and learner.predict(StepFeatures(4, 400, 0, 0, 0)) == 0
+
+
+@pytest.mark.parametrize("going_on", [[], [(3000, 64)], [(0, 100), (4096, 256)], [(2048, 10_000)]])
+def test_the_most_prompt_tokens_are_those_whose_step_takes_the_time(going_on: list[tuple[int, int]]) -> None:
+    dice = random.Random(2)
+    learner = StepLearner()
+    for _ in range(400):
+        step = draw(dice)
+        learner.observe(step, additive(step))
+    decodes, context = 16, 16 * 700
+    seconds = 3 * learner.predict(StepFeatures(decodes, context, 64, 64, 64 * 65 // 2))
+    most = learner.most_prefill(decodes, context, seconds, going_on)
+    parts, left = [], int(most)
+    for start, count in [*going_on, (0, left)]:
+        parts.append((start, min(count, left)))
+        left -= parts[-1][1]
+    parts = [(start, count) for start, count in parts if count]
+    tokens = sum(count for _, count in parts)
+    reads = sum(start + count for start, count in parts)
+    pairs = sum(count * start + count * (count + 1) // 2 for start, count in parts)
+    assert learner.predict(StepFeatures(decodes, context, tokens, reads, pairs)) == pytest.approx(seconds, rel=0.02)
+    if going_on and going_on[-1][0]:
+        assert most < learner.most_prefill(decodes, context, seconds), "its attention reads what was computed before"
+
+
+def test_no_prompt_goes_on_in_a_time_that_reading_it_takes() -> None:
+    dice = random.Random(2)
+    learner = StepLearner()
+    for _ in range(400):
+        step = draw(dice)
+        learner.observe(step, additive(step))
+    bare = learner.predict(StepFeatures(4, 400, 1, 1, 1))
+    assert learner.most_prefill(4, 400, 1.0001 * bare, [(10**9, 64)]) == 0

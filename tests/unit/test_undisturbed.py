@@ -54,6 +54,28 @@ def test_time_that_another_process_took_is_left_out() -> None:
     assert mine == pytest.approx(cpu, abs=0.1 * wall)
 
 
+def test_waits_that_are_part_of_the_experiment_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = UndisturbedClock()
+    waited, real = [5.0], [100.0]
+    monkeypatch.setattr(clock, "_read", lambda: waited[0])
+    monkeypatch.setattr(time, "monotonic", lambda: real[0])
+
+    def passes(*, waiting: bool) -> float:
+        before = clock.now()
+        real[0] += 1.0
+        waited[0] += 1.0 if waiting else 0.0
+        return clock.now() - before
+
+    assert (passes(waiting=False), passes(waiting=True)) == (1.0, 0.0)
+    clock.count_waits()
+    clock.count_waits()
+    assert (passes(waiting=False), passes(waiting=True)) == (1.0, 1.0)
+    before = clock.now()
+    clock.leave_waits_out()
+    assert clock.now() == before
+    assert (passes(waiting=False), passes(waiting=True)) == (1.0, 0.0)
+
+
 def test_it_does_not_jump_when_it_begins_to_follow_and_sleep_counts() -> None:
     clock = UndisturbedClock()
     before = clock.now()

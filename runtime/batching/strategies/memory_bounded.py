@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies.protocol import Decision, State, Strategy, fit
+from runtime.least_squares import RecursiveLeastSquares
 from runtime.records import LimitedBy
-from runtime.step_model import RecursiveLeastSquares
 
 _RESERVE = 1.1
 _REACH = 2  # times the largest cost measured, beyond which the line is a guess

@@ -1,0 +1,30 @@
+"""Who takes part beside the fixed settings. Every controller starts cold, from vLLM's defaults, in every turn."""
+
+from __future__ import annotations
+
+from autotune.attach import Controllable, control
+from autotune.attached import Control
+from autotune.bench.contenders import DEFAULTS, Contender
+from autotune.controllers.registry import CONTROLLERS
+from benchmarks.controller_contenders import KnobsOnly
+from runtime.knobs import KnobLimits
+from runtime.slo import SLO
+
+
+def ours(limits: KnobLimits) -> Contender:
+    """The predictive controller with all it has: knobs, budgets of single steps, early rejection, deadline order."""
+    return Contender("control", limits.clamp(DEFAULTS), control=True, attach=_full)
+
+
+def ours_knobs_only(limits: KnobLimits) -> Contender:
+    """The same turning knobs and nothing else."""
+    return Contender("knobs only", limits.clamp(DEFAULTS), control=True, attach=_knobs_only)
+
+
+def _full(engine: Controllable, slo: SLO) -> Control:
+    return control(engine, slo=slo, admission=True)
+
+
+def _knobs_only(engine: Controllable, slo: SLO) -> Control:
+    made = CONTROLLERS["predictive"](slo, engine.knobs, engine.kv_tokens, engine.block_size)
+    return control(engine, slo=slo, controller=KnobsOnly(made))

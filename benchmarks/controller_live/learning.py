@@ -1,0 +1,70 @@
+"""What the benchmark has to know of a machine before it can say what is a fitting load: what steps cost, with and without a
+second process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+from autotune.bench import fixed
+from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import Recorder
+from autotune.profiling.step_driver import samples
+from autotune.profiling.steps import features, measure_steps_and_pace
+from benchmarks.controller_live.cases import cases
+from benchmarks.controller_live.machine import Machine, taking
+from benchmarks.controller_live.serving import turn
+from runtime.knobs import Knobs
+from runtime.llm.engine import Engine
+
+_MIDDLING = Knobs(32, 0, 512, 512)
+"""The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
+_SEED = 9000  # of these loads
+_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
+
+
+def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
+    """What steps cost on this machine. Raises :class:`autotune.evaluate.Interrupted` on ``stop``."""
+    points = measure_steps_and_pace(
+        machine.engine, machine.facts, budget_s=seconds, seed=seed, clock=machine.clock, stop=stop
+    ).points
+    return fit_cost_model(points)
+
+
+def served(machine: Machine, cost: CostModel, seconds: float, stop: Callable[[], bool]) -> CostModel:
+    """``cost`` at the pace at which the machine serves: a process gets faster in its first minutes, and a calibration may have
+    met a slow moment. ``seconds`` of each of the steady loads, and nobody sees how they fare. Raises as :func:`calibrate`."""
+    took = told = 0.0
+    for number, case in enumerate(cases(machine, cost, 1.0, seconds)):
+        if case.shifts:
+            continue
+        log = Recorder()
+        unsubscribe = machine.engine.subscribe(log)
+        try:
+            turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
+        finally:
+            unsubscribe()
+        idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
+        for record, span in samples(log.steps, idle, whole=True):
+            took += span
+            told += cost.predict(features(record))
+    speed = told / took
+    return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+
+def slowdown(machine: Machine, *, repeats: int = 3) -> float:
+    """How many times as long the same requests take while a second process takes a core: medians of alternating runs."""
+    assert isinstance(machine.engine, Engine)
+    rng = random.Random(77)
+    took: dict[bool, list[float]] = {False: [], True: []}
+    machine.engine.set_knobs(Knobs(8, 0, 256, 256))
+    for taken in [False, True] * repeats:
+        prompts = [[rng.randrange(machine.facts.vocab_size) for _ in range(128)] for _ in range(8)]
+        with taking(machine.core) if taken else contextlib.nullcontext():
+            begun = machine.clock.now()
+            machine.engine.generate(prompts, max_tokens=32, ignore_eos=True)
+            took[taken].append(machine.clock.now() - begun)
+    return statistics.median(took[True]) / statistics.median(took[False])

@@ -1,0 +1,189 @@
+"""What the contenders run on: the live engine on a clock without the machine's drift, or a simulation of it.
+
+A machine has an engine, and a core that a second process takes when it is told to. Live, that is a process of ours
+(:mod:`.thief`); simulated, all steps take as many times as long as they were seen to take beside it.
+
+The live engine is on the clock of :mod:`benchmarks.paced`: between its steps an anchor runs now and then, and the clock follows
+its pace, so that a shared machine that is slower for seconds at a time counts as one that is not. While an anchor runs, the
+process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from autotune.bench.running import Engine
+from autotune.profile import ModelFacts
+from autotune.simulate import SimulatedEngine
+from benchmarks.controller_hardware import Weather
+from benchmarks.controller_live.thief import Thief
+from benchmarks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
+from benchmarks.undisturbed import UndisturbedClock
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import KnobLimits
+from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.engine import Engine as LiveEngine
+from runtime.llm.plan import Executor
+from runtime.step_model import StepModel
+
+KV_TOKENS = 131_072
+PATIENCE = AdmissionPolicy(reject=False, queue_timeout="ttft", order=None)
+"""For every contender alike: who has not been begun when its TTFT target has passed leaves the queue. Without that, first come
+first served past capacity makes every request late, and a ratio to it says nothing."""
+
+NOISE = 0.05  # of simulated step times
+
+
+class Core(Protocol):
+    """A processor that can be taken away."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``clock`` is the engine's. ``pace``: how much slower than its fastest the machine has been since last asked."""
+
+    engine: Engine
+    facts: ModelFacts
+    clock: Clock
+    core: Core
+    pace: Callable[[], float] = lambda: 1.0
+
+
+class _Slower:
+    """All simulated steps take ``factor`` times as long while it is started."""
+
+    def __init__(self, weather: Weather, factor: float) -> None:
+        self._weather, self._factor = weather, factor
+
+    def start(self) -> None:
+        self._weather.slow = self._factor
+
+    def stop(self) -> None:
+        self._weather.slow = 1.0
+
+
+def simulated(cost: StepModel, facts: ModelFacts, slowdown: float, seed: int = 0) -> Machine:
+    """The machine of which ``cost`` knows the step times, in virtual time."""
+    weather = Weather(cost)
+    engine = SimulatedEngine(
+        weather,
+        kv_tokens=KV_TOKENS,
+        limits=KnobLimits(),
+        prefix_cache=False,
+        noise=NOISE,
+        seed=seed,
+        admission=PATIENCE,
+    )
+    return Machine(engine, facts, engine.clock, _Slower(weather, slowdown))
+
+
+class _LoneAnchor(Anchor):
+    """An anchor beside which ``thief`` rests."""
+
+    def __init__(self, executor: Executor, vocab_size: int, thief: Thief) -> None:
+        super().__init__(executor, vocab_size)
+        self._thief = thief
+
+    def step(self, clock: Clock) -> float:
+        self._thief.rest()
+        try:
+            return super().step(clock)
+        finally:
+            self._thief.go_on()
+
+
+class SharedCore:
+    """The core that ``thread`` computes on, while ``thief`` wants it too: pinned to one, they get half of it each.
+
+    Where the system pins no threads the thief runs wherever there is room. A ``clock`` that leaves waits out counts these.
+    """
+
+    def __init__(self, thread: threading.Thread, thief: Thief, clock: Clock) -> None:
+        assert thread.native_id is not None
+        self._thread, self._thief = thread.native_id, thief
+        self._clock = clock if isinstance(clock, UndisturbedClock) else None
+        self._usual: set[int] = set()
+
+    def start(self) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            self._usual = self._usual or os.sched_getaffinity(self._thread)
+            for task in (self._thread, self._thief.pid):
+                os.sched_setaffinity(task, {max(self._usual)})
+        if self._clock is not None:
+            self._clock.count_waits()
+        self._thief.start()
+
+    def stop(self) -> None:
+        self._thief.stop()
+        if self._clock is not None:
+            self._clock.leave_waits_out()
+        if self._usual:
+            os.sched_setaffinity(self._thread, self._usual)
+            self._usual = set()
+
+
+@contextmanager
+def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Machine]:
+    """``tiny`` in bfloat16 on one CPU thread: who sends the requests needs a core too.
+
+    ``wall_clock``: leave the machine's drift in. ``undisturbed``: leave out the time for which the kernel kept the engine's
+    thread waiting, for machines that do much other work.
+    """
+    import torch
+
+    from runtime.torch_backend.executor import TorchExecutor
+    from runtime.torch_backend.loading import load_model
+
+    torch.set_num_threads(1)
+    other = load_model("tiny", dtype="bfloat16", device="cpu")
+    loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+    facts = ModelFacts(
+        name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
+        seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+    )  # fmt: skip
+    with Thief() as thief:
+        base = UndisturbedClock() if undisturbed else MonotonicClock()
+        clock: Clock = base if wall_clock else PacedClock(base)
+        executor: Executor = TorchExecutor(loaded, kv_blocks=KV_TOKENS // BLOCK, clock=clock)
+        paces: list[float] = []
+        if isinstance(clock, PacedClock):
+            anchor = _LoneAnchor(TorchExecutor(other, kv_blocks=ANCHOR_BLOCKS), other.vocab_size, thief)
+            executor = PacedExecutor(executor, anchor, clock, anchor.fastest())
+            paces = executor.paces
+
+        def pace() -> float:
+            found = statistics.fmean(paces) if paces else 1.0
+            paces.clear()
+            return found
+
+        known = set(threading.enumerate())
+        engine = LiveEngine(
+            loaded, limits=KnobLimits(), kv_tokens=KV_TOKENS, executor=executor, clock=clock, admission=PATIENCE
+        )
+        try:
+            thread = next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine "))
+            if isinstance(base, UndisturbedClock):
+                base.follow(thread)
+            yield Machine(engine, facts, clock, SharedCore(thread, thief, base), pace)
+        finally:
+            engine.close(drain=False)
+
+
+@contextmanager
+def taking(core: Core) -> Iterator[None]:
+    """Without ``core``, for as long."""
+    core.start()
+    try:
+        yield
+    finally:
+        core.stop()

@@ -1,0 +1,72 @@
+"""How much more goodput one contender has than another: ratios over the rounds both have, and geometric means over cases.
+
+All contenders of a round are offered the same requests for as long, so goodputs are to each other as the numbers of requests
+that met every target. Intervals are 95% percentile bootstraps as in :mod:`autotune.bench.comparing`: rounds are drawn
+with replacement and, within each, blocks of a few seconds, the same draws for both sides; each case is drawn by itself, and
+the mean of the logarithms is taken of every draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.bench import Contender, Estimate, Result
+from autotune.bench.comparing import BLOCK_S
+
+DRAWS = 4000
+
+Floats = NDArray[np.float64]
+
+
+class Ratio(NamedTuple):
+    """``value``, and the logarithms of the draws. No draws: nothing could be compared."""
+
+    value: float
+    draws: Floats
+
+    def estimate(self) -> Estimate:
+        known = self.draws[~np.isnan(self.draws)]
+        if not len(known):
+            return Estimate(math.nan, math.nan, math.nan)
+        low, high = np.percentile(known, [2.5, 97.5], method="nearest")
+        return Estimate(self.value, float(np.exp(low)), float(np.exp(high)))
+
+
+def ratio(results: Sequence[Result], one: Contender, other: Contender, duration: float, seed: int) -> Ratio:
+    """Requests of ``one`` in SLO over those of ``other``, in the rounds that both have."""
+    mine, theirs = ({r.turn.round: r for r in results if r.turn.contender == c} for c in (one, other))
+    both = sorted(mine.keys() & theirs.keys())
+    if not both:
+        return Ratio(math.nan, np.empty(0))
+    blocks = max(1, round(duration / BLOCK_S))
+    tables = [np.array([_by_block(found[r], duration, blocks) for r in both]) for found in (mine, theirs)]
+    rng = np.random.default_rng(seed)
+    rounds = rng.integers(0, len(both), size=(DRAWS, len(both), 1))
+    picked = rng.integers(0, blocks, size=(DRAWS, len(both), blocks))
+    above, below = (table[rounds, picked].sum(axis=(1, 2)) for table in tables)
+    with np.errstate(divide="ignore", invalid="ignore"):  # nothing in SLO on a side: infinite, or unknown
+        draws = np.log(above) - np.log(below)
+        value = tables[0].sum() / tables[1].sum()
+    return Ratio(float(value), draws)
+
+
+def geometric_mean(ratios: Sequence[Ratio]) -> Estimate:
+    """Of those that are known; NaN of none."""
+    known = [r for r in ratios if len(r.draws) and not math.isnan(r.value)]
+    if not known:
+        return Estimate(math.nan, math.nan, math.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(np.exp(np.mean([np.log(r.value) for r in known])))
+        draws = np.mean([r.draws for r in known], axis=0)
+    return Ratio(value, draws).estimate()
+
+
+def _by_block(result: Result, duration: float, blocks: int) -> Floats:
+    """Requests in SLO, by when they were due."""
+    due = [outcome.due for outcome in result.outcomes if outcome.met]
+    return np.histogram(np.clip(due, 0, duration), bins=blocks, range=(0, duration))[0].astype(float)

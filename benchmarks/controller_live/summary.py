@@ -1,0 +1,113 @@
+"""What came of a contest: the table for people, and the JSON line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from autotune.bench import Comparison, Contender, Estimate, compare
+from autotune.bench.table import show
+from benchmarks.controller_live.cases import Case
+from benchmarks.controller_live.figures import Panel
+from benchmarks.controller_live.ratios import Ratio, geometric_mean, ratio
+from benchmarks.controller_live.serving import Contest
+
+
+class Compared(NamedTuple):
+    """One case: who was the best fixed setting, and ours over it and over the defaults."""
+
+    case: Case
+    comparison: Comparison
+    best: Contender
+    against_best: Ratio
+    against_defaults: Ratio
+
+
+def compared(
+    contest: Contest, cases: Sequence[Case], ours: Contender, vllm: Contender, duration: float
+) -> list[Compared]:
+    """Of each case that has a whole round in which a fixed setting was served."""
+    found = []
+    for number, case in enumerate(cases):
+        results, leading = contest.results(case), contest.leading(case)
+        if not results or not leading:
+            continue
+        best = leading[0]
+        ratios = [ratio(results, ours, other, duration, seed=2 * number + at) for at, other in enumerate((best, vllm))]
+        found.append(Compared(case, compare(results, duration), best, *ratios))
+    return found
+
+
+def panels(found: Sequence[Compared], ours: Contender, vllm: Contender) -> list[Panel]:
+    return [Panel(c.case, c.comparison.results, (ours, vllm, c.best)) for c in found]
+
+
+def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict[str, Any]:
+    """The three figures with their 95% intervals, and what they are made of. None: nothing was measured.
+
+    ``steady_vs_best_static``, ``shift_vs_best_static``: geometric means over the steady loads, and over those that shift, of our
+    goodput ÷ that of the best fixed setting of each. ``vs_defaults``: of our goodput ÷ that of vLLM's defaults, over all.
+    """
+    figures = {
+        "steady_vs_best_static": geometric_mean([c.against_best for c in found if not c.case.shifts]),
+        "vs_defaults": geometric_mean([c.against_defaults for c in found]),
+        "shift_vs_best_static": geometric_mean([c.against_best for c in found if c.case.shifts]),
+    }
+    shape: dict[str, Any] = {name: _number(estimate.value) for name, estimate in figures.items()}
+    shape |= {f"{name}_interval": _interval(estimate) for name, estimate in figures.items()}
+    shape["cases"] = {c.case.name: _of_case(c, ours, vllm) for c in found}
+    return shape
+
+
+def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
+    against_best, against_defaults = c.against_best.estimate(), c.against_defaults.estimate()
+    shape: dict[str, Any] = {
+        "vs_best_static": _number(against_best.value),
+        "vs_best_static_interval": _interval(against_best),
+        "vs_defaults": _number(against_defaults.value),
+        "vs_defaults_interval": _interval(against_defaults),
+        "slo": str(c.case.slo),
+        "rate": round(c.case.workload.rate, 2),
+        "best_static": c.best.name,
+    }
+    for name, contender in (("control", ours), ("defaults", vllm), ("best", c.best)):
+        standing = c.comparison.standing(contender)
+        shape[name] = {
+            "attainment": _number(standing.attainment.value),
+            "goodput": _number(standing.goodput.value),
+            "goodput_interval": _interval(standing.goodput),
+            "offered": standing.offered,
+            "rounds": standing.rounds,
+        }
+    return shape
+
+
+def report(found: Sequence[Compared], vllm: Contender, say: Callable[[str], None]) -> None:
+    """A table of every case, and ours against the two."""
+    from autotune.cli.display import make_console
+
+    console = make_console()
+    console.width = max(console.width, 200)
+    for c in found:
+        say(f"\n{c.case.name}: {c.case.said}")
+        show(c.comparison, c.case.slo, console, baseline=vllm)
+        say(
+            f"goodput ÷ that of {c.best.name}, the best fixed setting: {words(c.against_best.estimate())}; "
+            f"÷ that of the defaults: {words(c.against_defaults.estimate())}"
+        )
+
+
+def words(estimate: Estimate) -> str:
+    """``1.07 [0.96–1.29]``."""
+    if math.isnan(estimate.value):
+        return "–"
+    return f"{estimate.value:.3f} [{estimate.low:.2f}–{estimate.high:.2f}]"
+
+
+def _number(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _interval(estimate: Estimate) -> list[float | None]:
+    return [_number(estimate.low), _number(estimate.high)]

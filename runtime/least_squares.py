@@ -1,0 +1,118 @@
+"""Linear least squares one sample at a time, with non-negative coefficients: what :mod:`runtime.step_model` learns by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_NOISE = 0.05  # deviation of a step from what can be predicted at all, relative: the unit of covariances
+
+
+class RecursiveLeastSquares:
+    """Non-negative coefficients of ``n`` inputs, all of them expected to be of order one.
+
+    Each sample is divided by its own result, so that relative errors are what is made small; a stall ten times too long
+    then speaks with a tenth of the weight. ``forgetting`` is the weight that old knowledge keeps in the direction of each new
+    input. ``clip`` bounds a relative residual to that many times the usual one (a running mean, at least 1%).
+    """
+
+    __slots__ = ("_clip", "_cov", "_forgetting", "_free", "_info", "coefficients", "samples", "spread")
+
+    def __init__(self, n: int, *, forgetting: float = 0.98, prior: float = 100.0, clip: float = 4.0) -> None:
+        self.coefficients = [0.0] * n
+        self._free = [0.0] * n  # the same without the bound at zero: the recursion needs it undisturbed
+        self.samples = 0
+        self.spread = 0.0
+        self._forgetting = forgetting
+        self._clip = clip
+        self._cov = [[prior if i == j else 0.0 for j in range(n)] for i in range(n)]
+        self._info = [[1 / prior if i == j else 0.0 for j in range(n)] for i in range(n)]
+
+    def predict(self, x: Sequence[float]) -> float:
+        return sum(map(float.__mul__, self.coefficients, x))
+
+    def believe(self, coefficients: Sequence[float], covariance: Sequence[Sequence[float]], doubt: float) -> None:
+        """Begin at ``coefficients``, which may be off by about ``doubt`` all together, and by a fifth of that each.
+
+        ``covariance`` is that of relative residuals of variance 1; what it says of how they go together is kept.
+        """
+        scale = (doubt / _NOISE) ** 2
+        own = [0.04 * scale * max(c * c, 1e-4) for c in coefficients]
+        self._cov = [
+            [covariance[i][j] + scale * a * b + (own[i] if i == j else 0.0) for j, b in enumerate(coefficients)]
+            for i, a in enumerate(coefficients)
+        ]
+        self._info = _inverse(self._cov)
+        self.coefficients, self._free = list(coefficients), list(coefficients)
+        self.samples = 4 * len(coefficients)
+        self.spread = doubt
+
+    def covariance(self) -> list[list[float]]:
+        return [row[:] for row in self._cov]
+
+    def update(self, x: Sequence[float], y: float) -> float:
+        """Learn that inputs ``x`` gave ``y`` > 0; returns the relative residual before, (y − predicted) / y."""
+        mul = float.__mul__
+        cov, info, keep = self._cov, self._info, self._forgetting
+        x = [v / y for v in x]
+        residual = 1.0 - sum(map(mul, self._free, x))
+        rx = [sum(map(mul, row, x)) for row in info]
+        known = sum(map(mul, rx, x))
+        px = [sum(map(mul, row, x)) for row in cov]
+        # Forget in the direction of x only: cov grows by a multiple of x·xᵀ, info shrinks by the matching term.
+        # Where hardly anything is known there is nothing to forget.
+        if known > 1.0:
+            grow = (1 - keep) / (keep * known)
+            shrink = (1 - keep) / known
+            xx = sum(map(mul, x, x))
+            px = [p + grow * xx * v for p, v in zip(px, x, strict=True)]
+            for i, xi in enumerate(x):
+                cov[i] = [c + grow * xi * xj for c, xj in zip(cov[i], x, strict=True)]
+                info[i] = [c - shrink * rx[i] * rj + xi * xj for c, rj, xj in zip(info[i], rx, x, strict=True)]
+        else:
+            for i, xi in enumerate(x):
+                info[i] = [c + xi * xj for c, xj in zip(info[i], x, strict=True)]
+        gain_of = 1.0 + sum(map(mul, px, x))
+        step = residual
+        if self.samples > 2 * len(x):
+            most = self._clip * max(self.spread, 0.01)
+            step = min(max(residual, -most), most)
+        self.samples += 1
+        weight = max(0.05, 1 / self.samples)
+        self.spread += weight * (min(abs(residual), 1.0) - self.spread)
+        scale = step / gain_of
+        self._free = [c + scale * p for c, p in zip(self._free, px, strict=True)]
+        for i, pi in enumerate(px):
+            share = pi / gain_of
+            cov[i] = [c - share * pj for c, pj in zip(cov[i], px, strict=True)]
+        self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()
+        return residual
+
+    def _non_negative(self) -> list[float]:
+        """The non-negative coefficients nearest to the free ones in the metric of what is known.
+
+        Coordinate descent on the non-negative least-squares problem, a few sweeps from where the last one ended.
+        """
+        mul = float.__mul__
+        info, found = self._info, self.coefficients[:]
+        wanted = [sum(map(mul, row, self._free)) for row in info]
+        for _ in range(4):
+            moved = 0.0
+            for i, row in enumerate(info):
+                before = found[i]
+                found[i] = after = max(0.0, before + (wanted[i] - sum(map(mul, row, found))) / row[i])
+                moved = max(moved, abs(after - before))
+            if moved < 1e-5:  # of coefficients of order one: far below what a step can teach
+                break
+        return found
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of a symmetric positive definite matrix: Gauss–Jordan, which needs no pivoting there."""
+    n = len(matrix)
+    rows = [[*map(float, row), *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
+    for i, row in enumerate(rows):
+        rows[i] = row = [v / row[i] for v in row]
+        for j, other in enumerate(rows):
+            if j != i:
+                rows[j] = [v - other[i] * w for v, w in zip(other, row, strict=True)]
+    return [row[n:] for row in rows]

@@ -1,0 +1,257 @@
+"""The live benchmark of the controller, all but the machine: its loads, rounds, ratios and pictures, in simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from autotune.bench import Contender, Result, defaults, fixed
+from autotune.cost_model import serving_cost
+from autotune.evaluate import EvaluationError, Interrupted
+from autotune.profile import find_profile, load_profile
+from autotune.profiling.setup import typical_step
+from benchmarks.controller_live import figures
+from benchmarks.controller_live.__main__ import Plan as Rounds
+from benchmarks.controller_live.__main__ import main, prepare
+from benchmarks.controller_live.cases import CORE, LOAD, PROMPTS, SHIFTS, STEADY, Case, cases, promise
+from benchmarks.controller_live.contenders import ours, ours_knobs_only
+from benchmarks.controller_live.learning import served
+from benchmarks.controller_live.machine import Machine, simulated
+from benchmarks.controller_live.screening import GRID, screen
+from benchmarks.controller_live.serving import Contest, turn
+from benchmarks.controller_live.summary import compared, panels, summary
+from runtime.knobs import Knobs
+from tests.unit.paced import FACTS
+
+MODEL = FACTS.model_copy(update={"max_model_len": 4096})
+COST = serving_cost(load_profile(find_profile("cpu-2core-tiny")))
+SLOWER = 1.5
+SECONDS = 6.0
+SIMULATION = partial(simulated, COST, MODEL, SLOWER)
+SMALL, LARGE = fixed(Knobs(64, 0, 96, 96)), fixed(Knobs(8, 0, 1024, 1024))
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return SIMULATION(0)
+
+
+@pytest.fixture
+def loads(machine: Machine) -> dict[str, Case]:
+    return {case.name: case for case in cases(machine, COST, SLOWER, SECONDS)}
+
+
+def contest(machine: Machine, cases: Sequence[Case], everywhere: Sequence[Contender], **options: Any) -> Contest:
+    given: dict[str, Any] = {
+        "statics": {case.name: [SMALL, LARGE] for case in cases}, "plan": (2, 1), "seed": 0, "duration": SECONDS,
+        "stop": lambda: False, "tell": lambda case, result: None, "fail": lambda case, contender, cause: None,
+    }  # fmt: skip
+    return Contest(machine, cases, everywhere, **given | options)
+
+
+def test_all_loads_follow_from_the_machine_by_the_same_rules(machine: Machine, loads: dict[str, Case]) -> None:
+    assert tuple(loads) == (*STEADY, *SHIFTS)
+    for name, case in loads.items():
+        assert case.shifts == (name in SHIFTS) and case.taken == (name == CORE)
+        assert case.slo.ttft_ms == pytest.approx(20 * (case.slo.tpot_ms or 0))
+    twice_as_fast = COST.scaled(compute=2, bandwidth=2, overhead=2)
+    assert promise(twice_as_fast, 100).tpot_ms == pytest.approx((promise(COST, 100).tpot_ms or 0) / 2, rel=0.03)
+    assert loads[CORE].workload.rate == pytest.approx(loads["conversation"].workload.rate * (1 + 1 / SLOWER) / 2)
+    assert f"{LOAD:.0%} of" in loads["code"].said
+    assert loads[PROMPTS].slo == loads[CORE].slo == loads["conversation"].slo
+
+
+def test_long_prompts_join_in_the_middle(loads: dict[str, Case]) -> None:
+    arrivals = list(loads[PROMPTS].workload.arrivals(3, duration=200.0))
+    assert all(a.time <= b.time for a, b in pairwise(arrivals))
+    before, after = ([a for a in arrivals if (a.time < SECONDS / 2) is first] for first in (True, False))
+    alone = list(loads["conversation"].workload.arrivals(3, duration=SECONDS / 2))
+    assert [a.prompt_tokens for a in before] == [a.prompt_tokens for a in alone]
+    joint = (loads["conversation"].workload.rate + loads["code"].workload.rate) / 2
+    assert len(after) / (200.0 - SECONDS / 2) == pytest.approx(joint, rel=0.1)
+    doubled = loads[PROMPTS].workload.at_rate(2 * loads[PROMPTS].workload.rate)
+    assert doubled.rate == pytest.approx(2 * loads[PROMPTS].workload.rate)
+
+
+def test_the_pace_is_that_of_serving_not_of_a_slow_moment(machine: Machine) -> None:
+    slow = COST.scaled(compute=0.5, bandwidth=0.5, overhead=0.5)
+    step = typical_step(8, 64, 128)
+    found = served(machine, slow, SECONDS, lambda: False)
+    assert found.predict(step) == pytest.approx(COST.predict(step), rel=0.03)
+    with pytest.raises(Interrupted):
+        served(machine, slow, SECONDS, lambda: True)
+
+
+class Taken:
+    """A core, and when it was taken and given back."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.times = clock, list[tuple[str, float]]()
+
+    def start(self) -> None:
+        self.times.append(("start", self.clock.now()))
+
+    def stop(self) -> None:
+        self.times.append(("stop", self.clock.now()))
+
+
+def test_the_core_is_taken_in_the_middle_and_given_back(machine: Machine, loads: dict[str, Case]) -> None:
+    core = Taken(machine.clock)
+    machine = replace(machine, core=core)
+    for _ in range(2):
+        core.times.clear()
+        begun = machine.clock.now()
+        turn(machine, loads[CORE], SMALL, 0, 5, 5, SECONDS)
+        (first, at), (last, end) = core.times
+        assert (first, last) == ("start", "stop")
+        assert SECONDS / 2 <= at - begun < SECONDS / 2 + 1.0 and end - begun >= SECONDS - 1.0
+    core.times.clear()
+    turn(machine, loads["chat"], SMALL, 0, 5, 5, SECONDS)
+    assert core.times == []
+    handle = machine.engine.submit([1, 2], None)  # so it is not idle
+    with pytest.raises(EvaluationError):
+        turn(machine, loads[CORE], SMALL, 0, 5, 5, SECONDS, stop=lambda: True)
+    handle.cancel()
+    assert core.times[-1][0] == "stop"
+
+
+def test_a_taken_core_costs_time(machine: Machine, loads: dict[str, Case]) -> None:
+    taken = turn(machine, loads[CORE], LARGE, 0, 5, 5, SECONDS)
+    kept = turn(machine, loads[CORE]._replace(taken=False), LARGE, 0, 5, 5, SECONDS)
+    assert taken.score.steps.mean_ms > 1.1 * kept.score.steps.mean_ms
+    after = turn(machine, loads[CORE]._replace(taken=False), LARGE, 0, 5, 5, SECONDS)
+    assert after.score.steps.mean_ms == pytest.approx(kept.score.steps.mean_ms, rel=0.05)
+
+
+def test_screening_ranks_settings_and_takes_alike_ones_once(loads: dict[str, Case]) -> None:
+    grid = [Knobs(64, 0, 32, 32), Knobs(64, 0, 1024, 1024), Knobs(63, 0, 1024, 1024), Knobs(1, 0, 32, 32)]
+    found = screen(SIMULATION, loads["conversation"], SECONDS, grid)
+    assert [s.contender.name for s in found] == ["64/1024", "64/32", "1/32"], "63 sequences are as good as 64"
+    assert found[0].share > found[1].share > found[2].share
+
+
+def test_rounds_share_their_arrivals_and_keep_the_better_half(machine: Machine, loads: dict[str, Case]) -> None:
+    vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
+    told: list[tuple[str, str, int]] = []
+
+    def tell(case: Case, result: Result) -> None:
+        told.append((case.name, result.turn.contender.name, result.turn.round))
+
+    chosen = [loads["code"], loads["chat"]]
+    made = contest(machine, chosen, [vllm, control], tell=tell)
+    made.run()
+    assert [name for name, _, _ in told] == ["code"] * 4 + ["chat"] * 4 + ["code"] * 3 + ["chat"] * 3
+    for case in chosen:
+        results = made.results(case)
+        for number in (0, 1):
+            dues = {tuple(round(o.due, 6) for o in r.outcomes) for r in results if r.turn.round == number}
+            assert len(dues) == 1
+        best, *others = made.leading(case)
+        assert not others and len([r for r in results if r.turn.contender == best]) == 2
+        met = {r.turn.contender: r.score.met for r in results if r.turn.round == 0}
+        assert met[best] == max(met[SMALL], met[LARGE])
+    assert len({r.turn.prompts for case in chosen for r in made.results(case)}) == 14
+
+
+def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
+    machine: Machine, loads: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = defaults(machine.engine.limits)
+    served: list[Result] = []
+    failed: list[str] = []
+    made = contest(
+        machine, [loads["chat"]], [vllm], stop=lambda: len(served) >= 5, tell=lambda case, result: served.append(result)
+    )
+    made.run()
+    assert len(served) == 5 and len(made.results(loads["chat"])) == 3 + 2
+    made = contest(
+        machine, [loads["chat"]], [vllm], plan=(2, 2), stop=lambda: len(served) >= 9, tell=lambda c, r: served.append(r)
+    )
+    made.run()
+    assert len(made.results(loads["chat"])) == 3, "the fourth was of a round that did not come to its end"
+    assert set(made.leading(loads["chat"])) == {SMALL, LARGE}
+
+    def broken(*args: Any) -> Result:
+        if args[2] == SMALL:
+            raise EvaluationError("out of memory")
+        return turn(*args)
+
+    monkeypatch.setattr("benchmarks.controller_live.serving.turn", broken)
+    made = contest(
+        machine, [loads["chat"]], [vllm], fail=lambda case, who, cause: failed.append(f"{who.name}: {cause}")
+    )
+    made.run()
+    assert failed == ["64/96: out of memory"] and made.failures == 1
+    assert made.leading(loads["chat"]) == [LARGE]
+
+
+def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
+    vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
+    plan = Rounds((2, 1), SECONDS, 1.0)
+    made = prepare(machine, SIMULATION, COST, SLOWER, plan, [vllm, control], None, GRID[::14])
+    statics = {name: [s.contender for s in found] for name, found in made.screened.items()}
+    assert all(len(found) == 2 for found in statics.values())
+    run = contest(machine, made.cases, [vllm, control], statics=statics, plan=plan.keep)
+    run.run()
+    found = compared(run, made.cases, control, vllm, SECONDS)
+    shape = summary(found, control, vllm)
+    assert list(shape)[:3] == ["steady_vs_best_static", "vs_defaults", "shift_vs_best_static"]
+    for name in list(shape)[:3]:
+        low, high = shape[f"{name}_interval"]
+        assert 0 < low <= shape[name] <= high
+    for case in made.cases:
+        of_case = shape["cases"][case.name]
+        assert of_case["control"]["offered"] == of_case["defaults"]["offered"] == of_case["best"]["offered"]
+        assert of_case["vs_defaults"] == pytest.approx(
+            of_case["control"]["goodput"] / of_case["defaults"]["goodput"], rel=0.01
+        )
+        assert of_case["best_static"] in {c.name for c in statics[case.name]}
+    assert shape["vs_defaults"] > 1.1, "long prompts computed in one step hold back all that decodes"
+    drawn = [figures.render(panels(found, control, vllm), SECONDS, "a < b", ".svg") for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    text = "".join(ElementTree.fromstring(drawn[0]).itertext())
+    assert all(case.name in text for case in made.cases) and "a < b" in text
+
+
+def test_knobs_only_gives_no_step_a_budget_of_its_own(machine: Machine, loads: dict[str, Case]) -> None:
+    full, knobs = ours(machine.engine.limits), ours_knobs_only(machine.engine.limits)
+    budgets: dict[str, set[bool]] = {}
+    for contender in (full, knobs):
+        seen: set[bool] = set()
+
+        class Watch:
+            def on_step(self, record: Any, seen: set[bool] = seen) -> None:
+                seen.add(record.budget_used < machine.engine.knobs.token_budget)
+
+            def on_request(self, record: Any) -> None: ...
+
+        unsubscribe = machine.engine.subscribe(Watch())
+        result = turn(machine, loads["code"], contender, 0, 5, 5, SECONDS)
+        unsubscribe()
+        assert result.decisions and result.turn.contender.control
+        budgets[contender.name] = seen
+    assert budgets == {"control": {True, False}, "knobs only": {False}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--case", "chats"], "choose from"),
+        (["--duration", "0"], "0 s; it must be 1 to 3600"),
+        (["--keep", "8,x"], "8,x; each round must have 1 to"),
+        (["--plot", "picture.pdf"], "picture.pdf must end in .svg or .png"),
+    ],
+)
+def test_nonsense_is_said_before_anything_is_loaded(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
