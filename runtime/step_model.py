@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 
 from runtime.least_squares import RecursiveLeastSquares
 
+__all__ = ["DOUBT", "Knowledge", "RecursiveLeastSquares", "StepFeatures", "StepLearner", "StepModel"]
+
 DOUBT = 0.3
 """How far off a machine may be, relatively, from what a profile of it said."""
 
