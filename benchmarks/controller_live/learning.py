@@ -19,9 +19,11 @@ from benchmarks.controller_live.machine import Machine, taking
 from benchmarks.controller_live.serving import turn
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
+from runtime.slo import SLO
 
 _MIDDLING = Knobs(32, 0, 512, 512)
 """The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
+_PATIENT = SLO(ttft_ms=600_000)
 _SEED = 9000  # of these loads
 _IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
 
@@ -61,6 +63,7 @@ def slowdown(machine: Machine, *, repeats: int = 3) -> float:
     rng = random.Random(77)
     took: dict[bool, list[float]] = {False: [], True: []}
     machine.engine.set_knobs(Knobs(8, 0, 256, 256))
+    machine.engine.set_slo(_PATIENT)  # nobody leaves the queue
     for taken in [False, True] * repeats:
         prompts = [[rng.randrange(machine.facts.vocab_size) for _ in range(128)] for _ in range(8)]
         with taking(machine.core) if taken else contextlib.nullcontext():
