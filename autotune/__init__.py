@@ -8,16 +8,30 @@ from autotune.version import __version__
 
 if TYPE_CHECKING:
     from autotune.attach import Control, control
+    from autotune.callables.profile import CallableProfile, load_callable_profile
     from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
     from autotune.score import Score
 
-__all__ = ["Control", "Profile", "Score", "__version__", "control", "load_profile", "save_profile", "shipped_profiles"]
+__all__ = [
+    "CallableProfile",
+    "Control",
+    "Profile",
+    "Score",
+    "__version__",
+    "control",
+    "load_callable_profile",
+    "load_profile",
+    "save_profile",
+    "shipped_profiles",
+]
 
 _HOMES = {
+    "CallableProfile": "autotune.callables.profile",
     "Control": "autotune.attach",
     "Profile": "autotune.profile",
     "Score": "autotune.score",
     "control": "autotune.attach",
+    "load_callable_profile": "autotune.callables.profile",
     "load_profile": "autotune.profile",
     "save_profile": "autotune.profile",
     "shipped_profiles": "autotune.profile",

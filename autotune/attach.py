@@ -65,7 +65,8 @@ def control(
     if target is None and loaded is not None:
         target = loaded.slo
     if target is None:
-        raise ValueError('slo is None, and the engine has none either; pass slo="ttft=500ms,tpot=50ms"')
+        such = "e2e=200ms" if isinstance(engine, TunableBatcher) else "ttft=500ms,tpot=50ms"
+        raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
     if loaded is not None and (doubts := _doubts(engine, loaded)):
         warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=2)
     guardrails = Guardrails(bounds or {}, pinned or {})
@@ -97,7 +98,8 @@ def _named(
 ) -> Controller:
     """The controller called ``name``, or what suits ``engine``."""
     if isinstance(engine, TunableBatcher) and name in (None, "batching"):
-        return BatchingController(slo, start, fixed_window=_strategy(engine) == "dynamic")
+        blind = _strategy(engine) in ("dynamic", "static")
+        return BatchingController(slo, start, blind=blind, fixed_window=blind and engine.slots == 1)
     name = name or "predictive"
     if name not in CONTROLLERS:
         known = ", ".join([*CONTROLLERS, *(["batching"] if isinstance(engine, TunableBatcher) else [])])
@@ -131,8 +133,10 @@ def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
     if isinstance(profile, CallableProfile):
         used = _strategy(engine) if isinstance(engine, TunableBatcher) else profile.strategy
         how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
+        have = engine.workers if isinstance(engine, TunableBatcher) else profile.replicas
+        many = "" if have == profile.replicas else f"profile is for {profile.replicas} workers, not {have}"
         elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
-        return "; ".join(text for text in (elsewhere, how) if text)
+        return "; ".join(text for text in (elsewhere, how, many) if text)
     model = getattr(engine, "model", None)
     device = getattr(model, "device", None)
     if model is None or device is None:

@@ -59,9 +59,13 @@ def by_futures(batcher: Batcher, count: int) -> None:
         future.result()
 
 
-def by_map(batcher: Batcher, count: int) -> None:
-    for _ in batcher.map(range(count)):
-        pass
+def by_map(batcher: Batcher, count: int, ordered: bool = True) -> None:
+    found = sum(1 for _ in batcher.map(range(count), ordered=ordered))
+    assert found == count, f"{found} results of {count} items"
+
+
+def by_unordered_map(batcher: Batcher, count: int) -> None:
+    by_map(batcher, count, ordered=False)
 
 
 def by_event_loop(batcher: Batcher, count: int) -> None:
@@ -85,6 +89,7 @@ def everything(batcher: Batcher, count: int) -> None:
 WAYS: dict[str, tuple[Callable[[Batcher, int], None], dict[str, Any]]] = {
     "futures": (by_futures, {}),
     "map": (by_map, {}),
+    "map, unordered": (by_unordered_map, {}),
     "await": (by_event_loop, {}),
     "slo, cost, records": (everything, {"slo": "e2e=10s", "cost": lambda item: 1}),
 }
@@ -162,6 +167,7 @@ def main() -> None:
     found_json = {
         "cpu_us_per_item": round(statistics.median(cost for cost, _ in rows["futures"]), 2),
         "map_us_per_item": round(statistics.median(cost for cost, _ in rows["map"]), 2),
+        "unordered_us_per_item": round(statistics.median(cost for cost, _ in rows["map, unordered"]), 2),
         "await_us_per_item": round(statistics.median(cost for cost, _ in rows["await"]), 2),
         "everything_us_per_item": round(statistics.median(cost for cost, _ in rows["slo, cost, records"]), 2),
         "items": args.long,

@@ -48,11 +48,13 @@ def assemble(
         slo_from=found.slo_from,
         strategy=best.setting.strategy,
         knobs=best.setting.knobs,
+        replicas=found.calibration.workers,
         service=ServiceTime(
             fixed_ms=price.fixed * 1e3,
             per_item_ms=price.per_item * 1e3,
             per_cost_ms=price.per_cost * 1e3,
             error=found.calibration.error,
+            beside=found.calibration.beside,
             groups=tuple(Group(items=t.items, cost=t.cost, ms=t.seconds * 1e3) for t in found.calibration.timed),
             largest=found.calibration.largest,
             ended=found.calibration.ended,

@@ -8,9 +8,11 @@ comes out the same again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,16 +51,18 @@ class NothingKept:
 
 
 def identity(subject: Subject, question: Question, inputs: Path, machine: Machine) -> dict[str, Any]:
-    """What a study is about: only a run that asks the same goes on with it. The function counts as changed when its file has."""
+    """What a study is about: only a run that asks the same goes on with it. The function counts as changed when a file of it has:
+    that of the module it was named in, or that in which it is written."""
     return {
         "function": subject.name,
-        "file of the function": _digest(_source(subject.function)),
-        "inputs": _digest(inputs),
+        "files of the function": _digest(_sources(subject)),
+        "inputs": _digest([inputs]),
         "cost": subject.cost_name,
         "slo": None if question.slo is None else str(question.slo),
         "rate": question.rate,
         "budget": f"{question.budget_s:g}s",
         "most": question.most,
+        "replicas": question.replicas,
         "strategies": list(question.strategies),
         "seed": question.seed,
         "machine": machine.model_dump(mode="json", include={"cpu", "cores", "threads"}),
@@ -66,17 +70,16 @@ def identity(subject: Subject, question: Question, inputs: Path, machine: Machin
     }
 
 
-def _source(function: Callable[..., Any]) -> Path | None:
-    for candidate in (function, type(function)):
-        try:
-            found = inspect.getsourcefile(candidate)
-        except TypeError:  # built in, or an object of a class that is
-            continue
-        return None if found is None else Path(found)
-    return None
+def _sources(subject: Subject) -> list[Path]:
+    module = sys.modules.get(subject.name.partition(":")[0])
+    found = [getattr(module, "__file__", None)]
+    with contextlib.suppress(TypeError):  # built in, or an object
+        found.append(inspect.getsourcefile(subject.function))
+    return [Path(name) for name in dict.fromkeys(found) if name]
 
 
-def _digest(path: Path | None) -> str | None:
-    if path is None or not path.is_file():
-        return None
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+def _digest(paths: Sequence[Path]) -> str:
+    made = hashlib.sha256()
+    for path in paths:
+        made.update(path.read_bytes() if path.is_file() else b"")
+    return made.hexdigest()[:12]

@@ -15,8 +15,10 @@ from runtime.records import RequestRecord
 from runtime.slo import SLO
 
 
-def measure(setting: Setting, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool]) -> Outcome:
-    """One run of ``setting``. Raises EvaluationError, or Interrupted when ``stop`` says so."""
+def measure(
+    setting: Setting, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool], *, replicas: int = 1
+) -> Outcome:
+    """One run of ``setting`` with so many workers. Raises EvaluationError, or Interrupted when ``stop`` says so."""
     knobs = setting.knobs
     kept: list[RequestRecord] = []
 
@@ -31,6 +33,7 @@ def measure(setting: Setting, subject: Subject, load: Load, slo: SLO, stop: Call
         max_batch_size=knobs.max_batch_size,
         max_wait_ms=knobs.max_wait_ms,
         token_budget=knobs.token_budget,
+        replicas=replicas,
     )
     try:
         score = evaluate(

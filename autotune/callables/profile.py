@@ -49,6 +49,7 @@ class ServiceTime(Part):
     per_cost_ms: Amount
     error: Amount = Field(description="median relative error over the groups")
     groups: tuple[Group, ...] = Field(min_length=1)
+    beside: AboveZero = Field(default=1.0, description="how many times as long a call takes while all workers call")
     largest: Positive = Field(description="items of the largest call tried")
     ended: Text = Field(description="why no larger one was tried")
 
@@ -110,6 +111,7 @@ class CallableProfile(Part):
         description="of the batcher: adaptive takes the knobs as ceilings, dynamic does as they say"
     )
     knobs: KnobsField = Field(description="the recommended setting")
+    replicas: Positive = Field(default=1, description="workers that called the function at a time")
     service: ServiceTime
     load: LoadFacts
     points: tuple[Point, ...] = Field(min_length=1, description="what was tried, the recommended setting first")
@@ -128,7 +130,8 @@ class CallableProfile(Part):
     def options(self) -> dict[str, Any]:
         """What ``Batcher(fn, **options)`` is given, beside ``cost``. The chunk size says nothing to a batcher."""
         knobs = {name: value for name, value in self.knobs.as_dict().items() if name != "chunk_size"}
-        return {"slo": str(self.slo), "strategy": self.strategy, **knobs}
+        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
+        return {"slo": str(self.slo), "strategy": self.strategy, **knobs, **replicas}
 
 
 @functools.cache

@@ -104,7 +104,7 @@ class Rounds:
         gc.collect()
         load = Load(self._found.rate, _SHORTEST_S, 0.0, self._seed + 2_000_002)
         with contextlib.suppress(Interrupted):
-            measure(self._found.simulated[0].setting, self._subject, load, self._found.slo, self._stop)
+            self._measure(self._found.simulated[0].setting, load)
 
     def run(self, plan: Plan, reporter: Reporter, end: float) -> None:
         """Fill ``found.measured``, with what was measured before and with what was not."""
@@ -131,7 +131,11 @@ class Rounds:
     def _one(self, round_: int, setting: Setting, load: Load) -> dict[str, Any]:
         def run() -> dict[str, Any]:
             self.warm_up()
-            return measure(setting, self._subject, load, self._found.slo, self._stop).plain()
+            return self._measure(setting, load).plain()
 
         knobs = "/".join(f"{value:g}" for value in setting.knobs.as_dict().values())
         return self._study.measured(f"run/{round_}/{setting.strategy}/{knobs}", run, stop=self._stop)
+
+    def _measure(self, setting: Setting, load: Load) -> Outcome:
+        found = self._found
+        return measure(setting, self._subject, load, found.slo, self._stop, replicas=found.calibration.workers)

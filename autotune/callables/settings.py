@@ -29,12 +29,19 @@ ONE_AT_A_TIME = Setting("dynamic", OPEN.with_(max_batch_size=1, max_wait_ms=0))
 
 
 def grid(
-    strategies: Sequence[StrategyName], *, largest: int, slack_ms: float, mean_cost: float | None, seed: int
+    strategies: Sequence[StrategyName],
+    *,
+    largest: int,
+    slack_ms: float,
+    mean_cost: float | None,
+    seed: int,
+    workers: int = 1,
 ) -> list[Setting]:
     """Every setting to simulate, in an order drawn by ``seed`` so that an early end leaves a sample of all.
 
     Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the promise leaves beside one
-    call; the adaptive strategy with one worker holds nothing back, so its window is 0. ``mean_cost``: None where all
+    call; the adaptive strategy with one worker holds nothing back, so its window is 0; with several it is open as well, for it
+    may keep calls apart that slow one another down. ``mean_cost``: None where all
     inputs cost the same, and a budget of cost would say no more than the size does.
     """
     sizes = sorted({min(1 << i, largest) for i in range(largest.bit_length() + 1)})
@@ -45,10 +52,16 @@ def grid(
     found = []
     for strategy in strategies:
         for size in sizes:
-            for wait in waits if strategy == "dynamic" and size > 1 else [0.0]:
+            for wait in _windows(strategy, waits, workers) if size > 1 or strategy == "adaptive" else [0.0]:
                 for budget in budgets:
                     wanted = {"max_batch_size": size, "max_wait_ms": wait, "token_budget": budget}
                     capped = {name: min(value, getattr(OPEN, name)) for name, value in wanted.items()}
                     found.append(Setting(strategy, OPEN.with_(**capped)))
     random.Random(seed).shuffle(found)
     return list(dict.fromkeys(found))
+
+
+def _windows(strategy: StrategyName, waits: Sequence[float], workers: int) -> Sequence[float]:
+    if strategy == "dynamic":
+        return waits
+    return [0.0] if workers == 1 else [0.0, OPEN.max_wait_ms]

@@ -17,13 +17,14 @@ from runtime.slo import SLO
 
 def simulate(setting: Setting, calibration: Calibration, costs: list[int], load: Load, slo: SLO) -> Outcome:
     """What ``setting`` does under ``load``. Calls scatter around the model as they did when it was calibrated."""
-    core = BatchCore(strategy_of(setting.strategy), slo=slo, knobs=setting.knobs)
+    workers = calibration.workers
+    core = BatchCore(strategy_of(setting.strategy), slo=slo, knobs=setting.knobs, workers=workers)
     scatter = random.Random(load.seed)
 
     def service(call: Call) -> float:
         return calibration.price.of(len(call.items), call.cost) * scatter.choice(calibration.ratios)
 
-    served = serve(core, load.items(costs), service)
+    served = serve(core, load.items(costs), service, slowdown=calibration.slowdown if workers > 1 else None)
     outcome = Outcome(setting, simulated=True)
     outcome.add([r for r in served.records if r.arrival >= load.warmup_s], slo, load.window_s, load.seed)
     inside = [c for c in served.calls if load.warmup_s <= c.start < load.warmup_s + load.window_s]

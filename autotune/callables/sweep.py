@@ -37,7 +37,8 @@ _PROMISED = 10  # calls of one item that the promise lasts, unless it is given
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked. ``most``: items in a call, at most; ``slo`` and ``rate``: None for the run to find."""
+    """What was asked. ``most``: items in a call, at most; ``slo`` and ``rate``: None for the run to find. ``replicas``:
+    workers that call at a time."""
 
     slo: SLO | None
     rate: float | None
@@ -45,6 +46,7 @@ class Question:
     seed: int = 0
     most: int = 256
     strategies: Sequence[StrategyName] = STRATEGIES
+    replicas: int = 1
 
 
 @dataclass
@@ -91,6 +93,7 @@ def sweep(
         seed=question.seed,
         budget_s=_CALIBRATING * question.budget_s,
         most=question.most,
+        workers=question.replicas,
         longest_s=None if question.slo is None or question.slo.e2e_ms is None else question.slo.e2e_ms / 1e3,
         stop=stop,
         progress=lambda share, count: reporter.progress(share, count, "", None),
@@ -159,6 +162,7 @@ def _simulate(
         slack_ms=found.slo.e2e_ms - one,
         mean_cost=subject.mean_cost if subject.costs_vary else None,
         seed=question.seed,
+        workers=question.replicas,
     )
     if planned is not None:
         settings = planned.settings

@@ -23,6 +23,7 @@ def show(profile: CallableProfile, console: Console) -> None:
         f"{profile.function} · {inputs.items} inputs of {inputs.file}{cost} · SLO {profile.slo} ({profile.slo_from})",
         f"a call of n items takes {service.fixed_ms:.3g} + {service.per_item_ms:.3g} × n{per_cost} ms "
         f"(typical error {service.error:.1%}; tried up to {service.largest} items: {service.ended})",
+        *_workers(profile),
         f"so it can do about {load.capacity:.3g} items/s inside the SLO, in calls of {load.capacity_size}; "
         f"offered here: {load.rate:.3g} items/s ({load.rate_from})",
     ):
@@ -47,6 +48,14 @@ def show(profile: CallableProfile, console: Console) -> None:
             style="yellow",
         )
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
+
+
+def _workers(profile: CallableProfile) -> list[str]:
+    if profile.replicas == 1:
+        return []
+    return [
+        f"{profile.replicas} workers call it; while all do, a call takes {profile.service.beside:.3g} times as long"
+    ]
 
 
 def table(profile: CallableProfile, width: int = 120) -> Table:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 from autotune.callables.subject import Subject
@@ -48,6 +50,24 @@ class TimedCalls:
             if self._clock() > end and size > 1:
                 break
         return {"groups": groups, "seconds": self._clock() - begun}
+
+    def beside(self, size: int, workers: int) -> dict[str, float]:
+        """How many ``times`` as long a call of ``size`` takes while ``workers`` call all at once. Raises as ``of`` does."""
+        indices = self._group(random.Random(f"{self._seed}/beside"), size, 0.5)
+
+        def calls(count: int) -> list[float]:
+            return [self._call(indices) for _ in range(count)]
+
+        alone = median(calls(REPEATS + 1)[1:])
+        each, begun = 2 * REPEATS, self._clock()
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                for running in [pool.submit(calls, each) for _ in range(workers)]:
+                    running.result()
+        except OutOfMemory:
+            told = f"{self._subject.name} runs out of memory while all call it, with {size} items each"
+            raise InputError(f"--replicas is {workers}: {told}") from None
+        return {"times": (self._clock() - begun) / each / max(alone, 1e-9)}
 
     def close(self) -> None:
         self._loop.close()

@@ -107,6 +107,7 @@ def profile(
         str | None, Option(help="With --callable: only adaptive, or only dynamic.  (default: both)")
     ] = None,
     most: Annotated[int, Option(help="With --callable: most items in a call.")] = 256,
+    replicas: Annotated[int, Option(help="With --callable: workers that call it at a time.")] = 1,
 ) -> int:
     """Profile the machine; the exit code says whether the SLO can be kept."""
     from autotune.cli.profile_callable import profile_callable, refuse
@@ -114,8 +115,8 @@ def profile(
     refuse(context, callable_given=callable_name is not None)
     if callable_name is not None:
         return profile_callable(
-            callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, slo=slo, rate=rate, budget=budget,
-            out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
+            callable_name, inputs=inputs, cost=cost, strategy=strategy, most=most, replicas=replicas, slo=slo, rate=rate,
+            budget=budget, out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
     from autotune.cli.display import make_console
     from autotune.cli.files import Files

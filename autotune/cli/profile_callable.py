@@ -26,12 +26,14 @@ DEFAULT_BUDGET = "60s"
 SHORTEST_BUDGET_S = 3.0
 MOST_RATE = 20_000.0
 MOST_ITEMS = 4096
+MOST_REPLICAS = 64
 ALSO = {
     "callable_name",
     "inputs",
     "cost",
     "strategy",
     "most",
+    "replicas",
     "slo",
     "rate",
     "budget",
@@ -41,7 +43,7 @@ ALSO = {
     "as_json",
 }
 """The options of ``autotune profile`` that mean something for a callable."""
-ONLY = ("inputs", "cost", "strategy", "most")
+ONLY = ("inputs", "cost", "strategy", "most", "replicas")
 """Those that mean nothing without ``--callable``."""
 
 
@@ -64,6 +66,7 @@ def profile_callable(
     cost: str | None,
     strategy: str | None,
     most: int,
+    replicas: int,
     slo: str | None,
     rate: float | None,
     budget: str | None,
@@ -82,7 +85,7 @@ def profile_callable(
     from autotune.profiling.fingerprint import machine
     from autotune.profiling.study import open_study
 
-    question = _question(strategy, most, slo, rate, budget, seed)
+    question = _question(strategy, most, replicas, slo, rate, budget, seed)
     if inputs is None:
         raise InputError("--inputs is missing; name a file with one JSON value a line, an input of the callable each")
     place = out or Path(re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2] or "callable") + ".yaml")
@@ -162,15 +165,15 @@ def _sweep(
         return INTERRUPTED
     for line in (
         f"\nprofile  {place}",
-        f"next     load_callable_profile({str(place)!r}).options     what Batcher(fn, **options) is given",
-        f"         autotune.control(batcher, profile={str(place)!r})  start a live batcher from it",
+        f"next     autotune.load_callable_profile({str(place)!r}).options  what Batcher(fn, **options) is given",
+        f"         autotune.control(batcher, profile={str(place)!r})        start a live batcher from it",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT
 
 
 def _question(
-    strategy: str | None, most: int, slo: str | None, rate: float | None, budget: str | None, seed: int
+    strategy: str | None, most: int, replicas: int, slo: str | None, rate: float | None, budget: str | None, seed: int
 ) -> Question:
     from autotune.callables.settings import STRATEGIES
     from autotune.callables.sweep import Question
@@ -179,6 +182,8 @@ def _question(
         raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")
     if not 1 <= most <= MOST_ITEMS:
         raise InputError(f"--most is {most}; it must be between 1 and {MOST_ITEMS} items")
+    if not 1 <= replicas <= MOST_REPLICAS:
+        raise InputError(f"--replicas is {replicas}; it must be between 1 and {MOST_REPLICAS} workers")
     if rate is not None and not 0 < rate <= MOST_RATE:
         raise InputError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g} items/s")
     promise = None
@@ -196,5 +201,6 @@ def _question(
         budget_s=seconds(budget or DEFAULT_BUDGET, least=SHORTEST_BUDGET_S),
         seed=seed,
         most=most,
+        replicas=replicas,
         strategies=tuple(s for s in STRATEGIES if strategy in (None, s)),
     )

@@ -6,11 +6,12 @@ errors, from what varies only), m the 90% quantile of actual/predicted, c̄ the 
 - an item waits for the call before its own, so a size serves all comers only if two calls fit the promise: m·t ≤ T/2;
 - ``max_batch_size``, ``token_budget``: where one of them cuts calls short it is doubled, up to the largest size with m·t ≤ T/2,
   and no further than twice the largest call seen, for beyond that the model only guesses. Where calls that it cuts short take
-  longer than T/2 it goes down to that size; so it does with a strategy that does not look at deadlines (``fixed_window``) where
-  any call takes that long. One that does not bind stays;
+  longer than T/2 it goes down to that size; so it does with a strategy that does not look at deadlines (``blind``) where any call
+  takes that long. One that does not bind stays;
 - ``max_wait_ms``: of a strategy that takes it for a ceiling it stays as it was, for that strategy weighs, call by call, whether
-  waiting is worth more than it costs and what slack there is. A window that is waited out (``fixed_window``, the dynamic
-  strategy) goes to 0: with an idle worker and no price for a call, waiting gains nothing that the next call would not bring;
+  waiting is worth more than it costs and what slack there is. A window that is waited out while the only worker is idle
+  (``fixed_window``) goes to 0: without a price for a call, waiting gains nothing that the next call would not bring. Where calls
+  run beside others it stays, for they may slow one another down;
 - ``chunk_size`` says nothing to a batcher.
 
 Units: seconds, items, cost units. Regimes: ``learning`` (too few calls), ``demand-limited`` (nothing binds), ``compute-limited``
@@ -52,9 +53,10 @@ class BatchingController:
 
     name = "batching"
 
-    def __init__(self, slo: SLO, start: Knobs, *, fixed_window: bool = False) -> None:
+    def __init__(self, slo: SLO, start: Knobs, *, blind: bool = False, fixed_window: bool = False) -> None:
         self.start = start
         self.regime = "learning"
+        self._blind = blind
         self._fixed_window = fixed_window
         self._promises = Promises({"default": slo})
         self._fit = RecursiveLeastSquares(3)
@@ -126,7 +128,9 @@ class BatchingController:
         budget = self._turned(
             LimitedBy.BUDGET, knobs.token_budget, self._costs.quantile(1), lambda c: self.predict(c / each, c) <= room
         )
-        wanted = limits.clamp(knobs.with_(max_batch_size=size, token_budget=budget))
+        wanted = knobs.with_(
+            max_batch_size=min(size, limits.max_batch_size), token_budget=min(budget, limits.token_budget)
+        )
         if hopeless:
             told = (
                 f"one item alone takes {one * 1e3:.3g} ms, and {promised * 1e3:.3g} ms are promised: throughput instead"
@@ -136,7 +140,7 @@ class BatchingController:
 
     def _turned(self, bound: LimitedBy, value: int, seen: float, fits: Callable[[int], bool]) -> int:
         """Where a ceiling at ``value`` should be; ``seen``: the largest call it has let through lately."""
-        too_long = self._fixed_window and seen >= 1 and not fits(int(min(seen, value)))  # adaptive ones see to that
+        too_long = self._blind and seen >= 1 and not fits(int(min(seen, value)))  # adaptive ones see to that
         if self._bound[bound] < _BINDS and not too_long:
             return value
         if fits(value):

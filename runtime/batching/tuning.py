@@ -42,6 +42,16 @@ class TunableBatcher:
         return self._pool.core.strategy
 
     @property
+    def workers(self) -> int:
+        """How many call the function, each at its own pace."""
+        return len(self._pool.core.loads)
+
+    @property
+    def slots(self) -> int:
+        """How many calls may run at a time."""
+        return self._pool.core.state.slots
+
+    @property
     def knobs(self) -> Knobs:
         """Ceilings for the adaptive strategy; what the others do exactly."""
         return self._pool.core.knobs

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 class BatchedModule:
     """Stacks items (tensors, arrays, numbers; or tuples of them, for a module of several inputs), runs the module without
-    gradients on the device of its weights, and gives each item its row of the output (of each output, if there are several).
+    gradients on the device of its weights, waits for a GPU to be done, and gives each item its row of the output (of each
+    output, if there are several).
 
     Tensors of different lengths are padded with zeros at the end to the longest; a module that must know the lengths needs
     a ``collate`` of its own, or a function around it.
@@ -30,6 +31,8 @@ class BatchedModule:
             columns = [self._stack(items)]
         with torch.inference_mode():
             found = self._module(*columns)
+        if self._device.type == "cuda":  # or the call would seem to take no longer than launching it
+            torch.cuda.current_stream(self._device).synchronize()
         if isinstance(found, Tensor):
             return list(found)
         if isinstance(found, tuple | list):

@@ -11,7 +11,7 @@ import pytest
 import autotune
 from autotune.controllers.batching import BatchingController
 from autotune.controllers.predictive import PredictiveController
-from runtime import batch
+from runtime import Batcher, batch
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Adaptive, Dynamic, Strategy
 from runtime.knobs import Knobs
@@ -62,6 +62,17 @@ def test_a_fixed_window_goes_and_one_that_is_a_ceiling_stays() -> None:
     calls = len(priced.serve(poisson(0.1 * CAPACITY, 10, seed=1)).calls)
     assert calls == len(alone.serve(poisson(0.1 * CAPACITY, 10, seed=1), controlled=False).calls) < 60
     assert priced.knobs.max_wait_ms == knobs().max_wait_ms != plain.max_wait_ms
+
+
+def test_a_window_stays_where_calls_run_beside_others() -> None:
+    with (
+        Batcher(list, slo="e2e=1s", strategy="dynamic", max_wait_ms=3, replicas=2) as several,
+        autotune.control(several, interval_s=0.001) as control,
+    ):
+        for i in range(60):
+            assert several(i) == i
+        assert several.knobs.max_wait_ms == 3 and len(control.decisions) > 1
+        assert (several.workers, several.slots) == (2, 2)
 
 
 def test_cost_is_what_the_budget_is_turned_by() -> None:

@@ -117,6 +117,14 @@ def test_a_controller_starts_from_it_and_takes_its_promise(file: Path, made: Cal
         autotune.control(batcher, profile=file, observe_only=True),
     ):
         pass
+    with (
+        Batcher(list, replicas=2) as batcher,
+        pytest.warns(UserWarning, match="profile is for 1 workers, not 2"),
+        autotune.control(batcher, profile=file, observe_only=True),
+    ):
+        pass
+    with Batcher(list) as batcher, pytest.raises(ValueError, match=r'slo is None.* pass slo="e2e=200ms"'):
+        autotune.control(batcher)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +181,7 @@ FUNCTIONS = (
         (["--slo", "e2e=50"], '--slo: "e2e=50" has no unit'),
         (["--rate", "0"], "--rate is 0; it must be above 0 and at most 20000 items/s"),
         (["--most", "0"], "--most is 0; it must be between 1 and 4096 items"),
+        (["--replicas", "0"], "--replicas is 0; it must be between 1 and 64 workers"),
         (["--strategy", "static"], "--strategy is static; it must be adaptive or dynamic"),
         (["--budget", "1s"], "--budget is 1s; it must be at least 3s"),
         (["--out", "x.json"], "--out: x.json must end in .yaml"),

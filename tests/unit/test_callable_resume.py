@@ -69,9 +69,9 @@ def test_killed_while_it_measures(
     runs: list[str] = []
     original = rounds.measure
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         runs.append(str(arguments[0]))
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(rounds, "measure", counted)
     code = run(ARGUMENTS)
@@ -149,12 +149,16 @@ def test_stopped_and_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[st
             os.kill(os.getpid(), signal.SIGINT)
         return embed(texts)  # type: ignore[no-any-return]
 
-    interrupting.__code__ = interrupting.__code__.replace(co_filename=module.__file__)  # where its source is looked for
     module.embed = interrupting
     assert run(ARGUMENTS) == 130
     assert "Run the same command to go on." in capsys.readouterr().out
     assert load_callable_profile("embed.yaml").status == "stopped"
 
+    source = (folder / "profiled_again.py").read_text()
+    (folder / "profiled_again.py").write_text(source + "# edited")
+    assert run(ARGUMENTS) == 2
+    assert "embed.journal: holds a study of something else (files of the function was " in capsys.readouterr().err
+    (folder / "profiled_again.py").write_text(source)
     (folder / "data.jsonl").write_text('"other"\n')
     assert run(ARGUMENTS) == 2
     told = capsys.readouterr().err

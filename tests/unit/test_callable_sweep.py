@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import autotune
+from autotune.callables.calibrate import calibrate
 from autotune.callables.load import Load
 from autotune.callables.outcome import Outcome, best_first
 from autotune.callables.profile import load_callable_profile
@@ -196,3 +200,40 @@ def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pyte
     made = load_callable_profile("kept.yaml")
     assert made.status == "stopped" and {p.source for p in made.points} == {"simulated"}
     assert "best so far written to kept.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: bool) -> None:
+    """Ratios of sleeps: a busy machine lengthens both alike."""
+    device = threading.Lock() if shared else nullcontext()
+
+    def call(texts: list[str]) -> list[str]:
+        with device:
+            time.sleep(0.01 + 0.001 * len(texts))
+        return texts
+
+    of = subject(call)
+    found = calibrate(of, seed=0, budget_s=60, most=4, workers=2)
+    assert found.slowdown(1) == 1.0 and found.slowdown(2) == found.beside
+    assert (1.5 < found.beside < 2.6) if shared else found.beside < 1.4
+    one = calibrate(of, seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
+    assert found.capacity(1, 0.1)[0] == pytest.approx(one * 2 / found.beside, rel=0.2)
+    load, setting = Load(1.4 * one, 5.0, 1.0, 7), Setting("adaptive", OPEN.with_(max_batch_size=4))
+    many, single = (simulate(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).share for n in (2, 1))
+    assert single < 0.8 and (many < 0.8 if shared else many > 0.95)
+
+
+def test_a_profile_of_several_workers_makes_a_batcher_of_as_many(folder: Path) -> None:
+    (folder / "profiled_by_two.py").write_text(FUNCTION)
+    code = run(
+        ["profile", "--callable", "profiled_by_two:embed", "--inputs", "data.jsonl", "--budget", "3s",
+         "--slo", "e2e=300ms@90%", "--rate", "60", "--most", "8", "--replicas", "2"]
+    )  # fmt: skip
+    made = load_callable_profile("embed.yaml")
+    assert code == (0 if made.slo_met else 1)
+    assert made.replicas == 2 and made.service.beside >= 1
+    with Batcher(list, **made.options) as batcher:
+        assert batcher.workers == 2
+    older = Path("embed.yaml").read_text().replace("replicas: 2\n", "")
+    Path("embed.yaml").write_text(older)
+    assert load_callable_profile("embed.yaml").replicas == 1
