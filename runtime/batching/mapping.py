@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
@@ -13,9 +14,6 @@ from runtime.errors import RejectedError
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
 _RETRY_S = 0.001  # after which a full queue is tried again, unless it says when
-
-Running = dict[ItemFuture, None]
-"""Those whose outcome has not been given out, in the order in which they were submitted."""
 
 
 def map_over(
@@ -30,12 +28,13 @@ def map_over(
     """See :meth:`runtime.batching.batcher.Batcher.map`."""
     total = len(items) if isinstance(items, Sized) else None
     with _bar(total) if progress else nullcontext(lambda: None) as advance:
-        running: Running = {}
+        line: deque[ItemFuture] = deque()
+        crowd: dict[ItemFuture, None] = {}
+        running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
         source = _submitted(submit, items, running, return_exceptions)
         most = min(ahead, _AHEAD)
-        give = _in_order if ordered else _as_completed
         try:
-            for outcome in give(source, running, most):
+            for outcome in _in_order(source, line, most) if ordered else _as_completed(source, crowd, most):
                 advance()
                 if isinstance(outcome, Exception) and not return_exceptions:
                     raise outcome
@@ -46,7 +45,7 @@ def map_over(
 
 
 def _submitted(
-    submit: Callable[[Any], ItemFuture], items: Iterable[Any], running: Running, return_exceptions: bool
+    submit: Callable[[Any], ItemFuture], items: Iterable[Any], running: Collection[ItemFuture], return_exceptions: bool
 ) -> Iterator[ItemFuture]:
     """Submits one item each time it is asked. One that is refused gets a future that says so."""
     for item in items:
@@ -71,24 +70,20 @@ def _outcome(future: ItemFuture) -> Any:
     return future.result() if error is None else error
 
 
-def _in_order(source: Iterator[ItemFuture], running: Running, most: int) -> Iterator[Any]:
+def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int) -> Iterator[Any]:
     for future in source:
-        running[future] = None
-        while running and (len(running) >= most or next(iter(running)).done()):
-            yield _first(running)
+        running.append(future)
+        while running and (len(running) >= most or running[0].done()):
+            outcome = _outcome(running[0])
+            running.popleft()
+            yield outcome
     while running:
-        yield _first(running)
+        outcome = _outcome(running[0])
+        running.popleft()
+        yield outcome
 
 
-def _first(running: Running) -> Any:
-    """The outcome of the first, which is waited for; it leaves."""
-    future = next(iter(running))
-    outcome = _outcome(future)
-    del running[future]
-    return outcome
-
-
-def _as_completed(source: Iterator[ItemFuture], running: Running, most: int) -> Iterator[Any]:
+def _as_completed(source: Iterator[ItemFuture], running: dict[ItemFuture, None], most: int) -> Iterator[Any]:
     over: SimpleQueue[ItemFuture] = (
         SimpleQueue()
     )  # each tells when it is over, so that nobody has to look at all of them
@@ -101,7 +96,7 @@ def _as_completed(source: Iterator[ItemFuture], running: Running, most: int) -> 
         yield _next_over(over, running)
 
 
-def _next_over(over: SimpleQueue[ItemFuture], running: Running) -> Any:
+def _next_over(over: SimpleQueue[ItemFuture], running: dict[ItemFuture, None]) -> Any:
     future = over.get()
     del running[future]
     return _outcome(future)
