@@ -79,7 +79,7 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
     torch.set_num_threads(1)
     batch = 32
     limits = KnobLimits(max_batch_size=64, token_budget=8192, chunk_size=8192)
-    _, executor = build("tiny", dtype=dtype, device="cpu", kv_blocks=2048, limits=limits)
+    _, executor = build("tiny", dtype=dtype, device="cpu", kv_blocks=2048)
     rows = []
     number = 0
     for _ in range(rounds):

@@ -29,17 +29,14 @@ def confidence(
         told = "nothing was measured twice"
     else:
         told = f"runs of one setting differ by {repeats:.1%}"
-    sure = (
-        f"the best with a probability of {best:.0%}, and is expected to serve {regret:.1%} less than the best of them"
-    )
+    chance = "above 99%" if best > 0.99 else f"of {best:.0%}"
+    sure = f"the best with a probability {chance}, and is expected to serve {regret:.1%} less than the best of them"
     if measured < 2:
         told += "; the recommended setting is the only one measured: the recommendation rests on simulation"
     elif separated:
         told += f"; of {measured} settings measured the recommended one is {sure}"
     else:
-        told += f"; the measurements do not separate the {measured} settings measured: "
-        preferred = (
-            "simulation prefers the recommended one, which is" if simulation_agrees else "the recommended one is"
-        )
-        told += f"{preferred} {sure}"
+        told += f"; the measurements alone do not separate the {measured} settings measured: "
+        with_simulation = "with simulation, which prefers it," if simulation_agrees else "by them and simulation together"
+        told += f"{with_simulation} the recommended one is {sure}"
     return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=told)

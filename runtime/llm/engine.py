@@ -99,7 +99,6 @@ class Engine(TunableEngine):
         parts = parts_of(
             model,
             executor,
-            limits=limits,
             dtype=dtype,
             device=device,
             kv_tokens=kv_tokens,

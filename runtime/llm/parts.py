@@ -30,7 +30,6 @@ def parts_of(
     model: str | LoadedModel | ServedModel,
     executor: Executor | None,
     *,
-    limits: KnobLimits,
     dtype: str,
     device: str,
     kv_tokens: int | None,
@@ -73,7 +72,7 @@ def parts_of(
         check_pool(loaded, kv_tokens)
     return Parts(
         loaded,
-        TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, limits=limits, seed=seed, clock=clock),
+        TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, seed=seed, clock=clock),
         kv_blocks,
     )
 

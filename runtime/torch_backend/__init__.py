@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.knobs import KnobLimits
     from runtime.torch_backend.executor import TorchExecutor
     from runtime.torch_backend.loading import LoadedModel
 
@@ -19,7 +18,6 @@ def build(
     *,
     kv_blocks: int | None = None,
     block_size: int = 16,
-    limits: KnobLimits | None = None,
     seed: int = 0,
     **loading: Any,
 ) -> tuple[LoadedModel, TorchExecutor]:
@@ -35,4 +33,4 @@ def build(
     loaded = load_model(name, seed=seed, **loading)
     self_test(loaded)
     blocks = default_kv_blocks(loaded, block_size) if kv_blocks is None else kv_blocks
-    return loaded, TorchExecutor(loaded, kv_blocks=blocks, block_size=block_size, limits=limits, seed=seed)
+    return loaded, TorchExecutor(loaded, kv_blocks=blocks, block_size=block_size, seed=seed)

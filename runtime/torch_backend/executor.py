@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from runtime.clock import Clock, MonotonicClock
-from runtime.knobs import KnobLimits
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
@@ -69,14 +68,12 @@ class TorchExecutor:
         *,
         kv_blocks: int,
         block_size: int = 16,
-        limits: KnobLimits | None = None,
         seed: int = 0,
         clock: Clock | None = None,
         cpu_fast_path: bool = True,
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
-        self.limits = limits or KnobLimits()
         self.pool = KVPool(kv_blocks, block_size)
         self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of the attention hook in the last forward

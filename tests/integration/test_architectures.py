@@ -135,7 +135,7 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
     clock = VirtualClock()
     limits = KnobLimits(max_batch_size=8, token_budget=64, chunk_size=64)
     scheduler = Scheduler(kv_blocks=pool, block_size=BLOCK, hasher=token_hasher(BLOCK))
-    executor = TorchExecutor(loaded, kv_blocks=pool, block_size=BLOCK, limits=limits, clock=clock)
+    executor = TorchExecutor(loaded, kv_blocks=pool, block_size=BLOCK, clock=clock)
     core = EngineCore(scheduler, executor, knobs=random_knobs(rng), limits=limits, output=OutputProcessor())
     outputs: list[list[int]] = [[] for _ in expected.prompts]
     waiting = list(range(len(expected.prompts)))
