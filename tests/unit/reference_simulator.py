@@ -290,8 +290,7 @@ class Reference:
                 if live in self.prompting:
                     self.prompting.remove(live)
                     self.decoding.append(live)
-        done = [live for live in self.decoding if len(live.times) == live.asked.output]
-        for live in done:
+        for live in [live for live in self.decoding if len(live.times) == live.asked.output]:
             self.finish(live, "length")
 
     def run(self, until: float = inf) -> None:

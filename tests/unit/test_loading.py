@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
-from runtime.errors import InputError, ModelError, UnsupportedModelError
-from runtime.torch_backend import loading
+from runtime.errors import InputError, UnsupportedModelError
 from runtime.torch_backend.loading import (
-    cpu_has_bfloat16,
     from_model,
     load_model,
-    resolve_device,
-    resolve_dtype,
 )
-from runtime.torch_backend.rope import safe_context
 from runtime.torch_backend.self_test import self_test
 from runtime.torch_backend.tokenizer import byte_tokenizer
-
-FIELDS: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 7,
-}
-
-
-def tiny(kind: str = "llama", **fields: Any) -> PreTrainedModel:
-    given = copy.deepcopy({**FIELDS, **fields})  # transformers writes into nested fields
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
-    return model
+from tests.unit.loading_models import edit, refusal, tiny
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +32,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model_dir(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def edit(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def refusal(path: Path | str, kind: type[Exception] = ModelError, **options: Any) -> str:
-    with pytest.raises(kind) as raised:
-        load_model(str(path), device="cpu", dtype="float32", **options)
-    message = str(raised.value)
-    assert "\n" not in message and len(message) < 400
-    return message
 
 
 def test_a_directory(saved: Path) -> None:
@@ -273,146 +235,3 @@ def test_kv_bytes_are_measured_where_keys_and_values_differ() -> None:
         first_k_dense_replace=1,
     )
     assert from_model(model).kv_bytes_per_token == 2 * 4 * (8 + 4 + 6) * 4
-
-
-# -- length ---------------------------------------------------------------------------------------------------------
-
-
-def test_more_context_than_the_model_has(saved: Path) -> None:
-    message = refusal(saved, InputError, max_model_len=257)
-    assert "max_model_len is 257; it must be at most 256" in message
-
-
-@pytest.mark.parametrize("length", [0, -1, 2.5, True, "9"])
-def test_a_length_that_is_none(saved: Path, length: Any) -> None:
-    assert f"max_model_len is {length!r}; it must be a whole number" in refusal(saved, InputError, max_model_len=length)
-
-
-LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [3.0] * 4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-def roped(rope: dict[str, Any]) -> PreTrainedModel:
-    """A model of 256 tokens' context with this RoPE."""
-    if rope is DYNAMIC:
-        return tiny("llama", rope_parameters=rope)
-    return tiny("phi3", pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=64)
-
-
-@pytest.mark.parametrize(("rope", "safe"), [(LONGROPE, 64), (DYNAMIC, 256)])
-def test_rope_that_depends_on_the_batch_is_capped(tmp_path: Path, rope: dict[str, Any], safe: int) -> None:
-    roped(rope).save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), dtype="float32", device="cpu")
-    assert loaded.max_model_len == safe
-    self_test(loaded)
-    assert load_model(str(tmp_path), dtype="float32", device="cpu", max_model_len=safe).max_model_len == safe
-    message = refusal(tmp_path, UnsupportedModelError, max_model_len=safe + 1)
-    assert f"max_model_len is {safe + 1}" in message and rope["rope_type"] in message
-    assert f"at most {safe}" in message
-
-
-def test_the_cap_is_where_logits_begin_to_depend_on_the_longest_position() -> None:
-    """What the refusal is for: beyond the cap the same short text has other logits."""
-    model = roped(LONGROPE).eval()
-    ids, positions = torch.arange(10)[None], torch.arange(10)[None]
-
-    def beside(longest: int) -> torch.Tensor:
-        logits: torch.Tensor = model(
-            torch.cat([ids, ids[:, :1]], 1), position_ids=torch.cat([positions, torch.tensor([[longest]])], 1)
-        ).logits[0, :10]
-        return logits
-
-    with torch.inference_mode():
-        alone = model(ids).logits[0]
-        torch.testing.assert_close(beside(63), alone)
-        assert not torch.allclose(beside(64), alone, atol=1e-3)
-
-
-@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
-def test_moving_frequencies_are_found_even_if_the_config_hides_them(
-    rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = roped(rope)
-    monkeypatch.setattr(loading, "_context_length", lambda config, name, asked: 1024)
-    with pytest.raises(UnsupportedModelError, match="its rotary embedding changed at position 1023"):
-        from_model(model)
-
-
-class _Config:
-    model_type = "made-up"
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-
-def test_safe_context_of_every_layer_kind_and_spelling() -> None:
-    fixed = {"rope_type": "yarn", "factor": 4.0}
-    assert safe_context(_Config()) == (None, "")
-    assert safe_context(_Config(rope_parameters=fixed)) == (None, "")
-    assert safe_context(_Config(rope_scaling={"type": "linear"}, rope_parameters=None)) == (None, "")
-    nested = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
-    assert safe_context(_Config(rope_parameters=nested)) == (64, "longrope")
-    both = {"full_attention": LONGROPE, "sliding_attention": DYNAMIC}
-    assert safe_context(_Config(rope_parameters=both, max_position_embeddings=32)) == (32, "dynamic")
-    assert safe_context(_Config(rope_scaling={"type": "dynamic"}, max_position_embeddings=99)) == (99, "dynamic")
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"rope_parameters": {"rope_type": "longrope"}}, "names no length"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "names no length"),
-        ({"rope_parameters": {"rope_type": "brandnew"}}, "'brandnew' is not known"),
-    ],
-)
-def test_no_safe_range_is_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=says):
-        safe_context(_Config(**fields))
-
-
-# -- device and dtype -------------------------------------------------------------------------------------------------
-
-
-def test_devices() -> None:
-    cuda = torch.cuda.is_available()
-    assert resolve_device("auto").type == ("cuda" if cuda else "cpu")
-    assert resolve_device("cpu") == torch.device("cpu")
-    for bad in ("gpu", "mps", "", "cuda:999" if cuda else "cuda"):
-        with pytest.raises(InputError, match="device is"):
-            resolve_device(bad)
-
-
-def test_dtypes() -> None:
-    cpu = torch.device("cpu")
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("auto", cpu) == (torch.bfloat16 if cpu_has_bfloat16() else torch.float32)
-    assert resolve_dtype("float16", cpu) == resolve_dtype(torch.float16, cpu) == torch.float16
-    for bad in ("int8", "fp8", torch.int8, torch.float64):
-        with pytest.raises(InputError, match=r"dtype is '.*'; it must be auto, float32"):
-            resolve_dtype(bad, cpu)
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "has"),
-    [
-        ("flags\t: sse avx512f avx512_bf16 amx_tile\n", True),
-        ("flags\t: sse amx_bf16\n", True),
-        ("Features\t: asimd sve bf16\n", True),
-        ("flags\t: sse avx2 avx512f\n", False),
-        ("model name : bf16\n", False),
-    ],
-)
-def test_bfloat16_by_cpu_flags(tmp_path: Path, cpuinfo: str, has: bool) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + cpuinfo)
-    assert cpu_has_bfloat16(str(tmp_path / "cpuinfo")) is has
-
-
-def test_no_cpuinfo_no_bfloat16(tmp_path: Path) -> None:
-    assert not cpu_has_bfloat16(str(tmp_path / "absent"))

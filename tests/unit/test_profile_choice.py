@@ -236,8 +236,12 @@ def test_confidence_in_words() -> None:
     assert alone.noise == 0.05 and "the only one measured: the recommendation rests on simulation" in alone.sentence
     full = confidence(0.4, 0.0, 0.0, 0.018, 3, full=True, separated=False)
     assert full.noise == 0.018 and "0.0%; " not in full.sentence
-    assert full.sentence.startswith("noise is not visible: every run kept everything; the measurements alone do not separate")
-    assert "with simulation, which prefers it, the recommended one is the best with a probability of 40%" in full.sentence
+    assert full.sentence.startswith(
+        "noise is not visible: every run kept everything; the measurements alone do not separate"
+    )
+    assert (
+        "with simulation, which prefers it, the recommended one is the best with a probability of 40%" in full.sentence
+    )
     against = confidence(0.6, 0.0, 0.01, 0.018, 3, separated=False, simulation_agrees=False)
     assert "do not separate" in against.sentence and "prefers" not in against.sentence
     certain = confidence(0.998, 0.0, 0.0, 0.018, 3, separated=False)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -20,28 +19,10 @@ from transformers import (
 )
 
 from runtime.errors import StepFailedError
-from runtime.llm.plan import Token
-from runtime.request import Request, SamplingParams, Sequence
+from runtime.request import Sequence
 from runtime.torch_backend import sampling
 from runtime.torch_backend.sampling import Sampler, _filter, _penalise
-
-VOCAB = 97
-
-
-def sequence(name: str = "r", *, prompt: Seq[int] = (1,), output: Seq[int] = (), **params: Any) -> Sequence:
-    made = Sequence(Request(name, tuple(prompt), SamplingParams(**params), 64, 0.0))
-    made.output = list(output)
-    return made
-
-
-def logits_of(rows: int, *, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
-
-
-def sample(logits: torch.Tensor, sequences: Seq[Sequence], seed: int = 0) -> list[Token]:
-    out = Sampler(logits.shape[1], "cpu", seed).sample(logits, sequences)
-    assert all(isinstance(token, Token) for token in out), out
-    return out
+from tests.unit.sampled_rows import VOCAB, logits_of, reference, sample, sequence
 
 
 def filtered(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
@@ -49,28 +30,6 @@ def filtered(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
     rows = logits.clone()
     _penalise(rows, sequences)
     return _filter(rows, [s.request.params for s in sequences]).softmax(-1)
-
-
-def reference(logits: Seq[float], seen: set[int], params: SamplingParams) -> np.ndarray:
-    """The same by the definitions, one token at a time, in double precision."""
-    scores = [float(x) for x in logits]
-    r = params.repetition_penalty
-    scores = [(x / r if x > 0 else x * r) if i in seen else x for i, x in enumerate(scores)]
-    scores = [x / params.temperature for x in scores]
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    keep = order[: params.top_k] if params.top_k else order
-    weight = {i: math.exp(scores[i] - scores[order[0]]) for i in keep}
-    total, mass, nucleus = sum(weight.values()), 0.0, []
-    for i in keep:  # the fewest of the likeliest that hold top_p of the mass
-        nucleus.append(i)
-        mass += weight[i] / total
-        if params.top_p < 1 and mass >= params.top_p:
-            break
-    kept = [i for i in nucleus if weight[i] >= params.min_p * weight[order[0]]]
-    probs = np.zeros(len(scores))
-    for i in kept:
-        probs[i] = weight[i]
-    return probs / probs.sum()
 
 
 MIXED: list[dict[str, Any]] = [
@@ -175,71 +134,6 @@ def test_ties_at_the_edge_of_top_k_are_all_kept() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     probs = filtered(logits, [sequence(temperature=1.0, top_k=2)])[0]
     assert (probs > 0).tolist() == [True, True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.5, "top_k": 10},
-        {"temperature": 2.0, "top_p": 0.9},
-        {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.3},
-    ],
-)
-def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
-    """Chi-square over 20,000 draws, and never a token of probability zero."""
-    draws, vocab = 20_000, 30
-    logits = logits_of(1, seed=11, vocab=vocab, scale=1.5)
-    expected = reference(logits[0].tolist(), {1}, SamplingParams(**params))
-    counts = np.zeros(vocab)
-    sampler = Sampler(vocab)
-    for block in range(0, draws, 500):
-        rows = [sequence(f"draw {block + i}", **params) for i in range(500)]
-        for token in sampler.sample(logits.expand(500, -1), rows):
-            assert isinstance(token, Token)
-            counts[token.id] += 1
-    assert counts[expected == 0].sum() == 0
-    common = expected * draws >= 5
-    observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common] * draws, expected[~common].sum() * draws)
-    if wanted[-1] == 0:
-        observed, wanted = observed[:-1], wanted[:-1]
-    assert stats.chisquare(observed, wanted).pvalue > 1e-4
-
-
-def test_draws_at_successive_positions_are_independent() -> None:
-    """One seeded request, 4,000 tokens in a row from a fair eight-sided die: singles and pairs are uniform."""
-    sampler, logits = Sampler(8), torch.zeros(1, 8)
-    rolling = sequence(temperature=1.0, seed=5)
-    for _ in range(4000):
-        token = sampler.sample(logits, [rolling])[0]
-        assert isinstance(token, Token)
-        rolling.output.append(token.id)
-    rolls = np.array(rolling.output)
-    assert stats.chisquare(np.bincount(rolls, minlength=8)).pvalue > 1e-4
-    assert stats.chisquare(np.bincount(rolls[:-1] * 8 + rolls[1:], minlength=64)).pvalue > 1e-4
-
-
-def test_a_seed_repeats_whatever_the_request_is_called_and_the_sampler_was_seeded_with() -> None:
-    logits = logits_of(1, vocab=5000)
-    history = [3, 5]
-    one = sample(logits, [sequence("a", output=history, temperature=3.0, seed=42)], seed=0)[0].id
-    two = sample(logits, [sequence("b", output=history, temperature=3.0, seed=42)], seed=9)[0].id
-    assert one == two
-    others = {
-        sample(logits, [sequence("a", output=[3] * n, temperature=3.0, seed=seed)])[0].id
-        for n, seed in [(2, 43), (3, 42), (4, 42), (2, -42), (2, 2**63 - 1)]
-    }
-    assert len(others | {one}) >= 5
-
-
-def test_without_a_seed_requests_differ_and_the_engines_seed_repeats() -> None:
-    logits = logits_of(1, vocab=5000).expand(20, -1)
-    rows = [sequence(f"r{i}", temperature=5.0) for i in range(20)]
-    first = [token.id for token in sample(logits, rows, seed=1)]
-    assert len(set(first)) > 10
-    assert [token.id for token in sample(logits, rows, seed=1)] == first
-    assert [token.id for token in sample(logits, rows, seed=2)] != first
 
 
 def test_logprobs_are_of_the_unmodified_distribution() -> None:

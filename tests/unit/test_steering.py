@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ import pytest
 
 from autotune.attach import control
 from autotune.attached import Control
-from autotune.steerable import Steering, choose, socket_folder, steerable
+from autotune.steerable import Steering
 from autotune.steering import LONGEST_LINE, MOST_CLIENTS
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
@@ -27,7 +23,6 @@ from tests.engines import bench
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -216,118 +211,3 @@ def control_that_has_ended(engine: SimulatedEngine) -> Control:
     with control(engine, slo=SLO_) as attached:
         pass
     return attached
-
-
-def test_a_path_of_ones_own(engine: SimulatedEngine, short_path: Path) -> None:
-    path = short_path / "mine.sock"
-    with control(engine, slo=SLO_, steer=path) as attached:
-        assert attached.steer() == path and stat.S_IMODE(path.stat().st_mode) == 0o600
-        with pytest.raises(InputError, match=r"mine.sock is in use by another controller"):
-            control(SimulatedEngine(h200), slo=SLO_, steer=path)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))  # as left behind by a process that was killed
-    with control(engine, slo=SLO_, steer=str(path)), Steering(path) as connection:
-        assert connection.ask("status")
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda p: p / "no" / "such.sock", "cannot be made: No such file"),
-        (lambda p: p / ("x" * 120), "too long for a socket"),
-        (lambda p: (p / "file").write_text("") or p / "file", "exists and is not a socket"),
-    ],
-)
-def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(short_path: Path, make: Any, says: str) -> None:
-    engine = SimulatedEngine(h200)
-    with pytest.raises(InputError, match=says):
-        control(engine, slo=SLO_, steer=make(short_path))
-    engine.acquire("someone").release()
-    assert not engine.listeners
-
-
-def test_a_folder_that_others_can_write_to_is_refused(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o755)
-    with pytest.raises(InputError, match="must be a directory of yours with mode 0700"):
-        socket_folder()
-    folder.rmdir()
-    folder.symlink_to(folder.parent)
-    with pytest.raises(InputError, match="must be a directory of yours"):
-        control(SimulatedEngine(h200), slo=SLO_, steer=True)
-
-
-def test_without_a_runtime_directory_it_is_a_private_one_in_the_temporary(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path / "gone"))
-    monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    assert socket_folder(create=True) == short_path / f"autotune-{os.getuid()}"
-    assert stat.S_IMODE(socket_folder().stat().st_mode) == 0o700
-
-
-SERVER = """
-import sys, time
-from autotune.attach import control
-from tests.unit.control_world import SimulatedEngine, h200
-attached = control(SimulatedEngine(h200), slo="tpot=30ms", steer=True)
-print(attached.steer(), flush=True)
-time.sleep(float(sys.argv[1]))
-"""
-
-
-def other_process(seconds: float) -> tuple[subprocess.Popen[str], Path]:
-    words = [sys.executable, "-c", SERVER, str(seconds)]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
-def test_finds_processes_and_forgets_dead_ones(steered: Control, folder: Path) -> None:
-    process, path = other_process(60)
-    try:
-        assert path.name == f"autotune-{process.pid}.sock"
-        assert {(p.pid, p.path) for p in steerable()} == {(os.getpid(), steered.steer()), (process.pid, path)}
-        with pytest.raises(InputError, match=r"2 engines can be steered; name one .*" + str(process.pid)):
-            choose(None)
-        assert choose(str(process.pid)) == path
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(30)
-        assert path.exists()  # it had no chance to clear it away
-        assert choose(None) == steered.steer()
-        assert not path.exists()
-        with pytest.raises(InputError, match=rf"process {process.pid} cannot be steered"):
-            choose(str(process.pid))
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
-    (folder / f"autotune-{process.pid}.sock~").touch()  # killed between making it and listening
-    (folder / "autotune-x.sock").touch()  # not ours to judge
-    assert len(steerable()) == 1
-    assert sorted(p.name for p in folder.iterdir()) == sorted([steered.steer().name, "autotune-x.sock"])
-
-
-def test_a_process_that_ends_without_closing_clears_its_socket(folder: Path) -> None:
-    process, path = other_process(0)
-    process.communicate(timeout=30)
-    assert process.returncode == 0 and not path.exists()
-
-
-def test_two_controls_in_one_process_have_two_sockets(steered: Control, folder: Path) -> None:
-    with control(SimulatedEngine(h200), slo=SLO_, steer=True) as second:
-        assert second.steer() == folder / f"autotune-{os.getpid()}-2.sock"
-        with pytest.raises(InputError, match="2 engines can be steered"):
-            choose(str(os.getpid()))
-
-
-def test_one_that_does_not_answer_is_given_up_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.steerable._PATIENCE_S", 0.2)
-    folder.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as mute:
-        mute.bind(str(folder / "mute.sock"))
-        mute.listen()
-        with Steering(folder / "mute.sock") as connection:
-            began = time.monotonic()
-            with pytest.raises(ConnectionError, match=r"not answered for 0.2 s"):
-                connection.ask("status")
-            assert time.monotonic() - began < 20

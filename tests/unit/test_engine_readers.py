@@ -1,0 +1,176 @@
+"""Readers that stop reading, forgotten streams, closed event loops: nobody waits for them, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runtime import (
+    FinishReason,
+    RequestCancelledError,
+)
+from runtime.llm.stream import Stream
+from tests.engines import bench
+
+
+def test_a_consumer_that_stops_reading_holds_up_nobody() -> None:
+    with bench() as b:
+        idle = b.engine.stream("a", max_tokens=200)
+        reader = iter(idle)
+        next(reader)
+        assert b.engine.submit("b", max_tokens=100).result(timeout=30)
+        while not idle.done:
+            b.heard.request()
+        assert len(idle.token_ids) == 200
+        assert len(list(reader)) == 199
+
+
+def forget(stream: Stream) -> None:
+    pass
+
+
+def break_out(stream: Stream) -> Any:
+    for _ in stream:
+        break
+    return stream
+
+
+def leave_block(stream: Stream) -> Any:
+    with stream:
+        return stream
+
+
+def raise_inside(stream: Stream) -> Any:
+    try:
+        for _ in stream:
+            raise KeyError
+    except KeyError:
+        return stream
+
+
+def close_iterator(stream: Stream) -> Any:
+    reader = iter(stream)
+    next(reader)
+    reader.close()
+    return stream, reader
+
+
+def break_out_async(stream: Stream) -> Any:
+    async def read() -> None:
+        async for _ in stream:
+            break
+
+    asyncio.run(read())
+    return stream
+
+
+@pytest.mark.parametrize("leave", [forget, leave_block, break_out, raise_inside, close_iterator, break_out_async])
+def test_leaving_a_stream_cancels_its_request(leave: Callable[[Stream], Any]) -> None:
+    with bench() as b:
+        b.executor.hold()
+        streams = [b.engine.stream("a", max_tokens=200)]
+        b.held()
+        b.step()  # there is one token to read, and the engine stands still
+        kept = leave(streams.pop())
+        b.executor.go()
+        record = b.heard.request()
+        assert record.reason is FinishReason.CANCELLED and record.output_tokens <= 2
+        del kept
+
+
+def test_a_forgotten_cycle_is_cancelled_too() -> None:
+    with bench() as b:
+        b.executor.hold()
+        cycle: list[Any] = [b.engine.stream("a", max_tokens=200)]
+        cycle.append(cycle)
+        b.held()
+        del cycle
+        gc.collect()
+        b.executor.go()
+        assert b.heard.request().reason is FinishReason.CANCELLED
+
+
+def test_an_event_loop_that_ends() -> None:
+    """Its readers wait for ever; the engine notices, cancels their requests and goes on."""
+    with bench() as b:
+        other = b.decoding(1, max_tokens=100)[0]
+        loop = asyncio.new_event_loop()
+        streams = [b.engine.astream("a", max_tokens=200) for _ in range(3)]
+
+        async def read(stream: Stream) -> None:
+            async for _ in stream:
+                pass
+
+        tasks = [loop.create_task(read(stream)) for stream in streams]
+        loop.run_until_complete(asyncio.sleep(0))  # they wait now
+        loop.close()
+        b.executor.go()
+        assert other.result(timeout=30)
+        records = [b.heard.request() for _ in range(4)]
+        lost = [r for r in records if r.reason is FinishReason.CANCELLED]
+        assert len(lost) == 3 and {r.cause for r in lost} == {"its event loop was closed"}
+        for task in tasks:  # a loop that is gone cannot end its tasks; drop them without its complaint
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task.get_coro().close()  # type: ignore[union-attr]
+
+
+def test_an_event_loop_that_ends_while_nobody_waits() -> None:
+    with bench() as b:
+        stream = b.decoding(1, max_tokens=200)[0]
+
+        async def first() -> object:
+            reader = stream.__aiter__()
+            b.executor.step()
+            kept.append(reader)
+            return await reader.__anext__()
+
+        kept: list[object] = []
+        asyncio.run(first())
+        b.executor.go()
+        record = b.heard.request()
+        assert (record.reason, record.cause) == (FinishReason.CANCELLED, "its event loop was closed")
+
+
+async def test_cancelling_a_task_cancels_its_request() -> None:
+    with bench() as b:
+        b.executor.hold()
+        task = asyncio.create_task(b.engine.agenerate("a", max_tokens=200))
+        await asyncio.to_thread(b.held)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        b.executor.go()
+        assert (await asyncio.to_thread(b.heard.request)).reason is FinishReason.CANCELLED
+
+
+async def test_giving_up_one_wait_leaves_the_request() -> None:
+    with bench() as b:
+        b.executor.hold()
+        stream = b.engine.submit("a", max_tokens=3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.aresult(), 0.01)
+        b.executor.go()
+        assert (await stream).text == "bcd"
+
+
+async def test_errors_reach_async_readers() -> None:
+    with bench() as b:
+        b.executor.hold()
+        stream = b.engine.astream("a", max_tokens=200)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        stream.cancel()
+        b.executor.go()
+        with pytest.raises(RequestCancelledError):
+            await reading
+        with pytest.raises(RequestCancelledError):
+            await stream
