@@ -29,71 +29,23 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import evaluate
 from autotune.profile.parts import ModelFacts
-from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import features, measure_steps_and_pace
-from autotune.score import Score
-from autotune.simulate import SimulatedEngine
+from autotune.profiling.steps import measure_steps_and_pace
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
+from benchmarks.fidelity_cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
+from benchmarks.fidelity_table import Compared, StepPair, bias, median_error, metrics, report, step_pairs
 from benchmarks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
 from benchmarks.undisturbed import UndisturbedClock, others
 from runtime.clock import Clock, MonotonicClock
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import KnobLimits
 from runtime.llm.engine import Engine
 from runtime.records import RequestRecord, StepRecord
-from runtime.slo import SLO
-
-KV_TOKENS, TIGHT_KV_TOKENS = 131_072, 4096
-PATIENT = SLO(ttft_ms=25_000, tpot_ms=1000)  # the drain waits for everything
-CLOSE, SPREADS = 0.15, 1.5
-TIGHT_METRICS = ("TPOT p50", "TPOT p99", "throughput")
-LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
-
-
-class Case(NamedTuple):
-    """A workload, at ``load`` times what the engine serves of it when flooded, under ``knobs``."""
-
-    name: str
-    spec: str
-    load: float
-    knobs: Knobs
-    tight: bool = False
-
-
-def cases(conv: str | None, code: str | None) -> list[Case]:
-    conv_spec = (
-        f"azure-conv:{conv},start=900,length=1/8,cap_output=96" if conv else "azure-conv:length=1/8,cap_output=96"
-    )
-    code_spec = f"azure-code:{code},start=900,length=1/8" if code else "azure-code:length=1/8"
-    return [
-        Case("short prompts", "poisson:prompt=40~0.8,output=40~0.6", 0.7, Knobs(32, 0, 512, 512)),
-        Case("long prompts", "poisson:prompt=900~0.5,output=24~0.5", 0.9, Knobs(16, 0, 256, 128)),
-        Case("bursts, CV 6", "gamma:cv=6,prompt=150~1,output=32~0.8", 0.5, Knobs(64, 0, 1024, 256)),
-        Case("Azure conversations", conv_spec, 0.8, Knobs(24, 0, 384, 384)),
-        Case("Azure code", code_spec, 0.6, Knobs(32, 0, 2048, 2048)),
-        Case("tight KV pool", "poisson:prompt=200~0.6,output=64~0.5", 1.1, Knobs(48, 0, 512, 256), tight=True),
-    ]
-
-
-class Compared(NamedTuple):
-    """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range."""
-
-    case: str
-    metric: str
-    real: float
-    error: float
-    spread: float
-
-    @property
-    def ok(self) -> bool:
-        return abs(self.error) <= max(CLOSE, SPREADS * self.spread)
 
 
 class StepLog:
@@ -107,42 +59,6 @@ class StepLog:
 
     def on_request(self, record: RequestRecord) -> None:
         pass
-
-
-def simulated(cost: CostModel, case: Case, workload: Workload, seed: int, duration: float) -> Score:
-    """The score of ``case`` on a machine that takes what ``cost`` says."""
-    engine = SimulatedEngine(cost, kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS, limits=KnobLimits())
-    return evaluate(engine, case.knobs, workload, PATIENT, vocab_size=1000, seed=seed, duration=duration)
-
-
-def capacity(cost: CostModel, case: Case, workload: Workload, seed: int) -> float:
-    """Requests/s that the simulated engine completes when it is flooded."""
-    engine = SimulatedEngine(cost, kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS, limits=KnobLimits())
-    engine.set_knobs(case.knobs)
-    arrivals = [a._replace(time=0.0) for a in workload.arrivals(seed, limit=600)]
-    engine.serve(arrivals)
-    engine.run()
-    return len(arrivals) / engine.clock.now()
-
-
-def metrics(score: Score) -> dict[str, float]:
-    found = {"throughput": score.throughput}
-    for name, latency in (("TPOT", score.tpot_ms), ("TTFT", score.ttft_ms), ("E2E", score.e2e_ms)):
-        found[f"{name} p50"], found[f"{name} p99"] = latency.p50 or 0.0, latency.p99 or 0.0
-    return found
-
-
-class StepPair(NamedTuple):
-    """A served step: the seconds predicted of it, and those it took."""
-
-    told: float
-    real: float
-
-
-def step_pairs(records: Sequence[StepRecord], cost: CostModel) -> list[StepPair]:
-    """Every step, the idle time before it left out."""
-    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
-    return [StepPair(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
 
 
 class Timed(NamedTuple):
@@ -212,7 +128,7 @@ class Bench:
         print(
             f"  round {number + 1} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
             f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(paces[looked:])}, "
-            f"step error {_median_error(steps):.1%}, in all {_bias(steps):+.1%}, "
+            f"step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, "
             f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
             flush=True,
         )
@@ -236,48 +152,6 @@ def _range(paces: Sequence[float]) -> str:
         return "not known"
     cuts = statistics.quantiles(paces, n=20)
     return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f})"
-
-
-def _median_error(steps: Sequence[StepPair]) -> float:
-    return statistics.median(abs(s.told / s.real - 1) for s in steps)
-
-
-def _bias(steps: Sequence[StepPair]) -> float:
-    """Of all steps together."""
-    return sum(s.told for s in steps) / sum(s.real for s in steps) - 1
-
-
-def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
-    """The table, where the errors are large, and the summary."""
-    names = (*TIGHT_METRICS, *LOOSE_METRICS)
-    print(
-        "\nsimulated ÷ real − 1, with the range of the repeated real runs in brackets; ! outside\n"
-        f"{'':21}{'step':>7}{'in all':>8}",
-        end="",
-    )
-    print("".join(f"{name:>17}" for name in names))
-    for case, errors in steps.items():
-        row = {c.metric: c for c in found if c.case == case}
-        cells = [
-            f"{row[n].error:+8.1%} [{row[n].spread:.0%}]{' ' if n in TIGHT_METRICS or row[n].ok else '!'}"
-            for n in names
-        ]
-        print(f"{case:21}{_median_error(errors):7.1%}{_bias(errors):+8.1%}" + "".join(f"{cell:>17}" for cell in cells))
-    loose = [c for c in found if c.metric in LOOSE_METRICS]
-    for c in loose:
-        if not c.ok:
-            print(f"outside: {c.metric} of {c.case}: {c.error:+.1%}, the real runs within {c.spread:.1%} of each other")
-    tpot = [abs(c.error) for c in found if c.metric.startswith("TPOT")]
-    throughput = [abs(c.error) for c in found if c.metric == "throughput"]
-    print(
-        f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(_median_error, steps.values())):.1%}"
-    )
-    return {
-        "step_error": round(_median_error([step for each in steps.values() for step in each]), 4),
-        "tpot_error": round(statistics.median(tpot), 4),
-        "throughput_error": round(statistics.median(throughput), 4),
-        "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,18 +11,9 @@ import pytest
 
 from autotune.profile.parts import ModelFacts
 from autotune.workload import parse_workload
-from benchmarks.fidelity import (
-    KV_TOKENS,
-    TIGHT_KV_TOKENS,
-    Bench,
-    Case,
-    Compared,
-    StepPair,
-    Timed,
-    capacity,
-    cases,
-    report,
-)
+from benchmarks.fidelity import Bench, Timed
+from benchmarks.fidelity_cases import KV_TOKENS, TIGHT_KV_TOKENS, Case, capacity, cases
+from benchmarks.fidelity_table import Compared, StepPair, report
 from runtime.clock import MonotonicClock
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine

@@ -1,0 +1,94 @@
+"""Simulated beside real: one metric of one workload, its table, and the summary, for :mod:`benchmarks.fidelity`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from autotune.cost_model import CostModel
+from autotune.profiling.step_driver import samples
+from autotune.profiling.steps import features
+from autotune.score import Score
+from runtime.records import StepRecord
+
+CLOSE, SPREADS = 0.15, 1.5
+TIGHT_METRICS = ("TPOT p50", "TPOT p99", "throughput")
+LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
+
+
+class Compared(NamedTuple):
+    """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range."""
+
+    case: str
+    metric: str
+    real: float
+    error: float
+    spread: float
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.error) <= max(CLOSE, SPREADS * self.spread)
+
+
+def metrics(score: Score) -> dict[str, float]:
+    found = {"throughput": score.throughput}
+    for name, latency in (("TPOT", score.tpot_ms), ("TTFT", score.ttft_ms), ("E2E", score.e2e_ms)):
+        found[f"{name} p50"], found[f"{name} p99"] = latency.p50 or 0.0, latency.p99 or 0.0
+    return found
+
+
+class StepPair(NamedTuple):
+    """A served step: the seconds predicted of it, and those it took."""
+
+    told: float
+    real: float
+
+
+def step_pairs(records: Sequence[StepRecord], cost: CostModel) -> list[StepPair]:
+    """Every step, the idle time before it left out."""
+    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
+    return [StepPair(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
+
+
+def median_error(steps: Sequence[StepPair]) -> float:
+    return statistics.median(abs(s.told / s.real - 1) for s in steps)
+
+
+def bias(steps: Sequence[StepPair]) -> float:
+    """Of all steps together."""
+    return sum(s.told for s in steps) / sum(s.real for s in steps) - 1
+
+
+def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
+    """The table, where the errors are large, and the summary."""
+    names = (*TIGHT_METRICS, *LOOSE_METRICS)
+    print(
+        "\nsimulated ÷ real − 1, with the range of the repeated real runs in brackets; ! outside\n"
+        f"{'':21}{'step':>7}{'in all':>8}",
+        end="",
+    )
+    print("".join(f"{name:>17}" for name in names))
+    for case, errors in steps.items():
+        row = {c.metric: c for c in found if c.case == case}
+        cells = [
+            f"{row[n].error:+8.1%} [{row[n].spread:.0%}]{' ' if n in TIGHT_METRICS or row[n].ok else '!'}"
+            for n in names
+        ]
+        print(f"{case:21}{median_error(errors):7.1%}{bias(errors):+8.1%}" + "".join(f"{cell:>17}" for cell in cells))
+    loose = [c for c in found if c.metric in LOOSE_METRICS]
+    for c in loose:
+        if not c.ok:
+            print(f"outside: {c.metric} of {c.case}: {c.error:+.1%}, the real runs within {c.spread:.1%} of each other")
+    tpot = [abs(c.error) for c in found if c.metric.startswith("TPOT")]
+    throughput = [abs(c.error) for c in found if c.metric == "throughput"]
+    print(
+        f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(median_error, steps.values())):.1%}"
+    )
+    return {
+        "step_error": round(median_error([step for each in steps.values() for step in each]), 4),
+        "tpot_error": round(statistics.median(tpot), 4),
+        "throughput_error": round(statistics.median(throughput), 4),
+        "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
+    }
