@@ -30,9 +30,8 @@ from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
-from autotune.profiling.steps import features
+from autotune.profiling.steps import features, region_of
 from runtime.clock import Clock
-from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 
 Verdict = Literal["fits", "stale", "unclear"]
@@ -42,6 +41,7 @@ THRESHOLD = 0.10
 
 _ROUNDS = 8  # of them, scripts are sized so that this many fit into the time
 _FEWEST = 6  # rounds that count, whatever the time
+_WARM_UP = 0.5  # of the budget, before it: an engine gets faster in its first seconds
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
 _LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
 _CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
@@ -159,6 +159,8 @@ def check_steps(
 ) -> Check:
     """Measure steps of ``engine``, which must be idle, for ``budget_s`` seconds on its ``clock``, and compare with ``facts``.
 
+    Rounds that do not count come before, for half as long.
+
     ``taken``: asked at the end how many cores other processes took from the engine.
 
     Raises ``ValueError`` for facts that are no cost model, :class:`EvaluationError` when a request fails,
@@ -175,13 +177,18 @@ def check_steps(
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
     rounds: list[list[Sample]] = []
+    warm, whole = 0.0, (1 + _WARM_UP) * budget_s  # seconds at which the warm-up was over, and at which all is
     while True:
         rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
-        counted, spent = len(rounds) - 1, clock.now() - begun  # the first warms up
-        advance(min(1.0, spent / budget_s), f"round {len(rounds)}")
-        if (spent >= budget_s and counted >= _FEWEST) or (spent >= _MOST_OVER * budget_s and counted):
+        spent = clock.now() - begun
+        advance(min(1.0, spent / whole), f"round {len(rounds)}" if warm else "warm-up")
+        if not warm:
+            if spent >= _WARM_UP * budget_s:
+                warm = spent
+                rounds.clear()
+        elif (spent >= whole and len(rounds) >= _FEWEST) or spent >= _MOST_OVER * budget_s:
             break
-    return compare(rounds[1:], cost, threshold, clock.now() - begun, taken())
+    return compare(rounds, cost, threshold, clock.now() - begun - warm, taken())
 
 
 def compare(
@@ -205,15 +212,6 @@ def compare(
         threshold,
         taken,
     )
-
-
-def region_of(record: StepRecord) -> str:
-    """The region a step belongs to, by the names of :func:`autotune.profiling.steps.step_points`."""
-    if not record.prefill_tokens:
-        return "decode"
-    if record.decodes:
-        return "mixed"
-    return "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
 
 
 def _region(

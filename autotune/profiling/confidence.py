@@ -37,6 +37,8 @@ def confidence(
         told += f"; of {measured} settings measured the recommended one is {sure}"
     else:
         told += f"; the measurements alone do not separate the {measured} settings measured: "
-        with_simulation = "with simulation, which prefers it," if simulation_agrees else "by them and simulation together"
+        with_simulation = (
+            "with simulation, which prefers it," if simulation_agrees else "by them and simulation together"
+        )
         told += f"{with_simulation} the recommended one is {sure}"
     return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=told)

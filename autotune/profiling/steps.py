@@ -3,7 +3,8 @@
 Everything is done in rounds, each in an order of its own, so that no kind of step meets only one mood of the machine. A small
 anchor script runs in between, and times are divided by how the machine's pace then compares with its usual one. What is known
 of a kind of step is its median; a first time that took much longer than the others (compilation, allocation) is left out, as
-is all of the warm-up.
+is all of the warm-up. An engine gets faster in its first seconds (shapes that a library meets for the first time, memory never
+touched before), so of what is measured in the first round only that counts which no later round measured again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ROUNDS = 3
 
 _MOST_ROUNDS = 16
 _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
+_LATER = 2  # times a kind of step has to come about in later rounds for the first one to be left out
 _SETTLED = 0.01  # median relative change of the predictions by another round
 _ANCHOR_EVERY = 0.25  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
@@ -42,6 +44,7 @@ _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of s
 class _Stretch(NamedTuple):
     """The steps of one script, and when it ran."""
 
+    round: int
     begun: float
     steps: list[Sample]
     served: bool  # whether they are steps as they come, no two alike
@@ -125,7 +128,7 @@ def measure_steps_and_pace(
                 steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
             else:
                 steps = driver.run(task())
-            stretches.append(_Stretch(at, steps, isinstance(task, Mix)))
+            stretches.append(_Stretch(number, at, steps, isinstance(task, Mix)))
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
@@ -135,7 +138,7 @@ def measure_steps_and_pace(
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)
-        probes = probes or [features(record) for _, steps, _ in stretches for record, _ in steps]
+        probes = probes or [features(record) for stretch in stretches for record, _ in stretch.steps]
         before, told = told, [fitted.predict(step) for step in probes]
         moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
         if clock.now() - begun > budget_s or moved < _SETTLED:
@@ -144,13 +147,6 @@ def measure_steps_and_pace(
     return MeasuredSteps(
         with_predictions(points), statistics.median(paces), max(paces) / min(paces), clock.now() - begun
     )
-
-
-def anchor_pace(engine: Served, model: ModelFacts, *, seed: int, clock: Clock, repeats: int = 2) -> float:
-    """What an anchor takes now, s, on the idle ``engine``: the median of ``repeats``."""
-    driver = StepDriver(engine, model.vocab_size, _room(engine, model), seed=seed, clock=clock, stop=lambda: False)
-    plan = StepPlan(driver, engine, 0)
-    return statistics.median(_pace(driver.run(plan.anchor())) for _ in range(repeats))
 
 
 def _room(engine: Served, model: ModelFacts) -> int:
@@ -176,8 +172,8 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
     more (a sequence that leaves, or needs more room) belongs to them all.
     """
     usual = statistics.median(anchor.pace for anchor in anchors)
-    kinds: dict[tuple[int, ...], list[Sample]] = {}
-    for begun, steps, served in stretches:
+    kinds: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
+    for number, begun, steps, served in stretches:
         pace = _pace_at(begun, anchors) / usual
         for record, seconds in steps:
             if seconds <= 0:  # a clock was set back
@@ -187,8 +183,14 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
-            kinds.setdefault(kind, []).append(Sample(record, seconds / pace))
-    return [_served(found) if kind[0] < 0 else _point(found) for kind, found in kinds.items()]
+            kinds.setdefault(kind, []).append((number, Sample(record, seconds / pace)))
+    return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
+
+
+def _warm(found: Sequence[tuple[int, Sample]]) -> list[Sample]:
+    """Those of later rounds than the first, where there are some."""
+    later = [sample for number, sample in found if number]
+    return later if len(later) >= _LATER else [sample for _, sample in found]
 
 
 def _rough(number: int) -> int:

@@ -17,9 +17,9 @@ from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile import save_profile
 from autotune.profile.parts import CostFacts
-from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval, region_of
+from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval
 from autotune.profiling.fingerprint import OtherWork, machine, measured_elsewhere
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps, region_of
 from autotune.simulate import SimulatedEngine
 from runtime.errors import InputError
 from runtime.step_model import StepFeatures
@@ -59,6 +59,18 @@ def test_nothing_changed(facts: CostFacts) -> None:
     assert found.sentence.startswith("fits: no kind of step differs from the profile by more than ")
     assert found.rounds >= 4 and 10 <= found.seconds < 15
     assert all(r.steps >= 8 and r.measured_ms > 5 for r in found.regions)
+
+
+def test_an_engine_that_is_cold_at_first_fits(facts: CostFacts) -> None:
+    worked = 0.0
+
+    def cold(step: StepFeatures) -> float:
+        nonlocal worked
+        worked += slow_cpu(step)
+        return slow_cpu(step) * (1.4 if worked < 5 else 1.0)
+
+    found = checked(facts, cold)
+    assert found.verdict == "fits", found.sentence
 
 
 def test_decode_steps_14_percent_slower(facts: CostFacts) -> None:
