@@ -4,7 +4,7 @@ Everything is done in rounds, each in an order of its own, so that no kind of st
 anchor script runs in between, and times are divided by how the machine's pace then compares with its usual one. What is known
 of a kind of step is its median; a first time that took much longer than the others (compilation, allocation) is left out, as
 is all of the warm-up. An engine gets faster in its first seconds (shapes that a library meets for the first time, memory never
-touched before), so of what is measured in the first round only that counts which no later round measured again.
+touched before), so what is measured in them counts only where nothing like it was measured again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ROUNDS = 3
 
 _MOST_ROUNDS = 16
 _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
-_LATER = 2  # times a kind of step has to come about in later rounds for the first one to be left out
+_COLD_S, _COLD = 10.0, 0.25  # seconds in which an engine may get faster, at most; of the budget at most
+_LATER = 2  # times a kind of step has to come about behind them for those before to be left out
 _SETTLED = 0.01  # median relative change of the predictions by another round
 _ANCHOR_EVERY = 0.25  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
@@ -44,7 +45,7 @@ _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of s
 class _Stretch(NamedTuple):
     """The steps of one script, and when it ran."""
 
-    round: int
+    cold: bool  # whether in the engine's first seconds
     begun: float
     steps: list[Sample]
     served: bool  # whether they are steps as they come, no two alike
@@ -111,6 +112,7 @@ def measure_steps_and_pace(
     pilot = _speed(driver.run(plan.pilot()), driver.run(plan.anchor()))
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
+    warm = begun + min(_COLD_S, _COLD * budget_s)
     scripts = plan.scripts(seconds, pilot)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
@@ -128,7 +130,7 @@ def measure_steps_and_pace(
                 steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
             else:
                 steps = driver.run(task())
-            stretches.append(_Stretch(number, at, steps, isinstance(task, Mix)))
+            stretches.append(_Stretch(at < warm, at, steps, isinstance(task, Mix)))
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
@@ -172,8 +174,8 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
     more (a sequence that leaves, or needs more room) belongs to them all.
     """
     usual = statistics.median(anchor.pace for anchor in anchors)
-    kinds: dict[tuple[int, ...], list[tuple[int, Sample]]] = {}
-    for number, begun, steps, served in stretches:
+    kinds: dict[tuple[int, ...], list[tuple[bool, Sample]]] = {}
+    for cold, begun, steps, served in stretches:
         pace = _pace_at(begun, anchors) / usual
         for record, seconds in steps:
             if seconds <= 0:  # a clock was set back
@@ -183,13 +185,13 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
-            kinds.setdefault(kind, []).append((number, Sample(record, seconds / pace)))
+            kinds.setdefault(kind, []).append((cold, Sample(record, seconds / pace)))
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
 
 
-def _warm(found: Sequence[tuple[int, Sample]]) -> list[Sample]:
-    """Those of later rounds than the first, where there are some."""
-    later = [sample for number, sample in found if number]
+def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:
+    """Those of an engine no longer cold, where there are some."""
+    later = [sample for cold, sample in found if not cold]
     return later if len(later) >= _LATER else [sample for _, sample in found]
 
 
