@@ -53,8 +53,9 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.slow
 def test_on_known_hardware_the_simulation_is_the_engine(bench: Bench) -> None:
+    bench.warm_up(1.0)
     cost = bench.calibrate(10.0)
-    for number in range(2):
+    for number in range(3):
         for case in cases(None, None):
             if case.name in ("short prompts", "bursts, CV 6", "tight KV pool"):
                 workload = parse_workload(case.spec)
