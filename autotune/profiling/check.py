@@ -177,7 +177,7 @@ def check_steps(
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
     rounds: list[list[Sample]] = []
-    warm, whole = 0.0, (1 + _WARM_UP) * budget_s  # seconds at which the warm-up was over, and at which all is
+    warm, whole = 0.0, (1 + _WARM_UP) * budget_s  # seconds at which the warm-up was over, and at which all will be, about
     while True:
         rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
         spent = clock.now() - begun
@@ -186,7 +186,7 @@ def check_steps(
             if spent >= _WARM_UP * budget_s:
                 warm = spent
                 rounds.clear()
-        elif (spent >= whole and len(rounds) >= _FEWEST) or spent >= _MOST_OVER * budget_s:
+        elif (spent - warm >= budget_s and len(rounds) >= _FEWEST) or spent >= _MOST_OVER * budget_s:
             break
     return compare(rounds, cost, threshold, clock.now() - begun - warm, taken())
 
