@@ -177,7 +177,10 @@ def check_steps(
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
     rounds: list[list[Sample]] = []
-    warm, whole = 0.0, (1 + _WARM_UP) * budget_s  # seconds at which the warm-up was over, and at which all will be, about
+    warm, whole = (
+        0.0,
+        (1 + _WARM_UP) * budget_s,
+    )  # seconds at which the warm-up was over, and at which all will be, about
     while True:
         rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
         spent = clock.now() - begun
