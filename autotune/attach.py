@@ -12,7 +12,7 @@ from autotune.controllable import Controllable
 from autotune.controllers.batching import BatchingController
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
-from autotune.controllers.registry import CONTROLLERS
+from autotune.controllers.registry import CONTROLLERS, OF_BATCHERS
 from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile
 from runtime.batching.decorator import Batched
@@ -102,7 +102,7 @@ def _named(
         return BatchingController(slo, start, blind=blind, fixed_window=blind and engine.slots == 1)
     name = name or "predictive"
     if name not in CONTROLLERS:
-        known = ", ".join([*CONTROLLERS, *(["batching"] if isinstance(engine, TunableBatcher) else [])])
+        known = ", ".join([*CONTROLLERS, *(OF_BATCHERS if isinstance(engine, TunableBatcher) else [])])
         raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
     return CONTROLLERS[name](slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
 

@@ -75,7 +75,7 @@ class BatchingController:
 
     def observe_step(self, record: StepRecord) -> None:
         seconds, n, c = record.duration, record.chunks, record.prefill_tokens
-        if record.failed or n < 1 or not (0 < seconds < math.inf):
+        if record.failed or n < 1 or c < 1 or not (0 < seconds < math.inf):
             return
         self._calls += 1
         if self._calls <= _WARM_UP:

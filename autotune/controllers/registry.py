@@ -1,10 +1,11 @@
-"""The controllers by name. The contract suite runs over all of them."""
+"""The controllers by name: those of an engine, and those of a batcher alone. The contract suite runs over all of them."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 from autotune.controllers.aimd import AimdController
+from autotune.controllers.batching import BatchingController
 from autotune.controllers.bisection import BisectionController
 from autotune.controllers.gradient import GradientController
 from autotune.controllers.length_table import LengthTableController
@@ -57,6 +58,13 @@ def _length_table(
     return LengthTableController(start, kv_tokens=kv_tokens)
 
 
+def _batching(
+    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
+) -> BatchingController:
+    del kv_tokens, block_size, model
+    return BatchingController(slo, start)
+
+
 CONTROLLERS: Final[dict[str, Make]] = {
     "predictive": _predictive,
     "static": _static,
@@ -66,3 +74,6 @@ CONTROLLERS: Final[dict[str, Make]] = {
     "length_table": _length_table,
 }
 """Name → what makes one."""
+
+OF_BATCHERS: Final[dict[str, Make]] = {"batching": _batching}
+"""Those that know what a call is, and no more."""

@@ -6,20 +6,21 @@ import json
 
 from autotune.attached import Control
 from autotune.controllers.protocol import Controller
-from autotune.controllers.registry import CONTROLLERS
+from autotune.controllers.registry import CONTROLLERS, OF_BATCHERS
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.unit.control_world import VLLM, poisson
 
 NAMES = list(CONTROLLERS)
-FALLS_BACK = {"predictive"}
+ALL = [*NAMES, *OF_BATCHERS]
+FALLS_BACK = {"predictive", "batching"}
 """Those that may find that nothing explains what they see."""
 SLOS = [SLO(ttft_ms=500, tpot_ms=30), SLO(tpot_ms=1), SLO(itl_ms=40), SLO(ttft_ms=300), SLO(e2e_ms=5000, tpot_ms=40)]
 LOAD = poisson(12, 12, 800, 100, seed=21)
 
 
 def make(name: str, slo: SLO = SLOS[0], start: Knobs = VLLM) -> Controller:
-    return CONTROLLERS[name](slo, start, 760_000, 16)
+    return (CONTROLLERS | OF_BATCHERS)[name](slo, start, 760_000, 16)
 
 
 def explained(attached: Control) -> None:

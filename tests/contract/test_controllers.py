@@ -15,7 +15,7 @@ from autotune.controllers.protocol import Controller, Promised
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import StepRecord
 from runtime.slo import SLO
-from tests.contract.contract_of_controllers import LOAD, NAMES, SLOS, explained, make
+from tests.contract.contract_of_controllers import ALL, LOAD, NAMES, SLOS, explained, make
 from tests.engines import bench
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_cpu
 
@@ -30,8 +30,8 @@ def test_every_controller_is_in_the_registry() -> None:
             if all(hasattr(made, m) for m in ("observe_step", "observe_request", "decide", "budget")):
                 found.add(made)
     found.discard(Controller)
-    assert {type(make(name)) for name in NAMES} == found
-    assert all(make(name).name == name for name in NAMES)
+    assert {type(make(name)) for name in ALL} == found
+    assert all(make(name).name == name for name in ALL)
     with pytest.raises(ValueError, match="controller is 'pid'; it must be one of predictive, static"):
         control(SimulatedEngine(h200), slo=SLOS[0], controller="pid")
 

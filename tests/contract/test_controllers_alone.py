@@ -16,7 +16,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
-from tests.contract.contract_of_controllers import FALLS_BACK, NAMES, SLOS, make
+from tests.contract.contract_of_controllers import ALL, FALLS_BACK, SLOS, make
 from tests.unit.control_world import VLLM
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)
@@ -60,7 +60,7 @@ def view(now: float, in_force: Knobs, limits: KnobLimits, decoding: int, slack: 
 views = st.builds(view, any_float, knobs, ceilings, st.integers(0, 4000), any_float, counts)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 @settings(max_examples=150)
 @given(st.lists(steps | requests | st.sampled_from(SLOS), max_size=40), views, knobs, ceilings, st.sampled_from(SLOS))
 def test_any_history_gives_a_proposal_inside_the_limits_and_a_budget_that_lets_work_go_on(
@@ -108,7 +108,7 @@ def sound(i: int, decodes: int = 0, end: float | None = None) -> StepRecord:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_same_records_give_the_same_proposals(name: str) -> None:
     one, other = make(name), make(name)
     for i in range(200):
@@ -143,7 +143,7 @@ def grown(made: Controller, steps: int, first: int) -> tuple[int, float]:
     return len(pickle.dumps(made)), min(costs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("steps", [6_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_neither_grows_nor_slows_with_the_steps_seen(name: str, steps: int) -> None:
     made = make(name)
@@ -155,7 +155,7 @@ def test_neither_grows_nor_slows_with_the_steps_seen(name: str, steps: int) -> N
     assert late_cost < 2 * early + 0.002
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_start_above_a_shrunken_ceiling_is_never_proposed(name: str) -> None:
     limits = replace(KnobLimits(), token_budget=100, chunk_size=100, max_batch_size=10)
     made = make(name, start=VLLM)
