@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
-from autotune.controllers.protocol import Controller, check_controller
+from autotune.controllers.protocol import Budgeted, Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
 from autotune.gate import Gate
 from autotune.status import Status
@@ -63,8 +63,7 @@ class Control:
         self._engine = engine
         self._gate = Gate(engine, admission)
         self._guardrails = guardrails
-        self._interval = interval_s
-        self._wall = wall
+        self._interval, self._wall = interval_s, wall
         self._lock = threading.RLock()
         self._verdicts = Verdicts()
         self._promised: dict[str, SLO] = {}
@@ -83,6 +82,8 @@ class Control:
             raise
         engine.set_slo(slo)
         self._keep_promises()
+        if isinstance(controller, Budgeted):
+            controller.budgets_apply(engine.step_budgets and not observe_only)
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             engine.set_step_policy(self, lease=self._lease)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from autotune.attach import control
 from autotune.attached import Control
-from autotune.controllers.protocol import Controller
+from autotune.controllers.protocol import Budgeted, Controller
 from autotune.controllers.registry import CONTROLLERS
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller_run import Driver
@@ -33,6 +33,11 @@ class KnobsOnly:
 
     def __init__(self, inner: Controller) -> None:
         self._inner = inner
+        if isinstance(inner, Budgeted):
+            inner.budgets_apply(False)
+
+    def budgets_apply(self, applied: bool) -> None:
+        """Whatever the engine can do."""
 
     def budget(self, view: SchedulerView) -> int:
         return view.knobs.token_budget

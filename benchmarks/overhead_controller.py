@@ -119,6 +119,11 @@ class Recorded:
         self._leases = LeaseHolder()
 
     def set_slo(self, slo: SLO) -> None: ...
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:

@@ -85,6 +85,11 @@ class Tunable(Protocol):
         """Become the one controller, until the lease is released. Raises :class:`LeaseError` if another holds it."""
         ...
 
+    @property
+    def step_budgets(self) -> bool:
+        """Whether a step policy's word counts; where it does not, the knobs are all there is."""
+        ...
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:

@@ -16,7 +16,9 @@ Failure mode: it takes time for a function of one number. When lengths change, b
 back by δ a decision; when demand is low, b is small and pulls the low end down with it.
 
 Source: Pang, Li and Wang, "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching"
-(arXiv 2503.05248), Algorithm 2. It leaves α, δ and the tolerance open: those values are ours.
+(arXiv 2503.05248), Algorithm 2. It leaves α, δ and the tolerance open: those values are ours. The paper's own text was not at
+hand to check this against; descriptions of it and two implementations by others have the same three cases and the middle as
+limit (one of them halves b where steps take too long).
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """The predictive controller: learn what a step costs, and solve for the largest one that keeps the promise.
 
 Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, b the mean of
-actual/predicted, m its 90% quantile and τ the TPOT target:
+actual/predicted and τ the TPOT target:
 
-- per step (``budget``): the largest P with b·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ) shares out what the tightest
-  decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts would then miss their TTFT:
-  then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is what it needs in reserve;
-  a gap is a single step.)
+- per step: :mod:`autotune.controllers.step_budget`;
 - ``max_batch_size``: the largest D with b·t(D, D·c̄, 0) ≤ τ (c̄: mean context), and no more than the KV pool holds. What D
   decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
 - ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
-  budget;
-- ``chunk_size``: the whole budget, or a quarter of it when prompts are mixed (p95 > 4 × median), so that a long prompt leaves
-  room for short ones;
+  budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
+  fits τ, or what carries the load (:mod:`autotune.controllers.full_step`);
+- ``chunk_size``: the whole budget, or with per-step ones a quarter of it when prompts are mixed (p95 > 4 × median), so that a
+  long prompt leaves room for short ones;
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
@@ -21,16 +19,13 @@ raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one 
 is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for
 hold, those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know).
 
-Feedback. ``trim`` scales τ: up with every TTFT missed, down with every other TPOT missed, and slowly up again while nothing is.
-A request lost to its queue is as lost as one that decoded too slowly. Where both are missed the pace itself cannot be had: small
-steps compute fewer tokens a second, and only larger ones shorten the queue.
+Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`autotune.controllers.trim`).
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a slow region). Both ratios
-widen first; then the fallback takes over, and the model is learned anew until it is right again. Sources: DESIGN "What the
-controller must know"; the step model in :mod:`runtime.step_model`; sharing out slack follows deadline-aware chunking as in
-Sarathi-Serve (OSDI 2024) and the slack of earliest-deadline schedulers.
+widen first; then the fallback takes over, and the model is learned anew until it is right again. Source: DESIGN "What the
+controller must know"; the step model in :mod:`runtime.step_model`.
 """
 
 from __future__ import annotations
@@ -38,11 +33,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from autotune.controllers.chunks import Chunks
+from autotune.controllers.demand import Demand
+from autotune.controllers.full_step import full_step
 from autotune.controllers.galloping import largest
 from autotune.controllers.promises import Promises
 from autotune.controllers.protocol import Proposal
 from autotune.controllers.quantile import OnlineQuantile
+from autotune.controllers.step_budget import StepBudget
 from autotune.controllers.traffic import Traffic
+from autotune.controllers.trim import Trim
 from autotune.controllers.trusted_model import TrustedModel
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
@@ -50,7 +50,6 @@ from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
-_TRIM_RATE, _TRIM = 0.02, (0.6, 4.0)
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 
@@ -65,19 +64,21 @@ class PredictiveController:
     ) -> None:
         self.start = start
         self.regime = "learning"
-        self.trim = 1.0
-        self._granted: tuple[SchedulerView, float] | None = (
-            None  # the last step's view and pace, until its rate is asked for
-        )
-        self._rate = 0.0
+        self._trim = Trim()
+        self._budgeted = True  # whether each step goes by `budget`
         self._belief = TrustedModel(model)
         self._traffic = Traffic()
+        self._demand = Demand()
+        self._chunks = Chunks()
         self._promises = Promises({"default": slo})
+        self._steps = StepBudget(self._belief, self._traffic, self._promises, self._trim)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
         self._vouched: Knobs | None = None  # the last setting that the model was trusted with
         self._most = 65536  # sequences at once that kept the pace, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
+        self._beyond = False  # whether steps exceed the pace so as to carry the load
+        self._full = 8192  # tokens of a step that keeps the pace, as of the last decision
 
     @property
     def model(self) -> StepLearner:
@@ -92,99 +93,54 @@ class PredictiveController:
         return self._belief.bias
 
     @property
+    def trim(self) -> float:
+        return self._trim.value
+
+    @property
     def target(self) -> float:
         """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
-        return min(self._promises.step, self._promises.pace_of(self._traffic.outputs)) * self.trim
+        return self._steps.target
 
     def promise(self, slos: Mapping[str, SLO]) -> None:
         """What is promised to each class from now on. What the old promise had taught the trim is no longer so."""
         if self._promises.change(slos):
-            self.trim = 1.0
+            self._trim.clear()
+
+    def budgets_apply(self, applied: bool) -> None:
+        self._budgeted = applied
 
     def observe_step(self, record: StepRecord) -> None:
         if self._belief.observe(record):
             self._traffic.step(record, self._ceiling)
+            self._demand.step(record)
 
     def observe_request(self, record: RequestRecord) -> None:
         self._promises.saw(record.request_class)
         if not record.completed:
+            if record.scheduled is None:
+                self._demand.lost(record)
             return
         self._traffic.request(record)
+        self._chunks.saw(self._promises.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
         slo = self._promises.of(record.request_class)
         if slo is None or slo.tpot_ms is None or record.tpot is None or self.regime == "infeasible":
             return
-        slow = 1e3 * record.tpot > slo.tpot_ms
+        slow = 1e3 * record.tpot > slo.tpot_ms and not self._beyond  # steps beyond the pace are so on purpose
         late = slo.ttft_ms is not None and record.ttft is not None and 1e3 * record.ttft > slo.ttft_ms
-        if slow or late:
-            move = _TRIM_RATE * (1 if late else -1) * self.trim
-        elif self._traffic.bound > 0.1 and self.trim < 1:  # without load, a kept promise says nothing about the limit
-            move = _TRIM_RATE * max(1 - slo.attainment, 0.05)
+        loaded = self._traffic.bound > 0.1
+        if self._budgeted:
+            self._trim.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment)
         else:
-            move = 0.0
-        self.trim = min(max(self.trim + move, _TRIM[0]), _TRIM[1])
+            relief = self._relief if late else 0.0
+            self._trim.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
 
     def budget(self, view: SchedulerView) -> int:
-        top = view.knobs.token_budget
-        if not view.decoding or not self.model.ready or self.regime == "infeasible":
-            self._granted = view, math.inf
-            return top
-        pace = self._pace(view)
-        self._granted = view, pace
-        allowed = pace
-        if view.decode_slack < math.inf:
-            ahead = view.decode_slack - pace
-            allowed = pace + 0.5 * ahead if ahead > 0 else max(view.decode_slack, 0.5 * pace)
-            if ahead < 0 and self._queue_suffers(view, allowed):
-                allowed = pace
-        gap = self._promises.gap
-        if gap < math.inf:
-            allowed = min(allowed, gap * self.bias / self.margin.value)
-        if allowed == math.inf:
-            return top
-        most = view.knobs.chunk_size
-        going_on = [(done, min(left, most)) for done, left in view.going_on]
-        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias, going_on)
-        return top if room >= top else min(top, view.decoding + max(0, int(room)))
-
-    def _pace(self, view: SchedulerView) -> float:
-        """Seconds that a step may take on average for those that decode now; of all classes if the view does not say."""
-        if view.pace == math.inf:
-            return self.target
-        return min(view.pace, self._promises.gap, self._promises.pace_of(self._traffic.outputs)) * self.trim
+        return self._steps.budget(view, held=self.regime != "infeasible")
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second that steps as long as the last one was granted compute; 0 if that is not known."""
-        if self._granted is not None:
-            view, pace = self._granted
-            self._granted, self._rate = None, self._rate_of(view, pace)
-        return self._rate
-
-    def _rate_of(self, view: SchedulerView, pace: float) -> float:
-        if not self.model.ready:
-            return 0.0
-        room: float = view.knobs.token_budget - view.decoding
-        if pace < math.inf:
-            room = min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self.bias))
-        if room < 1:
-            return 0.0
-        n = int(room)
-        seconds = self.bias * self.model.predict(
-            StepFeatures(view.decoding, view.decode_context, n, n, n * (n + 1) // 2)
-        )
-        return n / seconds if seconds > 0 else 0.0
-
-    def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
-        """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left.
-
-        One request behind its schedule would otherwise hold back every prompt, and all of those would be late.
-        """
-        first = self._promises.first
-        if first == math.inf or not (view.waiting or view.prefilling):
-            return False
-        left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
-        room = self.model.most_prefill(view.decoding, view.decode_context, allowed / self.bias)
-        return room < 1 or (view.waiting_tokens + view.prefilling_tokens) / room * allowed > left
+        return self._steps.prefill_rate
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now  # nothing here depends on the time of day, only on what was seen
@@ -196,7 +152,7 @@ class PredictiveController:
         if self.model.ready and (cause := self._impossible()):
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
             return self._propose("infeasible", opened, evidence, cause)
-        if not self.model.ready or len(self._traffic.outputs) < 4:
+        if not self.model.ready or (self._budgeted and len(self._traffic.outputs) < 4):
             return self._propose(
                 "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
             )
@@ -214,11 +170,20 @@ class PredictiveController:
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
-        # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
         decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
-        room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
-        budget = min(limits.token_budget, max(_FLOOR, decodes + int(min(room, 1e9)), batch))
-        chunk = min(limits.chunk_size, max(32, budget // 4) if self._traffic.mixed() else budget)
+        size, self._full = full_step(
+            lambda n: self._step_of(decodes, n), decodes, pace, self._demand.per_second, limits.token_budget, self._full
+        )
+        self._beyond = size > self._full
+        budget = max(size, decodes + 16)
+        if (
+            self._budgeted
+        ):  # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
+            self._steps.lump = size - decodes if self._beyond and self._promises.gap == math.inf else 0
+            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
+            budget = max(budget, decodes + int(min(room, 1e9)), batch)
+        budget = min(limits.token_budget, max(_FLOOR, budget))
+        chunk = min(limits.chunk_size, self._chunks.size(self._promises.firsts, pace, budget))
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
@@ -226,6 +191,26 @@ class PredictiveController:
         cause = self._cause(regime, budget, decodes, batch)
         self._vouched = Knobs(batch, 0.0, budget, chunk)
         return self._propose(regime, self._vouched, evidence, cause)
+
+    def _step_of(self, decodes: int, tokens: int) -> float:
+        """Seconds of a step of so many tokens, ``decodes`` of them decodes, its prompts as prompts have been lately."""
+        prompt = max(0, tokens - decodes)
+        context, pairs = self._traffic.chunk(prompt)
+        return self.model.predict(
+            StepFeatures(decodes, int(decodes * self._traffic.contexts.mean), prompt, context, pairs)
+        )
+
+    @property
+    def _relief(self) -> float:
+        """How much faster, as a share of how much larger, larger steps compute prompts: 0 where time is all tokens, 1 where a
+        step costs the same whatever it holds."""
+        decodes = int(self._traffic.decodes.quantile(0.5))
+        full = max(self._full, decodes + 32)
+        before, after = self._step_of(decodes, full), self._step_of(decodes, 2 * full)
+        if not 0 < before <= after:
+            return 0.0
+        rate = math.log2((2 * full - decodes) / (full - decodes)) - math.log2(after / before)
+        return min(max(rate, 0.0), 1.0)
 
     def _impossible(self) -> str:
         """Why no setting keeps the promise about token times; empty if one may. A step as short as that must not have been
@@ -280,6 +265,7 @@ class PredictiveController:
             "context": round(self._traffic.contexts.mean, 1),
             "prompt": round(self._traffic.prompts.mean, 1),
             "output": round(self._traffic.outputs.mean, 1),
+            "demand": round(self._demand.per_second, 1),
             "bound": round(self._traffic.bound, 3),
             "preemptions": round(self._traffic.preemptions, 2),
         }

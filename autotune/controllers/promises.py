@@ -22,8 +22,8 @@ def step_target(slos: Mapping[str, SLO]) -> float:
 class Promises:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
-    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``:
-    until a first token; ``whole``: until the last (E2E, where no TPOT is promised); inf each where nothing is promised.
+    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
+    (``firsts``: of each class); ``whole``: until the last (E2E, where no TPOT is promised); inf each where nothing is promised.
     """
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
@@ -33,6 +33,10 @@ class Promises:
 
     def of(self, request_class: str) -> SLO | None:
         return self._slos.get(request_class) or self._slos.get("default")
+
+    def name_of(self, request_class: str) -> str:
+        """The name under which its promise goes."""
+        return request_class if request_class in self._slos else "default"
 
     def change(self, slos: Mapping[str, SLO]) -> bool:
         """Promise ``slos`` from now on. False if that is what was promised."""
@@ -44,7 +48,7 @@ class Promises:
 
     def saw(self, request_class: str) -> None:
         """A request of this class has ended."""
-        name = request_class if request_class in self._slos else "default"
+        name = self.name_of(request_class)
         if len(self._slos) == 1:
             return
         before = self._served()
@@ -61,7 +65,8 @@ class Promises:
         slos = {name: slo for name, slo in self._slos.items() if not served or name in served}
         self.step = step_target(slos)
         self.gap = min((s.itl_ms for s in slos.values() if s.itl_ms is not None), default=math.inf) / 1e3
-        self.first = min(map(first_target, slos.values()), default=math.inf)
+        self.firsts = {name: first_target(slo) for name, slo in slos.items()}
+        self.first = min(self.firsts.values(), default=math.inf)
         whole = (s.e2e_ms for s in slos.values() if s.e2e_ms is not None and s.tpot_ms is None)
         self.whole = min(whole, default=math.inf) / 1e3
         self._said = sorted(_said(slos))

@@ -27,7 +27,8 @@ class Proposal(NamedTuple):
 class Controller(Protocol):
     """One algorithm. Calls come from one thread, in the order in which things happened.
 
-    Two more are used of a controller that has them: :class:`Promised` and :class:`runtime.llm.prefill_rate.RateSource`.
+    Three more are used of a controller that has them: :class:`Promised`, :class:`Budgeted` and
+    :class:`runtime.llm.prefill_rate.RateSource`.
     """
 
     @property
@@ -52,6 +53,15 @@ class Promised(Protocol):
 
     def promise(self, slos: Mapping[str, SLO]) -> None:
         """From now on the promises are ``slos``, one for each request class; ``default`` is for classes not named."""
+        ...
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """A controller that turns knobs otherwise where they are all it has."""
+
+    def budgets_apply(self, applied: bool) -> None:
+        """Whether each step goes by :meth:`Controller.budget`, as it does unless this says otherwise."""
         ...
 
 

@@ -19,6 +19,7 @@ class Traffic:
         self.bound = 0.0  # decaying shares of steps: that anything limited,
         self.slots_bound = 0.0  # that max_batch_size limited,
         self.tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
+        self._tokens = self._reads = self._pairs = 0.0  # decaying sums over steps with prompts
         self._mixed = False
         self._idle = True
 
@@ -34,6 +35,17 @@ class Traffic:
             self.contexts.add(record.decode_context / record.decodes)
             if not record.prefill_tokens:
                 self._decode_times.add(record.duration)
+
+        if record.prefill_tokens:
+            self._tokens += record.prefill_tokens - 0.02 * self._tokens
+            self._reads += record.prefill_context - 0.02 * self._reads
+            self._pairs += record.prefill_attention - 0.02 * self._pairs
+
+    def chunk(self, tokens: int) -> tuple[int, int]:
+        """Context and attention pairs of so many prompt tokens, as in the latest steps; of one fresh prompt before any."""
+        if self._tokens < 1 or tokens < 1:
+            return tokens, tokens * (tokens + 1) // 2
+        return int(tokens * self._reads / self._tokens), int(tokens * self._pairs / self._tokens)
 
     @property
     def shortest(self) -> float:

@@ -94,6 +94,11 @@ class TunableSimulation:
     def acquire(self, owner: str) -> Lease:
         return self._leases.acquire(owner)
 
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         self._leases.check(lease)
         self.core.policy = policy

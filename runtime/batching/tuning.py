@@ -100,6 +100,11 @@ class TunableBatcher:
         with self._pool.lock:
             return self._lease.acquire(owner)
 
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         """Have ``policy`` give each call its own budget of cost units, below the knob."""
         with self._pool.lock:

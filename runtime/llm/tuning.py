@@ -110,6 +110,11 @@ class TunableEngine:
         """Become the one who may turn the knobs. Raises LeaseError while another holds them."""
         return self._loop.locked(lambda: self._lease.acquire(owner))
 
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         """Have ``policy`` give each step its own token budget, below the knob."""
 

@@ -93,6 +93,11 @@ class ReplayedEngine:
 
     def set_slo(self, slo: SLO) -> None: ...
 
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         self._leases.check(lease)
 

@@ -1,0 +1,47 @@
+"""A factor on the pace of steps, moved by the promises that were kept and broken: what no model can know.
+
+Formula. Each request that ends, and has a TPOT target, moves the factor k by a share of itself (``_RATE``):
+
+- where each step has a budget of its own: up by 1 for a TTFT that was missed, else down by 1 for a TPOT. A request lost to its
+  queue is as lost as one that decoded too slowly, and the budgets already hold every step to the pace;
+- where knobs alone hold: down by 1 for a TPOT missed. A TTFT missed moves it up by ``relief`` (0 to 1), how much faster, as a
+  share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help no queue;
+- either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a twentieth with budgets and a
+  hundredth without, where a step at the pace is one at the limit.
+
+k stays in 0.6 to 4. Failure mode: a pace that cannot be had whatever the setting. Then it sinks to its bound, which costs what
+a step of 0.6 of the target costs in throughput, and no more.
+"""
+
+from __future__ import annotations
+
+_RATE = 0.02
+_LEAST, _MOST = 0.6, 4.0
+
+
+class Trim:
+    """``value`` is k. See the module."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def clear(self) -> None:
+        """What an old promise had taught is no longer so."""
+        self.value = 1.0
+
+    def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
+        """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""
+        self._move(1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05)))
+
+    def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
+        """The same while knobs alone held."""
+        self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, 0.01)))
+
+    def _back(self, loaded: bool, by: float) -> float:
+        # without load, a kept promise says nothing about the limit
+        return by if loaded and self.value < 1 else 0.0
+
+    def _move(self, by: float) -> None:
+        self.value = min(max(self.value * (1 + _RATE * by), _LEAST), _MOST)

@@ -1,0 +1,132 @@
+"""How large steps may be where knobs are all there is, how prompts are cut, and what load is asked for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autotune.controllers.chunks import Chunks
+from autotune.controllers.demand import Demand
+from autotune.controllers.full_step import full_step
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+
+LINEAR = 0.002, 25e-6  # s, s a token
+TOP = 8192
+
+
+def linear(n: int) -> float:
+    return LINEAR[0] + LINEAR[1] * n
+
+
+def experts(n: int) -> float:
+    """Any prompt makes a step read nearly all of the weights, which takes as long as a thousand tokens to compute."""
+    return 1e-3 + max(15.6e-3 * (1 - 0.9375**n), 13.3e-6 * n)
+
+
+class TestFullStep:
+    @pytest.mark.parametrize(
+        "demand", [0.0, 5_000.0, 36_000.0, 80_000.0], ids=["none", "some", "nearly all", "too much"]
+    )
+    def test_where_time_is_all_tokens_a_step_is_what_fits_the_pace_whatever_the_load(self, demand: float) -> None:
+        found, within = full_step(linear, 20, 0.03, demand, TOP, 100)
+        assert found == within == round((0.03 - LINEAR[0]) / LINEAR[1])
+
+    @pytest.mark.parametrize("guess", [1, 40, 500, TOP])
+    def test_where_any_prompt_is_dear_they_come_together_if_the_load_asks_for_it(self, guess: int) -> None:
+        """A step of 15 ms holds some 40 tokens here, one of 17 over a thousand."""
+        little = full_step(experts, 6, 0.015, 500.0, TOP, guess)
+        assert little[0] == little[1] < 60
+        much, within = full_step(experts, 6, 0.015, 23_000.0, TOP, guess)
+        assert within == little[1]
+        assert 800 < much < 1600
+
+    def test_what_it_finds_carries_the_load_and_keeps_the_mean_pace(self) -> None:
+        """Played out: prompts in steps of that size, decodes alone in between."""
+        demand, pace = 23_000.0, 0.015
+        found, _ = full_step(experts, 6, pace, demand, TOP, 100)
+        now, owed, steps = 0.0, 0.0, 0
+        while now < 60:
+            took = experts(found) if owed >= found - 6 else experts(6)
+            owed += demand * took - (found - 6 if owed >= found - 6 else 0)
+            now, steps = now + took, steps + 1
+        assert owed < 2 * found
+        assert now / steps <= pace
+
+    def test_a_load_that_no_size_carries_leaves_the_pace_in_force(self) -> None:
+        found, within = full_step(experts, 6, 0.015, 90_000.0, TOP, 100)
+        assert found == within
+
+    def test_a_pace_that_decodes_alone_exceed_leaves_nothing_to_find(self) -> None:
+        assert full_step(linear, 2000, 0.03, 30_000.0, TOP, 100) == (1120, 1120)
+
+    def test_never_above_the_ceiling(self) -> None:
+        assert full_step(linear, 4, 1.0, 1e6, 512, 100) == (512, 512)
+        assert full_step(experts, 4, 0.015, 23_000.0, 256, 100)[0] <= 256
+
+
+class TestChunks:
+    def test_one_promise_for_all_cuts_nothing(self) -> None:
+        chunks = Chunks()
+        for n in (100, 200, 30_000) * 20:
+            chunks.saw("default", n)
+        assert chunks.size({"default": 0.5}, 0.03, 1024) == 1024
+        assert chunks.size({"default": 0.5, "other": 0.5}, 0.03, 1024) == 1024
+
+    def test_long_prompts_that_may_come_late_are_cut_to_what_they_need(self) -> None:
+        chunks = Chunks()
+        for _ in range(100):
+            chunks.saw("chat", 1000)
+            chunks.saw("long", 30_000)
+        firsts = {"chat": 0.5, "long": 10.0}
+        size = chunks.size(firsts, 0.03, 1024)
+        assert size == int(30_000 * 0.03 / 7.5)
+        assert 1000 / size * 0.03 < 0.5 and 30_000 / size * 0.03 < 10
+        assert chunks.size(firsts, 0.03, 64) == 64, "no more than the step"
+        assert chunks.size({"chat": 0.5, "long": math.inf}, 0.03, 1024) == 80, "one that has all the time needs none"
+
+    def test_a_class_of_which_nothing_is_known_yet_cuts_nothing(self) -> None:
+        chunks = Chunks()
+        chunks.saw("chat", 1000)
+        assert chunks.size({"chat": 0.5, "long": 10.0}, 0.03, 1024) == 1024
+
+
+def step(start: float, end: float, prefill: int, waiting_tokens: int) -> StepRecord:
+    return StepRecord(
+        start, end, 1, 4, 4000, 1, prefill, prefill, prefill, 5, 5, 1, waiting_tokens, 100, 0, 0, 1024, LimitedBy.BUDGET
+    )  # fmt: skip
+
+
+class TestDemand:
+    def test_counts_what_is_computed_what_comes_to_wait_and_what_is_lost(self) -> None:
+        demand, waiting = Demand(), 0
+        assert demand.per_second == 0
+        for k in range(
+            400
+        ):  # 20 steps a second: 30 000 tokens asked for, two thirds computed, 150 of the rest lost each step
+            waiting += 350
+            demand.step(step(k * 0.05, (k + 1) * 0.05, 1000, waiting))
+            demand.lost(lost(150))
+        assert demand.per_second == pytest.approx(30_000, rel=0.02)
+
+    def test_a_queue_that_is_worked_off_is_no_load(self) -> None:
+        demand = Demand()
+        demand.step(step(0, 0.1, 0, 20_000))
+        for k in range(1, 21):
+            demand.step(step(k * 0.1, (k + 1) * 0.1, 1000, 20_000 - 1000 * k))
+        for k in range(21, 400):
+            demand.step(step(k * 0.1, (k + 1) * 0.1, 0, 0))
+        assert demand.per_second < 500
+
+    def test_silence_and_time_that_jumps_back_are_borne(self) -> None:
+        demand = Demand()
+        demand.step(step(0, 0.1, 1000, 0))
+        demand.step(step(1e6, 1e6 + 0.1, 1000, 0))
+        demand.step(step(5, 5.1, 1000, 0))
+        assert 0 < demand.per_second < 2e4
+
+
+def lost(tokens: int) -> RequestRecord:
+    return RequestRecord(
+        "r", 0.0, None, 1.0, (), tokens, 0, 0, 0, FinishReason.REJECTED, "default", "", 0, -1, 0, "queue_timeout"
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""The budget of a single step: prompts that go on behind long prefixes, and prompts that had better come together."""
+
+from __future__ import annotations
+
+import math
+
+from autotune.controllers.promises import Promises
+from autotune.controllers.step_budget import StepBudget
+from autotune.controllers.traffic import Traffic
+from autotune.controllers.trim import Trim
+from autotune.controllers.trusted_model import TrustedModel
+from runtime.knobs import KnobLimits, Knobs
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures, StepLearner
+from runtime.tunable import SchedulerView
+from tests.unit.control_world import h200
+
+PROMISE = SLO(ttft_ms=500, tpot_ms=30)
+
+
+def learned() -> StepLearner:
+    learner = StepLearner(warm_up=0)
+    for k in range(600):
+        n, behind, decodes = (17 * k) % 1200, (311 * k) % 8000, 4 + k % 30
+        chunk = StepFeatures(decodes, 900 * decodes, n, n + behind, n * behind + n * (n + 1) // 2) if n else None
+        features = chunk or StepFeatures(decodes, 900 * decodes, 0, 0, 0)
+        learner.observe(features, h200(features))
+    return learner
+
+
+def made() -> StepBudget:
+    return StepBudget(TrustedModel(learned()), Traffic(), Promises({"default": PROMISE}), Trim())
+
+
+def view(
+    slack: float, *, computed: int = 0, waiting: int = 3, oldest: float = 9.9, tokens: int = 3000
+) -> SchedulerView:
+    knobs = Knobs(256, 0, 4096, 4096)
+    return SchedulerView(
+        10.0, 10, 1, waiting, tokens, 800, 9000, 1000, 2000, oldest, slack, slack, knobs, 0, KnobLimits(), 0.03,
+        ((computed, 2000),),
+    )  # fmt: skip
+
+
+def test_the_attention_of_a_prompt_far_along_is_paid_for() -> None:
+    """So that a chunk behind 7,000 tokens takes no longer than a fresh one."""
+    steps = made()
+    fresh, behind = (steps.budget(view(0.03, computed=n), held=True) - 10 for n in (0, 7000))
+    times = [h200(StepFeatures(10, 9000, n, n + s, n * s + n * (n + 1) // 2)) for n, s in ((fresh, 0), (behind, 7000))]
+    assert behind < 0.95 * fresh
+    assert max(times) < 0.032, "6 ms more would be those of the same tokens behind so many"
+    assert min(times) > 0.025
+
+
+def test_where_prompts_come_together_a_step_holds_all_or_none_of_a_lump() -> None:
+    steps = made()
+    steps.lump = 1500  # 39 ms here
+    assert steps.budget(view(0.05), held=True) == 10 + 1500
+    assert steps.budget(view(0.035), held=True) == 10, "slack that does not pay for it yet"
+    assert steps.budget(view(math.inf), held=True) == 10 + 1500, "nobody whose pace it could break"
+
+
+def test_one_behind_its_schedule_does_not_hold_back_a_queue_that_would_be_late() -> None:
+    steps = made()
+    steps.lump = 1500
+    assert steps.budget(view(0.01, oldest=9.99, tokens=1000), held=True) == 10, "the queue has time"
+    assert steps.budget(view(0.01, oldest=9.55, tokens=6000), held=True) == 10 + 1500
+
+
+def test_the_rate_of_prompts_counts_the_steps_between_lumps() -> None:
+    steps = made()
+    steps.lump = 1500
+    steps.budget(view(0.05), held=True)
+    rate = steps.prefill_rate
+    whole = h200(StepFeatures(10, 9000, 1500, 1500, 1500 * 1501 // 2))
+    alone = h200(StepFeatures(10, 9000, 0, 0, 0))
+    waits = (whole - 0.03) / (0.03 - alone)
+    assert 0.85 < rate / (1500 / (whole + waits * alone)) < 1.05
