@@ -83,11 +83,12 @@ class StepBudget:
     def _seconds(self, view: SchedulerView, n: int) -> float:
         """Of a step with ``n`` prompt tokens, those of prompts that go on first, as predicted and corrected."""
         left, context, pairs = n, 0, 0
-        for done, rest in (*view.going_on, (0, n)):
-            chunk = min(left, rest if done == 0 else min(rest, view.knobs.chunk_size))
+        for done, rest in view.going_on:
+            chunk = min(left, rest, view.knobs.chunk_size)
             left -= chunk
-            context += (done + chunk) * (chunk > 0)
+            context += done + chunk
             pairs += chunk * done + chunk * (chunk + 1) // 2
+        context, pairs = context + left, pairs + left * (left + 1) // 2
         step = StepFeatures(view.decoding, view.decode_context, n, context, pairs)
         return self._belief.bias * self.model.predict(step)
 
