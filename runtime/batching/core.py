@@ -235,8 +235,9 @@ class BatchCore:
         self.item_s += (_PACE if self.item_s else 1.0) * (each - self.item_s)
         self.strategy.observe(call, self.state)
 
-    def lost(self, call: Call, now: float) -> list[Item]:
-        """The worker of ``call`` died. Its items run again, in a call of their own; returns those that have no try left."""
+    def lost(self, call: Call, now: float, *, apart: bool = False) -> list[Item]:
+        """The worker of ``call`` died. Its items run again, in a call of their own, or (``apart``) of each its own; returns those
+        that have no try left."""
         self._over(call, now)
         spent = []
         again = []
@@ -249,7 +250,7 @@ class BatchCore:
             else:
                 again.append(item)
         if again:
-            self._again.append(again)
+            self._again += [[item] for item in again] if apart else [again]
         return spent
 
     def _over(self, call: Call, end: float) -> None:

@@ -285,7 +285,7 @@ class Pool:
 
     def _lost(self, call: Call, error: BaseException) -> None:
         with self.lock:
-            spent = self.core.lost(call, self._now())
+            spent = self.core.lost(call, self._now(), apart=self._isolate)
             self.wake()
         records = fail_lost(spent, error, call.end, self.core.epoch)
         if records and self.listeners.known:

@@ -94,7 +94,7 @@ class World:
         call = self.running.pop(self.rng.randrange(len(self.running)))
         live = [item for item in call.items if item.state is not ENDED]
         if died:
-            for item in self.core.lost(call, self.now):
+            for item in self.core.lost(call, self.now, apart=self.rng.random() < 0.5):
                 self.end(item, "died")
             return
         self.core.done(call, self.now)

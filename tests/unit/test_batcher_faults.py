@@ -96,6 +96,23 @@ def test_items_whose_worker_dies_twice_fail_with_the_cause() -> None:
         assert [f.result(30) for i, f in enumerate(futures) if i != 3] == [0, 1, 2, 4, 5]
 
 
+def test_of_a_call_that_kills_its_worker_only_the_item_at_fault_fails_if_items_are_isolated() -> None:
+    sizes: list[int] = []
+
+    def deadly(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        if 13 in items:
+            raise SystemExit("always")
+        return items
+
+    with Batcher(deadly, strategy="static", max_batch_size=8, isolate=True) as b:
+        futures = [b.submit(i) for i in range(8, 16)]
+        with pytest.raises(StepFailedError, match="its worker died 2 times"):
+            futures[5].result(30)
+        assert [f.result(30) for i, f in enumerate(futures) if i != 5] == [8, 9, 10, 11, 12, 14, 15]
+    assert sizes == [8] + 8 * [1]
+
+
 MODULE = """
 import os, pathlib
 
