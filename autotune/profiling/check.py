@@ -177,14 +177,11 @@ def check_steps(
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
     rounds: list[list[Sample]] = []
-    warm, whole = (
-        0.0,
-        (1 + _WARM_UP) * budget_s,
-    )  # seconds at which the warm-up was over, and at which all will be, about
+    warm = 0.0  # when the warm-up was over
     while True:
         rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
         spent = clock.now() - begun
-        advance(min(1.0, spent / whole), f"round {len(rounds)}" if warm else "warm-up")
+        advance(min(1.0, spent / (1 + _WARM_UP) / budget_s), f"round {len(rounds)}" if warm else "warm-up")
         if not warm:
             if spent >= _WARM_UP * budget_s:
                 warm = spent
