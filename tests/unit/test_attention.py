@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.attention import (
@@ -49,7 +52,7 @@ def _inputs(tokens: int, context: int, value_dim: int = DIM) -> tuple[torch.Tens
     )
 
 
-SHAPES = [(1, 1), (1, 40), (16, 16), (64, 64), (65, 65), (130, 130), (70, 200), (3, 300)]
+SHAPES = [(1, 1), (1, 40), (16, 16), (64, 64), (65, 65), (130, 130), (70, 200), (3, 300), (97, 301), (257, 257)]
 TERMS = {
     "plain": Terms(SCALE, None, None, None),
     "window": Terms(SCALE, 9, None, None),
@@ -72,6 +75,28 @@ def test_chunks_attend_by_definition(shape: tuple[int, int], terms: Terms) -> No
         torch.testing.assert_close(tiled.double(), expected, rtol=1e-4, atol=1e-5)
         half = attend_tiles(query.bfloat16(), keys.bfloat16(), values.bfloat16(), terms.scale, terms.window)
         torch.testing.assert_close(half.double(), expected, rtol=0.1, atol=0.06)
+
+
+class Products(TorchDispatchMode):
+    """The kinds of batched products that are computed: shapes and strides of what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "bmm" in str(func):
+            self.kinds.add((str(func), *((a.shape, a.stride()) for a in args if isinstance(a, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_prompts_of_many_lengths_ask_for_few_products() -> None:
+    """oneDNN prepares each it has not met."""
+    with Products() as seen:
+        for tokens in range(130, 514):
+            query, keys, values = (x.bfloat16() for x in _inputs(tokens, tokens))
+            attend_tiles(query, keys, values, SCALE, None)
+    assert 8 < len(seen.kinds) < 150  # 3,858 where every length has tiles and strides of its own
 
 
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
