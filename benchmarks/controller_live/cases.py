@@ -11,9 +11,9 @@ One rule each, for all, and none of it depends on what any contender achieves:
   profile``);
 - TPOT is promised at 2.5 × the time of a step of 8 decodes at the load's average context, TTFT at 20 × TPOT. A shift does not
   change the promise;
-- the rate is 80% of what the machine completes when it is kept full with 32 sequences and 512 tokens, by the simulation: high,
-  and yet it can be served. In *prompts* that holds for either half; in *core* the rate stays what it is, and the machine is the
-  average of what it is before and after.
+- the rate is 90% of what the machine completes when it is kept full with 32 sequences and 512 tokens, by the simulation: the
+  load at which ``autotune profile`` begins to compare settings, for that is where they matter. In *prompts* that holds for either
+  half; in *core* the rate stays what it is, and the machine is the average of what it is before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from autotune.cost_model import CostModel
 from autotune.profile import ModelFacts
 from autotune.profiling.calibrate import Alone, draw_setup
-from autotune.profiling.setup import Setup, typical_step
+from autotune.profiling.setup import LOAD, Setup, typical_step
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.controller_live.machine import Machine
 from runtime.slo import SLO
@@ -40,7 +40,6 @@ STEADY = {
 PROMPTS, CORE = "prompts", "core"
 SHIFTS = (PROMPTS, CORE)
 
-LOAD = 0.8
 TPOT_FACTOR, TTFT_FACTOR = 2.5, 20
 _SEED = 90  # of the lengths that the rules look at
 _APART = 50_000  # between the seeds of a load's two streams

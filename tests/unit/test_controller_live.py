@@ -15,11 +15,11 @@ from autotune.bench import Contender, Result, defaults, fixed
 from autotune.cost_model import serving_cost
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
-from autotune.profiling.setup import typical_step
+from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
-from benchmarks.controller_live.cases import CORE, LOAD, PROMPTS, SHIFTS, STEADY, Case, cases, promise
+from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, Case, cases, promise
 from benchmarks.controller_live.contenders import ours, ours_knobs_only
 from benchmarks.controller_live.learning import served
 from benchmarks.controller_live.machine import Machine, simulated
