@@ -51,6 +51,11 @@ class TimedCalls:
                 break
         return {"groups": groups, "seconds": self._clock() - begun}
 
+    def once(self, size: int, rng: random.Random) -> tuple[int, float]:
+        """What one call of ``size`` inputs drawn by ``rng`` costs, and the seconds it takes."""
+        indices = self._group(rng, size, 0.5)
+        return sum(self._subject.costs[i] for i in indices), self._call(indices)
+
     def beside(self, size: int, workers: int) -> dict[str, float]:
         """How many ``times`` as long a call of ``size`` takes while ``workers`` call all at once. Raises as ``of`` does."""
         indices = self._group(random.Random(f"{self._seed}/beside"), size, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from autotune.profiling.check import Check
 
 HELP = (
-    "Measure a few steps again and say whether a profile is still true here. "
+    "Measure a few steps (of a callable's profile: calls) again and say whether a profile is still true here. "
     "Exit code 0: it fits; 1: it is stale, or the machine is too noisy to tell."
 )
-EXAMPLES = "Examples:  autotune check tiny-cpu.yaml  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
+EXAMPLES = (
+    "Examples:  autotune check tiny-cpu.yaml  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
+    "  ·  autotune check embed.yaml --inputs texts.jsonl"
+)
 
 
 def check(
@@ -34,23 +38,32 @@ def check(
         str | None,
         Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
     ] = None,
+    inputs: Annotated[
+        Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
+    ] = None,
     anyway: Annotated[bool, Option("--anyway", help="Check on another machine than the profile's, too.")] = False,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object only, what was found; progress goes to stderr.")
     ] = False,
 ) -> int:
     """Compare this machine with the profile."""
+    from autotune.callables.profile import CallableProfile, load_either
+    from autotune.cli import check_callable
     from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.evaluate import EvaluationError, Interrupted
-    from autotune.profile import find_profile, load_profile
+    from autotune.profile import find_profile
     from autotune.profiling.fingerprint import gpu_available, measured_elsewhere, software
 
     path = find_profile(profile)
-    loaded = load_profile(path)
+    loaded = load_either(path)
+    for_other = (model, "--model") if isinstance(loaded, CallableProfile) else (inputs, "--inputs")
+    if for_other[0] is not None:
+        other = "callable" if isinstance(loaded, CallableProfile) else "language model"
+        raise InputError(f"{for_other[1]} is given; it says nothing about a {other}, and {path} is the profile of one")
     budget_s, most = seconds(budget, least=1.0), share(threshold)
-    if loaded.cost_model is None:
+    if not isinstance(loaded, CallableProfile) and loaded.cost_model is None:
         raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
     gpu = loaded.machine.kind == "gpu" and gpu_available()
     elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
@@ -61,7 +74,10 @@ def check(
     notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text]
     try:
         with stop_on_interrupt() as stop:
-            found = _measured(loaded, model, gpu, budget_s, most, console, stop.is_set)
+            if isinstance(loaded, CallableProfile):
+                found = check_callable.measured(loaded, path, inputs, budget_s, most, console, stop.is_set)
+            else:
+                found = _measured(loaded, model, gpu, budget_s, most, console, stop.is_set)
     except Interrupted:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -153,12 +169,13 @@ def _show(found: Check, console: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("steps", "measured", "profile says", "difference", "±", ""):
-        table.add_column(title, justify="left" if title in ("steps", "") else "right", no_wrap=True)
+    for title in (f"{found.kind}s", "measured", "profile says", "difference", "±", ""):
+        table.add_column(title, justify="left" if title in ("steps", "calls", "") else "right", no_wrap=True)
     words = {"fits": "fits", "stale": "stale", "unclear": "cannot tell"}
     for r in found.regions:
         times = (f"{r.measured_ms:.3g} ms", f"{r.predicted_ms:.3g} ms")
-        table.add_row(r.region, *times, f"{r.difference:+.0%}", f"{r.doubt:.0%}", words[r.verdict])
+        name = r.region if r.noun == "steps" else f"{r.region} {r.noun}"
+        table.add_row(name, *times, f"{r.difference:+.0%}", f"{r.doubt:.0%}", words[r.verdict])
     console.print(table)
     print(found.sentence)
 

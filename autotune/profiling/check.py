@@ -44,7 +44,7 @@ _FEWEST = 6  # rounds that count, whatever the time
 _WARM_UP = 0.5  # of the budget, before it: an engine gets faster in its first seconds
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
 _LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
-_CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
+CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
 _ORDER = ("decode", "prefill", "prefix", "mixed")
 
 
@@ -63,6 +63,7 @@ class RegionCheck:
     model: float
     threshold: float
     crowded: bool = False
+    noun: str = "steps"
 
     @property
     def doubt(self) -> float:
@@ -79,7 +80,7 @@ class RegionCheck:
         """``decode steps 14% slower``, with ± if ``doubt``."""
         how = "slower" if self.difference >= 0 else "faster"
         about = f" (±{self.doubt:.0%})" if doubt else ""
-        return f"{self.region} steps {abs(self.difference):.0%} {how}{about}"
+        return f"{self.region} {self.noun} {abs(self.difference):.0%} {how}{about}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Check:
     seconds: float
     threshold: float
     taken: float
+    kind: str = "step"
 
     @property
     def verdict(self) -> Verdict:
@@ -110,7 +112,7 @@ class Check:
             worst = max(abs(r.difference) for r in about)
             rough = [r.region for r in self.regions if r.verdict != verdict]
             but = f" (of {', '.join(rough)} steps its cost model knows too little)" if rough else ""
-            return f"fits: no kind of step differs from the profile by more than {worst:.0%}{but}"
+            return f"fits: no kind of {self.kind} differs from the profile by more than {worst:.0%}{but}"
         if any(r.crowded for r in about):
             why = f"other processes took {self.taken:.1f} cores meanwhile"
         elif any(r.noise >= r.model for r in about):
@@ -205,7 +207,7 @@ def compare(
         raise EvaluationError("no step came about that could be compared with the profile")
     return Check(
         tuple(
-            _region(name, regions[name], cost.facts, threshold, taken > _CROWDED) for name in _ORDER if name in regions
+            _region(name, regions[name], cost.facts, threshold, taken > CROWDED) for name in _ORDER if name in regions
         ),
         len(rounds),
         seconds,
