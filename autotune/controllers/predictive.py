@@ -171,15 +171,10 @@ class PredictiveController:
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
         decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
-        size, self._full = full_step(
-            lambda n: self._step_of(decodes, n), decodes, pace, self._demand.per_second, limits.token_budget, self._full
-        )
-        self._beyond = size > self._full
-        budget = max(size, decodes + 16)
+        budget = self._ceiling_for(decodes, pace, limits.token_budget)
         if (
             self._budgeted
         ):  # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
-            self._steps.lump = size - decodes if self._beyond and self._promises.gap == math.inf else 0
             room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
         budget = min(limits.token_budget, max(_FLOOR, budget))
@@ -191,6 +186,19 @@ class PredictiveController:
         cause = self._cause(regime, budget, decodes, batch)
         self._vouched = Knobs(batch, 0.0, budget, chunk)
         return self._propose(regime, self._vouched, evidence, cause)
+
+    def _ceiling_for(self, decodes: int, pace: float, top: int) -> int:
+        """Tokens of a step that fits the pace, or that carries the load where such a one does not."""
+        demand = self._demand.per_second
+        if self._budgeted:
+            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), pace)
+            if room >= demand * pace:  # nearly always, and cheaper to find out than how large a step may be
+                self._beyond, self._steps.lump = False, 0
+                return decodes
+        size, self._full = full_step(lambda n: self._step_of(decodes, n), decodes, pace, demand, top, self._full)
+        self._beyond = size > self._full
+        self._steps.lump = size - decodes if self._beyond and self._promises.gap == math.inf else 0
+        return max(size, decodes + 16)
 
     def _step_of(self, decodes: int, tokens: int) -> float:
         """Seconds of a step of so many tokens, ``decodes`` of them decodes, its prompts as prompts have been lately."""

@@ -54,6 +54,8 @@ class StepBudget:
             return top
         pace = self._pace(view)
         self._granted = view, pace
+        if not (view.waiting or view.prefilling):
+            return top  # no prompt that it could be for
         if self.lump:
             return min(top, view.decoding + self._lump_or_nothing(view, pace))
         allowed = pace
@@ -77,7 +79,8 @@ class StepBudget:
 
     def _room(self, view: SchedulerView, seconds: float) -> float:
         """Prompt tokens of a step that takes ``seconds``, those of prompts that go on first; negative if decodes take longer."""
-        going_on = [(done, min(left, view.knobs.chunk_size)) for done, left in view.going_on]
+        most = view.knobs.chunk_size
+        going_on = [(done, min(left, most)) for done, left in view.going_on] if view.going_on else ()
         return self.model.most_prefill(view.decoding, view.decode_context, seconds / self._belief.bias, going_on)
 
     def _seconds(self, view: SchedulerView, n: int) -> float:
