@@ -22,7 +22,7 @@ from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Budgeted, Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
-from autotune.gate import Gate
+from autotune.gate import Gate, TellsRates
 from autotune.status import Status
 from autotune.steering import SteeringServer
 from autotune.verdicts import Verdicts
@@ -36,7 +36,7 @@ from runtime.tunable import Lease, SchedulerView
 log = logging.getLogger(__name__)
 
 
-class Control:
+class Control(TellsRates):
     """A controller at work. Use as a context manager; leaving it gives the engine back, with the knobs as they are."""
 
     def __init__(
@@ -130,11 +130,6 @@ class Control:
             with self._lock:
                 self._give_up(error)
             return view.knobs.token_budget
-
-    @property
-    def prefill_rate(self) -> float:
-        """What the controller says of it, for the engine's admission."""
-        return 0.0 if self._ended else float(getattr(self.controller, "prefill_rate", 0.0))
 
     def _keep_promises(self) -> None:
         """Tell the controller of the promises, if they are not those it knows: the engine's may change at any time."""

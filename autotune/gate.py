@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.controllable import Admitting
+from autotune.controllers.protocol import Controller
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.tunable import Lease
@@ -26,3 +27,20 @@ class Gate:
     def put_back(self, lease: Lease) -> None:
         if self._engine is not None and self._policy is not None:
             self._engine.set_admission(self._former, lease=lease)
+
+
+class TellsRates:
+    """What ``controller`` says of how prompts are computed, for the engine's admission, until it has been detached."""
+
+    controller: Controller
+    _ended: bool
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second; 0 where it does not say."""
+        return 0.0 if self._ended else float(getattr(self.controller, "prefill_rate", 0.0))
+
+    @property
+    def prompts_abreast(self) -> int:
+        """How many prompts a step has room for; 1 where it does not say."""
+        return 1 if self._ended else int(getattr(self.controller, "prompts_abreast", 1))

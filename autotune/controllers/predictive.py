@@ -142,6 +142,11 @@ class PredictiveController:
         """Prompt tokens a second that steps as long as the last one was granted compute; 0 if that is not known."""
         return self._steps.prefill_rate
 
+    @property
+    def prompts_abreast(self) -> int:
+        """How many prompts such a step has room for."""
+        return self._steps.prompts_abreast
+
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now  # nothing here depends on the time of day, only on what was seen
         evidence = self._evidence()

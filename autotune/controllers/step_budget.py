@@ -34,6 +34,7 @@ class StepBudget:
             None  # the last step's view and pace, until its rate is asked for
         )
         self._rate = 0.0
+        self._abreast = 1
         self.lump = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
@@ -109,18 +110,31 @@ class StepBudget:
             self._granted, self._rate = None, self._rate_of(view, pace)
         return self._rate
 
+    @property
+    def prompts_abreast(self) -> int:
+        """How many prompts the last step had room for, each with a chunk."""
+        if self._granted is None:
+            return self._abreast
+        view, pace = self._granted
+        room = self._fresh(view, pace)
+        self._abreast = max(1, int(room / view.knobs.chunk_size)) if room < math.inf else 1
+        return self._abreast
+
+    def _fresh(self, view: SchedulerView, pace: float) -> float:
+        """Prompt tokens of a step within the pace and the knobs, all of them of fresh prompts."""
+        room: float = view.knobs.token_budget - view.decoding
+        if pace == math.inf:
+            return room
+        return min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self._belief.bias))
+
     def _rate_of(self, view: SchedulerView, pace: float) -> float:
         if not self.model.ready:
             return 0.0
-        room: float = view.knobs.token_budget - view.decoding
         if pace < math.inf and self.lump:
             whole, alone = self._seconds(view, self.lump), self._seconds(view, 0)
-            waits = (
-                max(0.0, whole - pace) / (pace - alone) if pace > alone else 1.0
-            )  # steps without prompts for each with
-            return self.lump / (whole + waits * alone)
-        if pace < math.inf:
-            room = min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self._belief.bias))
+            between = max(0.0, whole - pace) / (pace - alone) if pace > alone else 1.0  # steps without prompts
+            return self.lump / (whole + between * alone)
+        room = self._fresh(view, pace)
         if room < 1:
             return 0.0
         n = int(room)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Literal, NamedTuple
@@ -135,22 +136,33 @@ class Admission:
     def _weight(self, sequence: Sequence) -> float:
         return self._weights.get(sequence.request.request_class, 1.0)
 
-    def turn(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
-        """Whether to end ``sequence``, whose turn it is to begin, behind ``ahead`` tokens of prompts being computed."""
+    def before(self, own: int, going_on: Seq[int]) -> int:
+        """Tokens of prompts in progress that are computed before ``own`` others are; ``going_on``: what is left of each.
+
+        All of them, unless a step has room for one more beside them: then they go on side by side, and each is before the
+        others with as many tokens as those have at most.
+        """
+        if self.policy.reject and len(going_on) < self.rate.abreast:
+            return sum(min(left, own) for left in going_on)
+        return sum(going_on)
+
+    def turn(self, sequence: Sequence, now: float, going_on: Seq[int]) -> Verdict | None:
+        """Whether to end ``sequence``, whose turn it is to begin, beside prompts in progress with so many tokens left."""
         if not self.policy.reject or sequence.generated:
             return None
-        verdict = self._judge(sequence, now, ahead)
+        verdict = self._judge(sequence, now, self.before(sequence.pending, going_on))
         if verdict is None:
             self._let_in = now
         return verdict
 
-    def going_on(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
-        """Whether to end ``sequence``, whose prompt is being computed, behind ``ahead`` tokens of others."""
+    def going_on(self, sequence: Sequence, now: float, others: Seq[int]) -> Verdict | None:
+        """Whether to end ``sequence``, whose prompt is being computed, behind others with so many tokens left."""
         if not self.policy.reject or sequence.generated or sequence is self._probe:
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
-        return self._late(sequence, now, ahead + sequence.target - sequence.computed, target, target)
+        left = sequence.target - sequence.computed
+        return self._late(sequence, now, self.before(left, others) + left, target, target)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from runtime.records import LimitedBy, StepRecord
 
@@ -28,6 +28,16 @@ class RateSource(Protocol):
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second, as things stand; 0 if that is not known."""
+        ...
+
+
+@runtime_checkable
+class Abreast(Protocol):
+    """A source that knows how prompts share a step."""
+
+    @property
+    def prompts_abreast(self) -> int:
+        """How many prompts a step has room for, each with the most tokens that it may compute in one."""
         ...
 
 
@@ -73,6 +83,16 @@ class PrefillRate:
             log.exception("the source of the prefill rate failed and is not asked any more")
             self.source = None
             return 0.0
+
+    @property
+    def abreast(self) -> int:
+        """How many prompts go on side by side; 1, one after the other, where nobody says."""
+        try:
+            return max(1, int(self.source.prompts_abreast)) if isinstance(self.source, Abreast) else 1
+        except Exception:
+            log.exception("the source of the prefill rate failed and is not asked any more")
+            self.source = None
+            return 1
 
     def seconds_for(self, tokens: float, now: float) -> float:
         """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known."""

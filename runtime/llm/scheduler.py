@@ -88,7 +88,8 @@ class Scheduler:
         self._queue(sequence)
         if self.admission is not None:
             now = request.arrival if now is None else now
-            ahead = self.waiting.tokens_before(sequence) + self._prompt_tokens_left()
+            ahead = self.waiting.tokens_before(sequence)
+            ahead += self.admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
             if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
                 room = self.admission.outweighed(sequence, verdict, now, self.waiting)
                 if not room:
@@ -98,9 +99,6 @@ class Scheduler:
                     self._turn_away(lighter, verdict, now)
                 self.admission.queued(sequence)
         return sequence
-
-    def _prompt_tokens_left(self) -> int:
-        return sum(s.target - s.computed for s in self.prefills)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """End ``sequence`` in whatever state it is and take its blocks back. None if it has already ended."""
@@ -166,7 +164,7 @@ class Scheduler:
         left = most - len(self.decodes)
         limited = LimitedBy.DEMAND
         admission, waiting = self.admission, self.waiting
-        ahead = 0 if admission is None else self._end_late_prompts(admission, now)
+        going_on = [] if admission is None else self._end_late_prompts(admission, now)
         for sequence in self.prefills:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
@@ -182,12 +180,12 @@ class Scheduler:
                 return LimitedBy.SLOTS, inf
             if left <= 0:
                 return LimitedBy.BUDGET, inf
-            if admission is not None and (verdict := admission.turn(head, now, ahead)) is not None:
+            if admission is not None and (verdict := admission.turn(head, now, going_on)) is not None:
                 self._turn_away(head, verdict, now)
                 continue
             if not self._admit(head, now):
                 return LimitedBy.KV, inf
-            ahead += head.target - head.computed
+            going_on.append(head.target - head.computed)
             slots -= 1
             left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
         return limited, inf
@@ -200,15 +198,15 @@ class Scheduler:
         chunks.append(chunk)
         return left - chunk.count, limited if cut is LimitedBy.DEMAND else cut
 
-    def _end_late_prompts(self, admission: Admission, now: float) -> int:
-        """End prompts in progress that come too late; returns the tokens left of the others."""
-        ahead = 0
+    def _end_late_prompts(self, admission: Admission, now: float) -> list[int]:
+        """End prompts in progress that come too late; returns the tokens left of each of the others."""
+        going_on: list[int] = []
         for sequence in tuple(self.prefills):
-            if (verdict := admission.going_on(sequence, now, ahead)) is not None:
+            if (verdict := admission.going_on(sequence, now, going_on)) is not None:
                 self._turn_away(sequence, verdict, now)
             else:
-                ahead += sequence.target - sequence.computed
-        return ahead
+                going_on.append(sequence.target - sequence.computed)
+        return going_on
 
     def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
         sequence.retry_after = verdict.retry_after_s

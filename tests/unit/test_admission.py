@@ -128,6 +128,28 @@ def test_a_first_token_is_a_promise_kept_and_nothing_ends_after_it() -> None:
     assert reasons(list(world.records.values())) == {"length": 2}
 
 
+@pytest.mark.parametrize(("abreast", "found"), [(1, {"length": 1, "slo": 1}), (2, {"length": 2})])
+def test_a_long_prompt_in_small_chunks_counts_by_what_it_computes_beside_a_short_one(
+    abreast: int, found: dict[str, int]
+) -> None:
+    """4,000 tokens in chunks of 50 take 80 steps of 11 ms; the 100 tokens of another need two of those steps."""
+
+    class Sharing(Rate):
+        prompts_abreast = abreast
+
+    world = World(admission=True, classes=[RequestClass("long", SLO(ttft_ms=10_000))])
+    world.set_knobs(Knobs(256, 0, 100, 50))
+    world.set_admission(world.admission, source=Sharing(100 / 11e-3))
+    world.offer(Arrival(0.0, 4000, 1, ((0, 4000),), request_class="long"), "long", due=0.0, shared=False)
+    world.run_until(0.1)
+    world.offer(Arrival(0.1, 100, 1, ((1, 100),)), "short", due=0.1, shared=False)
+    world.run()
+    assert reasons(list(world.records.values())) == found
+    short = world.records["short"]
+    if short.completed:
+        assert short.ttft is not None and short.ttft < 0.05
+
+
 def test_a_rate_far_too_low_locks_nobody_out() -> None:
     """A source that has it wrong by a thousand: one is let in every :data:`PROBE_S`, and served."""
     world = World(admission=True, source=9.0)

@@ -76,3 +76,13 @@ def test_the_rate_of_prompts_counts_the_steps_between_lumps() -> None:
     alone = h200(StepFeatures(10, 9000, 0, 0, 0))
     waits = (whole - 0.03) / (0.03 - alone)
     assert 0.85 < rate / (1500 / (whole + waits * alone)) < 1.05
+
+
+def test_prompts_that_share_a_step_are_counted_by_what_one_may_have_of_it() -> None:
+    steps = made()
+    whole = view(0.03)
+    steps.budget(whole, held=True)
+    assert steps.prompts_abreast == 1, "a chunk is the whole step"
+    cut = whole._replace(knobs=whole.knobs.with_(chunk_size=200))
+    steps.budget(cut, held=True)
+    assert steps.prompts_abreast in (4, 5)
