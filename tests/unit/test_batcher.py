@@ -148,8 +148,9 @@ def test_replicas_may_be_callables_of_their_own() -> None:
     fns = [Gated(), Gated()]
     with Batcher(replicas=fns, max_batch_size=1) as b:
         futures = [b.submit(i) for i in range(2)]
-        for fn in fns:
+        for fn in fns:  # both, before either may end and take the other's item
             assert fn.entered.acquire(timeout=30)
+        for fn in fns:
             fn.gate.release()
         assert [f.result(30) for f in futures] == [0, 1]
 
