@@ -71,7 +71,7 @@ def check(
         raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
     console = make_console(stderr=as_json)
     changed = loaded.software.differences(software())
-    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text]
+    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), loaded.doubtful) if text]
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
@@ -87,7 +87,17 @@ def check(
     except ValueError as error:
         raise error if isinstance(error, InputError) else InputError(f"{path}: {error}") from None
     if as_json:
-        print(json.dumps({"file": str(path), **found.as_dict(), "elsewhere": elsewhere, "software": changed}))
+        print(
+            json.dumps(
+                {
+                    "file": str(path),
+                    **found.as_dict(),
+                    "elsewhere": elsewhere,
+                    "software": changed,
+                    "doubts": list(loaded.doubts),
+                }
+            )
+        )
     else:
         for note in notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -109,11 +109,17 @@ def test_another_model_in_its_place_is_found_out(
 def test_for_people_it_is_a_table_and_a_sentence(
     measured: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older = measured.model_copy(update={"software": measured.software.model_copy(update={"torch": "2.0.0"})})
+    older = measured.model_copy(
+        update={
+            "software": measured.software.model_copy(update={"torch": "2.0.0"}),
+            "doubts": ("other programs used 1.4 cores while it was measured",),
+        }
+    )
     save_profile(older, tmp_path / "p.yaml")
     run(["check", str(tmp_path / "p.yaml"), "--budget", "1s"])
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(("fits: ", "stale: ", "cannot tell: "))
     assert f"note: torch {software().torch} instead of 2.0.0" in out
+    assert "note: doubtful: other programs used 1.4 cores while it was measured; run it again on a quiet machine" in out
     for word in ("decode", "prefill", "measured", "profile says", "difference"):
         assert word in out
