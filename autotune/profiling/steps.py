@@ -25,7 +25,7 @@ from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
 from runtime.clock import Clock
 from runtime.records import StepRecord
-from runtime.step_model import StepFeatures
+from runtime.step_model import StepFeatures, StepModel
 
 ROUNDS = 3
 """A plan is sized so that this many rounds of it fit into the time. A settled fit ends sooner."""
@@ -61,13 +61,15 @@ class _Anchor(NamedTuple):
 class MeasuredSteps(NamedTuple):
     """``points``: one for each kind of step, at the machine's usual pace. ``pace``: what an anchor took then, s.
 
-    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock.
+    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock. ``served``: what the steps of served loads
+    took together, stalls and all, over what a model fitted to the points says; 1 where none were served.
     """
 
     points: list[StepPoint]
     pace: float
     drift: float
     seconds: float
+    served: float
 
 
 def measure_steps(
@@ -147,7 +149,11 @@ def measure_steps_and_pace(
             break
     paces = [anchor.pace for anchor in anchors]
     return MeasuredSteps(
-        with_predictions(points), statistics.median(paces), max(paces) / min(paces), clock.now() - begun
+        with_predictions(points),
+        statistics.median(paces),
+        max(paces) / min(paces),
+        clock.now() - begun,
+        _served_over_told(stretches, anchors, fitted),
     )
 
 
@@ -187,6 +193,16 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
             kinds.setdefault(kind, []).append((cold, Sample(record, seconds / pace)))
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
+
+
+def _served_over_told(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor], told: StepModel) -> float:
+    usual = statistics.median(anchor.pace for anchor in anchors)
+    took = expected = 0.0
+    for stretch in stretches:
+        if stretch.served and not stretch.cold:
+            took += sum(s.seconds for s in stretch.steps) * usual / _pace_at(stretch.begun, anchors)
+            expected += sum(told.predict(features(s.record)) for s in stretch.steps)
+    return took / expected if expected else 1.0
 
 
 def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:

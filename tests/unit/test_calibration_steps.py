@@ -10,7 +10,7 @@ from autotune.cost_model import fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.step_driver import StepDriver, samples
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps, measure_steps_and_pace
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -97,6 +97,15 @@ def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
     assert engine.clock.now() - before < 75
     assert worst(points, hardware) < 0.05
     assert 0.001 < fit_cost_model(points).facts.error < 0.05
+
+
+def test_what_served_loads_take_is_told_with_their_stalls() -> None:
+    def served(hardware: Formula) -> float:
+        engine = machine(hardware)
+        return measure_steps_and_pace(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock).served
+
+    assert served(Formula()) == pytest.approx(1.0, abs=0.01)
+    assert served(Formula(stalls=0.02)) == pytest.approx(1.1, abs=0.04)  # 2% of the steps take six times as long
 
 
 class Cold(Formula):
