@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     calibration: float
 
 
-FULL = Plan((8, 4, 4, 2), 14.0, 40.0)
+FULL = Plan((8, 4, 4, 2), 13.0, 40.0)
 QUICK = Plan((2, 2), 8.0, 15.0)
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.controller_live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two fixed settings, shorter turns: within ten minutes")
-    parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 14, quick 8)")
+    parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 13, quick 8)")
     parser.add_argument("--calibrate", type=_seconds, help="seconds of calibration (default: 40, quick 15)")
     parser.add_argument("--keep", type=_counts, help="fixed settings in each round (default: 8,4,4,2, quick 2,2)")
     parser.add_argument(
