@@ -8,7 +8,7 @@ second:
   be read) and not where the machine is overloaded. There, prompts had better come together in few large steps. A share
   f = N·t(n)/(n − D) of the time goes into those, decodes alone have the rest, and a token's mean gap is
   t(D) / (1 − N·(t(n) − t(D))/(n − D)). Of the sizes with f below 0.9 and a gap of at most τ, the one with the least
-  gap + ¼·(t(n) − τ): the mean is the same for whole ranges of sizes, and a short answer meets few steps of either kind.
+  gap + (t(n) − τ): the mean is the same for whole ranges of sizes, and a short answer meets few steps of either kind.
 
 Units: tokens, seconds. Failure mode: short answers that meet more large steps than their share of the time says; the trim then
 takes back some of it.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from autotune.controllers.galloping import largest
 
 _BUSY = 0.9  # share of the time that may go into steps with prompts
-_LONG = 0.25  # what a second of a step beyond the pace counts beside a second of the mean gap
+_LONG = 1.0  # what a second of a step beyond the pace counts beside a second of the mean gap
 _GROWTH = 1.19  # from one size tried to the next: four for a factor of two
 
 

@@ -24,6 +24,8 @@ from autotune.controllers.trusted_model import TrustedModel
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
+_DOUBTFUL = 0.3  # mean relative error of predictions from which on they say nothing of the rate of prompts
+
 
 class StepBudget:
     """Goes by what the controller that it is a part of has learned."""
@@ -128,7 +130,7 @@ class StepBudget:
         return min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self._belief.bias))
 
     def _rate_of(self, view: SchedulerView, pace: float) -> float:
-        if not self.model.ready:
+        if not self.model.ready or self.model.error > _DOUBTFUL:  # who turns all away by a wrong word learns nothing better
             return 0.0
         if pace < math.inf and self.lump:
             whole, alone = self._seconds(view, self.lump), self._seconds(view, 0)

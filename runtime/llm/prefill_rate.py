@@ -44,14 +44,16 @@ class Abreast(Protocol):
 class PrefillRate:
     """Prompt tokens a second, measured over steps in which prompts had to wait for something."""
 
-    __slots__ = ("_seconds", "_steps", "_tokens", "_until", "source")
+    __slots__ = ("_free", "_seconds", "_steps", "_tokens", "_until", "source")
 
     def __init__(self, source: RateSource | None = None) -> None:
         self.source = source
         self._tokens = self._seconds = self._steps = 0.0
         self._until = -math.inf  # the end of what was measured
+        self._free = False  # whether nothing held prompts back in the latest step
 
     def observe(self, record: StepRecord) -> None:
+        self._free = record.limited_by is LimitedBy.DEMAND
         if record.limited_by in (LimitedBy.DEMAND, LimitedBy.WAIT) or record.failed:
             return
         seconds = record.end - record.start
@@ -95,10 +97,16 @@ class PrefillRate:
             return 1
 
     def seconds_for(self, tokens: float, now: float) -> float:
-        """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known."""
+        """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known.
+
+        With a source, steps as long as those measured are waited for only while they are made: after one that nothing held
+        back, a prompt has its own. One cold start with a step of all that had come would else turn all others away.
+        """
         rate = self.per_second(now)
         if rate <= 0:
             return 0.0
+        if self._free and self.source is not None:
+            return tokens / rate
         step = self._seconds / self._steps if self._steps > 0 else 0.0
         plain = tokens / rate
         return step * math.ceil(plain / step - _HAIR) if 0 < step < plain else max(step, plain)

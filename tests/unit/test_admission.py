@@ -128,6 +128,17 @@ def test_a_first_token_is_a_promise_kept_and_nothing_ends_after_it() -> None:
     assert reasons(list(world.records.values())) == {"length": 2}
 
 
+def test_one_step_far_too_long_turns_nobody_away_once_it_is_over() -> None:
+    """2,000 tokens in one step of 201 ms, in which others wait; then there is room, and 100 tokens take 11 ms."""
+    world = World(admission=True, source=50_000.0, budget=2000)
+    for number, (due, prompt) in enumerate([(0.0, 100), (0.005, 1990), (0.006, 1500), (0.6, 100), (0.8, 100)]):
+        world.run_until(due)
+        world.offer(Arrival(due, prompt, 8, ((number, prompt),)), f"{number}", due=due, shared=False)
+    world.run()
+    assert any(step.limited_by == "budget" and step.duration > 0.18 for step in world.steps)
+    assert [world.records[f"{n}"].reason for n in (3, 4)] == [FinishReason.LENGTH] * 2
+
+
 @pytest.mark.parametrize(("abreast", "found"), [(1, {"length": 1, "slo": 1}), (2, {"length": 2})])
 def test_a_long_prompt_in_small_chunks_counts_by_what_it_computes_beside_a_short_one(
     abreast: int, found: dict[str, int]
