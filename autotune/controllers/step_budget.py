@@ -130,7 +130,9 @@ class StepBudget:
         return min(room, self.model.most_prefill(view.decoding, view.decode_context, pace / self._belief.bias))
 
     def _rate_of(self, view: SchedulerView, pace: float) -> float:
-        if not self.model.ready or self.model.error > _DOUBTFUL:  # who turns all away by a wrong word learns nothing better
+        if (
+            not self.model.ready or self.model.error > _DOUBTFUL
+        ):  # who turns all away by a wrong word learns nothing better
             return 0.0
         if pace < math.inf and self.lump:
             whole, alone = self._seconds(view, self.lump), self._seconds(view, 0)
