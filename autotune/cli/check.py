@@ -71,7 +71,8 @@ def check(
         raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
     console = make_console(stderr=as_json)
     changed = loaded.software.differences(software())
-    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), loaded.doubtful) if text]
+    doubts, doubtful = ((), "") if isinstance(loaded, CallableProfile) else (loaded.doubts, loaded.doubtful)
+    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), doubtful) if text]
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
@@ -94,7 +95,7 @@ def check(
                     **found.as_dict(),
                     "elsewhere": elsewhere,
                     "software": changed,
-                    "doubts": list(loaded.doubts),
+                    "doubts": list(doubts),
                 }
             )
         )
