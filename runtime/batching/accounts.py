@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from runtime.batching.item import Call, Item
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+
+log = logging.getLogger(__name__)
 
 
 def item_record(item: Item, reason: FinishReason, finished: float, epoch: int, cause: str = "") -> RequestRecord:
@@ -57,3 +60,20 @@ def call_record(call: Call, running_items: int) -> StepRecord:
         limited_by=call.limited_by or LimitedBy.DEMAND,
         failed=call.failed,
     )
+
+
+class Peak:
+    """Bytes that the call which has just ended held at most, as ``measure`` says; None without one, or once it has failed."""
+
+    def __init__(self, measure: Callable[[], int] | None) -> None:
+        self._measure = measure
+
+    def bytes(self) -> int | None:
+        if self._measure is None:
+            return None
+        try:
+            return int(self._measure())
+        except Exception:
+            log.exception("measure_bytes failed and has been taken off; what was learned of memory until now stays")
+            self._measure = None
+            return None

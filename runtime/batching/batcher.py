@@ -24,7 +24,6 @@ from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import MemoryBounded, Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock
-from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
 
@@ -161,21 +160,13 @@ class Batcher(TunableBatcher):
         ``deadline_s`` from now stands in for the SLO's; after ``timeout_s`` the item ends, whatever its state. Raises
         :class:`RejectedError`: ``queue_full`` (where it would have to wait in an event loop, too), ``slo``, ``closed``.
         """
-        return self._submit(
-            item,
-            not _in_event_loop() and self._block,
-            priority,
-            tenant,
-            request_class,
-            deadline_s,
-            timeout_s,
-            request_id,
-        )
+        future = self._new(item, priority, tenant, request_class, deadline_s, timeout_s, request_id)
+        self._pool.submit(future.item, block=self._block and not _in_event_loop())
+        return future
 
-    def _submit(
+    def _new(
         self,
         payload: Any,
-        block: bool,
         priority: int = 0,
         tenant: str = "",
         request_class: str = "default",
@@ -198,7 +189,6 @@ class Batcher(TunableBatcher):
         future = item.handle = StreamFuture() if self._streams else ItemFuture()
         future.item = item
         future._withdraw = self._pool.withdraw
-        self._pool.submit(item, block=block)
         return future
 
     def _cost_of(self, payload: Any) -> int:
@@ -215,20 +205,21 @@ class Batcher(TunableBatcher):
     def call(self, item: Any, **options: Any) -> Any:
         """Submit ``item`` and wait for its result."""
         if self._pool.here:
-            raise RuntimeError("a worker of this batcher would wait for itself; submit and go on instead")
+            raise RuntimeError(_FOR_ITSELF)
         return self.submit(item, **options).result()
 
     async def acall(self, item: Any, **options: Any) -> Any:
         """Await the result of ``item``, and room in the queue before that. Cancelling the task withdraws the item."""
-        while True:
+        if self._pool.here:
+            raise RuntimeError(_FOR_ITSELF)
+        future = self._new(item, **options)
+        while not self._pool.submit(future.item, patient=self._block):
             try:
-                future = self._submit(item, False, **options)
-            except RejectedError as error:
-                if error.reason != "queue_full" or not self._block:
-                    raise
-                await self._pool.room.wait_in_loop()
-                continue
-            return await future
+                await self._pool.room.wait_in_loop(future)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+        return await future
 
     def map(
         self,
@@ -247,7 +238,8 @@ class Batcher(TunableBatcher):
         """
         options.setdefault("deadline_s", inf)
         return map_over(
-            lambda item: self._submit(item, self._block, **options),
+            lambda item: self._new(item, **options),
+            lambda future, patient: self._pool.submit(future.item, block=self._block, patient=patient),
             items,
             ahead=self._pool.core.max_queue,
             ordered=ordered,
@@ -268,6 +260,8 @@ class Batcher(TunableBatcher):
 
     async def aclose(self, drain: bool = True) -> None:
         """As :meth:`close`, without holding up the event loop."""
+        if self._pool.here:
+            return self.close(drain)
         await asyncio.to_thread(self.close, drain)
 
     async def __aenter__(self) -> Self:
@@ -284,6 +278,9 @@ class Batcher(TunableBatcher):
 
     def __repr__(self) -> str:
         return f"<Batcher of {self.name}, {'closed' if self.closed else self.strategy.name}>"
+
+
+_FOR_ITSELF = "a worker of this batcher would wait for itself; submit and go on instead"
 
 
 def _in_event_loop() -> bool:

@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
-from runtime.batching.expiries import Expiries
+from runtime.batching.expiries import Expiries, due_s
 from runtime.batching.groupings import Grouping, grouping_of
-from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Item
+from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
 from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
 from runtime.batching.view import view_of
@@ -26,23 +25,6 @@ from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
 _PACE = 0.1  # weight of the newest call
-
-
-class Ended(NamedTuple):
-    """An item that ended without a result, and why."""
-
-    item: Item
-    reason: FinishReason
-    cause: str
-    retry_after_s: float | None = None
-
-
-class Next(NamedTuple):
-    """``call`` to run now, or None until ``wake_at``, an arrival or the end of a call. ``ended`` while deciding."""
-
-    call: Call | None
-    wake_at: float
-    ended: Sequence[Ended]
 
 
 class BatchCore:
@@ -76,6 +58,9 @@ class BatchCore:
         self._concurrency = concurrency
         self._retries = retries
         self._again: deque[Sequence[Item]] = deque()  # of workers that died; RUNNING still, as far as the queue goes
+        self._pending: dict[Item, None] = {}  # what has no call now and no outcome yet, in order of arrival
+        self.fault: BaseException | None = None
+        """What the strategy or the grouping raised: no call begins any more."""
         self.expiries = Expiries()
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
@@ -102,7 +87,7 @@ class BatchCore:
     def promise(self, request_class: str, slo: SLO) -> None:
         """Items of ``request_class`` that come from now on are due as ``slo`` says."""
         self.slos[request_class] = slo
-        self.state.slo_s = min((due for s in self.slos.values() if (due := _due(s)) < inf), default=None)
+        self.state.slo_s = min((due for s in self.slos.values() if (due := due_s(s)) < inf), default=None)
 
     # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +103,7 @@ class BatchCore:
             )
         if item.deadline == UNTIL_SLO:
             slo = self.slos.get(item.request_class) or self.slos.get("default")
-            item.deadline = inf if slo is None else item.arrival + _due(slo)
+            item.deadline = inf if slo is None else item.arrival + due_s(slo)
         state.now = now
         gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment
         if gap < inf:
@@ -134,31 +119,46 @@ class BatchCore:
             )
         item.state = WAITING
         state.queue.add(item)
+        self._pending[item] = None
         state.waiting += 1
         state.waiting_cost += item.cost
         state.room = self.max_queue - state.waiting
-        if item.expires < inf:
+        if item.expires < inf and not item.held:
             self.expiries.add(item)
 
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
+        if item.state is NEW:  # it waits for room
+            item.state = ENDED
+            return True
         if item.state is WAITING:
             item.state = ENDED
+            del self._pending[item]
             state = self.state
             state.waiting -= 1
             state.waiting_cost -= item.cost
             state.room = self.max_queue - state.waiting
-            state.queue.removed(item)
+            try:
+                state.queue.removed(item)
+            except Exception as error:
+                self.fault = self.fault or error
             return True
         return False
+
+    def leave(self, item: Item) -> bool:
+        """``item``, which runs, has ended; what comes of it is thrown away. False if it had ended, or does not run."""
+        if item.state is not RUNNING:
+            return False
+        item.state = ENDED
+        self._pending.pop(item, None)  # its worker may have died
+        return True
 
     def expire(self, now: float) -> list[Ended]:
         """End what has timed out by ``now``, running or not; the result of one that runs will be thrown away."""
         ended = []
         for item in self.expiries.due(now):
-            if not self.forget(item):
-                item.state = ENDED
-            ended.append(Ended(item, FinishReason.TIMEOUT, "its timeout passed"))
+            if self.forget(item) or self.leave(item):
+                ended.append(Ended(item, FinishReason.TIMEOUT, "its timeout passed"))
         return ended
 
     @property
@@ -168,10 +168,18 @@ class BatchCore:
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     def next(self, now: float, worker: int | None = None) -> Next:
-        """The call that ``worker`` (None: the least loaded one) is to run now, if any."""
-        state = self.state
+        """The call that ``worker`` (None: the least loaded one) is to run now, if any; none once there is a ``fault``."""
         ended = self.expire(now)
         self.hold_until, self.hold_items = inf, 1
+        if self.fault is None:
+            try:
+                return self._choose(now, worker, ended)
+            except BaseException as error:
+                self.fault = error
+        return Next(None, inf, ended)
+
+    def _choose(self, now: float, worker: int | None, ended: list[Ended]) -> Next:
+        state = self.state
         if worker is None:
             worker = min(range(len(self.loads)), key=self.loads.__getitem__)
         if not state.idle or self.loads[worker] >= self._concurrency:
@@ -189,8 +197,8 @@ class BatchCore:
             return Next(None, inf, ended)
         decision = self.strategy.decide(state)
         for item in decision.drop:
-            self.forget(item)
-            ended.append(Ended(item, FinishReason.REJECTED, "slo", self.item_s * state.waiting))
+            if self.forget(item):
+                ended.append(Ended(item, FinishReason.REJECTED, "slo", self.item_s * state.waiting))
         if not decision.items:
             self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
             return Next(None, decision.wake_at, ended)
@@ -198,6 +206,9 @@ class BatchCore:
 
     def _begin(self, items: Sequence[Item], worker: int, now: float, decision: Decision) -> Call:
         state, knobs = self.state, self.state.knobs
+        chosen = set(items)
+        if len(chosen) < len(items) or not self._pending.keys() >= chosen:
+            raise RuntimeError(f"the {self.strategy.name} strategy chose items that do not wait, or one of them twice")
         cost = cost_of(items, state.queue.padded)
         if len(items) > 1 and (len(items) > knobs.max_batch_size or cost > knobs.token_budget):  # whoever chose them
             items, cost, _ = fit(items, knobs.max_batch_size, knobs.token_budget, state.queue.padded)
@@ -222,6 +233,8 @@ class BatchCore:
         self._count(now)
         call._busy = self._busy
         state.running.append(call)
+        for item in items:
+            del self._pending[item]
         state.idle -= 1
         self.loads[worker] += 1
         return call
@@ -231,24 +244,28 @@ class BatchCore:
         self._over(call, end)
         for item in call.items:
             item.state = ENDED
-        each = call.seconds / len(call.items) / self.state.slots
-        self.item_s += (_PACE if self.item_s else 1.0) * (each - self.item_s)
-        self.strategy.observe(call, self.state)
+        self.item_s += (_PACE if self.item_s else 1.0) * (
+            call.seconds / len(call.items) / self.state.slots - self.item_s
+        )
+        try:
+            self.strategy.observe(call, self.state)
+        except BaseException as error:
+            self.fault = self.fault or error
 
     def lost(self, call: Call, now: float, *, apart: bool = False) -> list[Item]:
         """The worker of ``call`` died. Its items run again, in a call of their own, or (``apart``) of each its own; returns those
         that have no try left."""
         self._over(call, now)
-        spent = []
-        again = []
+        spent, again = [], []
         for item in call.items:
             if item.state is ENDED:
                 continue
-            if item.tries > self._retries:
+            if item.tries > self._retries or self.fault is not None:
                 item.state = ENDED
                 spent.append(item)
             else:
                 again.append(item)
+                self._pending[item] = None
         if again:
             self._again += [[item] for item in again] if apart else [again]
         return spent
@@ -272,26 +289,10 @@ class BatchCore:
         """For controllers."""
         return view_of(self.state, self.settings, now, sum(map(len, self._again)))
 
-    def drop_waiting(self, cause: str) -> list[Ended]:
-        """End everything that waits, as cancelled."""
-        ended = []
-        state = self.state
-        while state.waiting:
-            for item in state.queue.first(1024):
-                self.forget(item)
-                ended.append(Ended(item, FinishReason.CANCELLED, cause))
-        for items in self._again:
-            for item in items:
-                if item.state is not ENDED:
-                    item.state = ENDED
-                    ended.append(Ended(item, FinishReason.CANCELLED, cause))
+    def drop_waiting(self, cause: str, reason: FinishReason = FinishReason.CANCELLED) -> list[Ended]:
+        """End everything that waits, or would run again."""
+        ended = [Ended(item, reason, cause) for item in self._pending]
+        for each in ended:
+            _ = self.forget(each.item) or self.leave(each.item)
         self._again.clear()
         return ended
-
-
-def _due(slo: SLO) -> float:
-    """Seconds that an item may take, by the tightest of its targets that speak of one: the first output or the end."""
-    return min((ms / 1e3 for ms in (slo.e2e_ms, slo.ttft_ms) if ms is not None), default=inf)
-
-
-__all__ = ["BatchCore", "Ended", "Next"]

@@ -29,6 +29,9 @@ class LoopThread:
             raise fatal
         return found
 
+    def runs_in(self, thread: threading.Thread) -> bool:
+        return self._thread is thread
+
     def close(self) -> None:
         """Stop and close the loop; nothing runs in it any more."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""When items time out, whatever their state."""
+"""When items are due, and when they time out, whatever their state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 from math import inf
 
 from runtime.batching.item import ENDED, Item
+from runtime.slo import SLO
 
 
 class Expiries:
@@ -40,3 +41,8 @@ class Expiries:
         while self.next <= now:
             found.append(heapq.heappop(self._heap)[2])
         return found
+
+
+def due_s(slo: SLO) -> float:
+    """Seconds that an item may take, by the tightest of its targets that speak of one: the first output or the end."""
+    return min((ms / 1e3 for ms in (slo.e2e_ms, slo.ttft_ms) if ms is not None), default=inf)

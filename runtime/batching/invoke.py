@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -52,11 +53,15 @@ class Function:
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn is {fn!r}; it must be callable with a list of items")
-        self._fn = _as_function(fn)
+        self._fn = as_function(fn)
         self._collate = collate
         self._loop = loop
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.streams, self.is_async = kind_of(fn)
+
+    def runs_in(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is that of the event loop in which the function runs."""
+        return self._loop is not None and self._loop.runs_in(thread)
 
     def run(self, payloads: list[Any], emit: Emit) -> Outcomes:
         """Raises what the function raises."""
@@ -119,7 +124,7 @@ def kind_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
     return streams, async_stream or any(asyncio.iscoroutinefunction(c) for c in candidates)
 
 
-def _as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+def as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, or what batches inputs for it if it is a bare PyTorch module."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(fn, torch.nn.Module):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+from runtime.records import FinishReason
 
 
 class ItemState(IntEnum):
@@ -30,8 +32,8 @@ class Item:
     """
 
     __slots__ = (
-        "arrival", "cost", "deadline", "epoch", "expires", "handle", "id", "key", "payload", "priority", "request_class",
-        "scheduled", "state", "tenant", "times", "tries",
+        "arrival", "cost", "deadline", "epoch", "expires", "handle", "held", "id", "key", "payload", "priority",
+        "request_class", "scheduled", "state", "tenant", "times", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +60,7 @@ class Item:
         self.id = id
         self.handle = handle
         self.state = NEW
+        self.held = False  # whether it had to wait for room in the queue; its time-out runs from before that
         self.scheduled = inf  # when it first entered a call
         self.epoch = -1  # the knob setting of that call
         self.tries = 0  # calls it has entered
@@ -104,3 +107,20 @@ class Call:
 
     def __repr__(self) -> str:
         return f"<Call of {len(self.items)} items, cost {self.cost}, worker {self.worker}>"
+
+
+class Ended(NamedTuple):
+    """An item that ended without a result, and why."""
+
+    item: Item
+    reason: FinishReason
+    cause: str
+    retry_after_s: float | None = None
+
+
+class Next(NamedTuple):
+    """``call`` to run now, or None until ``wake_at``, an arrival or the end of a call. ``ended`` while deciding."""
+
+    call: Call | None
+    wake_at: float
+    ended: Sequence[Ended]

@@ -13,11 +13,12 @@ from runtime.batching.future import ItemFuture
 from runtime.errors import RejectedError
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
-_RETRY_S = 0.001  # after which a full queue is tried again, unless it says when
+_RETRY_S = 0.001  # after which a full queue is tried again
 
 
 def map_over(
-    submit: Callable[[Any], ItemFuture],
+    new: Callable[[Any], ItemFuture],
+    enter: Callable[[ItemFuture, bool], bool],
     items: Iterable[Any],
     *,
     ahead: int,
@@ -31,7 +32,7 @@ def map_over(
         line: deque[ItemFuture] = deque()
         crowd: dict[ItemFuture, None] = {}
         running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
-        source = _submitted(submit, items, running, return_exceptions)
+        source = _submitted(new, enter, items, running, return_exceptions)
         most = min(ahead, _AHEAD)
         try:
             for outcome in _in_order(source, line, most) if ordered else _as_completed(source, crowd, most):
@@ -45,24 +46,23 @@ def map_over(
 
 
 def _submitted(
-    submit: Callable[[Any], ItemFuture], items: Iterable[Any], running: Collection[ItemFuture], return_exceptions: bool
+    new: Callable[[Any], ItemFuture],
+    enter: Callable[[ItemFuture, bool], bool],
+    items: Iterable[Any],
+    running: Collection[ItemFuture],
+    return_exceptions: bool,
 ) -> Iterator[ItemFuture]:
     """Submits one item each time it is asked. One that is refused gets a future that says so."""
     for item in items:
-        while True:
-            try:
-                yield submit(item)
-            except RejectedError as error:
-                if error.reason == "queue_full" and running:  # others fill the queue too: one of ours will make room
-                    undone = [next((future for future in running if not future.done()), ItemFuture())]
-                    wait(undone, timeout=error.retry_after_s or _RETRY_S)
-                    continue
-                if not return_exceptions:
-                    raise
-                refused = ItemFuture()
-                refused.set_exception(error)
-                yield refused
-            break
+        future = new(item)
+        try:
+            while not enter(future, bool(running)):  # others fill the queue too: one of ours will make room
+                wait([next((other for other in running if not other.done()), future)], timeout=_RETRY_S)
+        except RejectedError as error:
+            if not return_exceptions:
+                raise
+            future.set_exception(error)
+        yield future
 
 
 def _outcome(future: ItemFuture) -> Any:

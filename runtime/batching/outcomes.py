@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runtime.batching.accounts import item_record
-from runtime.batching.core import Ended
 from runtime.batching.future import Delivery, StreamFuture
 from runtime.batching.invoke import SKIP, Outcomes
-from runtime.batching.item import ENDED, Call, Item
+from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
 
@@ -49,10 +48,17 @@ def outcome_records(call: Call, outcomes: Outcomes, live: Sequence[bool], epoch:
     records = []
     for item, outcome, alive in zip(call.items, outcomes, live, strict=True):
         if alive and isinstance(outcome, BaseException):
-            records.append(item_record(item, FinishReason.ERROR, call.end, epoch, repr(outcome)))
+            records.append(item_record(item, FinishReason.ERROR, call.end, epoch, _told(outcome)))
         elif alive:
             records.append(item_record(item, FinishReason.STOP, call.end, epoch))
     return records
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # it is the user's
+        return type(error).__name__
 
 
 def hand_out(items: Sequence[Item], clock: Callable[[], float], outputs: Sequence[Any]) -> None:
@@ -90,6 +96,8 @@ def end_early(ended: Ended, now: float, epoch: int) -> RequestRecord:
         error: Exception = RequestTimeoutError(f"item {item.id}: {cause}")
     elif reason is FinishReason.REJECTED:
         error = RejectedError(f"item {item.id}: its deadline cannot be met", reason=cause, retry_after_s=later)
+    elif reason is FinishReason.ERROR:
+        error = StepFailedError(f"item {item.id}: {cause}")
     else:
         error = RequestCancelledError(f"item {item.id}: {cause}")
     _handle(item).set_exception(error)

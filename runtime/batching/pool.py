@@ -13,33 +13,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from runtime.batching.accounts import call_record, item_record
-from runtime.batching.core import BatchCore, Ended
+from runtime.batching.accounts import Peak, call_record, item_record
+from runtime.batching.core import BatchCore
 from runtime.batching.exiting import stop_at_exit
 from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
-from runtime.batching.item import ENDED, Call, Item
+from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.batching.outcomes import count_failed, deliver, end_early, fail_lost, hand_out, outcome_records
 from runtime.batching.room import Room
+from runtime.batching.slot import Slot
+from runtime.batching.timekeeper import Timekeeper
 from runtime.clock import Clock
 from runtime.errors import RejectedError
 from runtime.llm.listeners import Listeners
 from runtime.records import FinishReason
 
 log = logging.getLogger(__name__)
-
-
-class Slot:
-    """One thread: a place in which one call at a time can run."""
-
-    __slots__ = ("function", "gate", "name", "thread", "worker")
-
-    def __init__(self, worker: int, function: Function, name: str) -> None:
-        self.worker = worker
-        self.function = function
-        self.name = name
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.thread: threading.Thread | None = None
 
 
 class Pool:
@@ -64,14 +52,14 @@ class Pool:
         self.clock = clock
         self._now = clock.now
         self._isolate = isolate
-        self._measure = measure
+        self._peak = Peak(measure)
         self._close_functions = close
         self._idle: list[Slot] = []
         self.room = Room(self.lock, core, self.wake)
-        self._timekeeper: threading.Thread | None = None
-        self._sooner = threading.Condition(self.lock)
+        self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
         self._abandoned = False
+        self._broken = ""  # why, if so
         self._slots = [
             Slot(worker, function, f"batcher {name} {worker}.{i}")
             for worker, function in enumerate(functions)
@@ -90,36 +78,48 @@ class Pool:
 
     @property
     def here(self) -> bool:
-        """Whether the caller is one of the pool's threads, which must not wait for itself."""
-        current = threading.current_thread()
-        return any(slot.thread is current for slot in self._slots)
+        """Whether the caller is a thread of the pool, or in the loop of its function: these must not wait for themselves."""
+        me = threading.current_thread()
+        return any(slot.thread is me or slot.function.runs_in(me) for slot in self._slots)
 
-    def submit(self, item: Item, *, block: bool) -> None:
-        """Queue ``item``. Raises :class:`RejectedError`; with ``block`` it waits for room in the queue instead."""
+    def submit(self, item: Item, *, block: bool = False, patient: bool = False) -> bool:
+        """Queue ``item``. Raises :class:`RejectedError`; where the queue is full it waits for room instead (``block``), or
+        returns False, and the caller comes again with the same item (``patient``)."""
         try:
             with self.lock:
-                self._take_in(item, block)
-        except RejectedError as error:  # recorded as well: an offered item that missed its promise
+                return self._take_in(item, block, patient)
+        except Exception as error:
             item.state = ENDED
-            if self.listeners.known:
+            if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its promise
                 record = item_record(item, FinishReason.REJECTED, self._now(), -1, error.reason)
                 self.listeners.tell(None, [record])
             raise
 
-    def _take_in(self, item: Item, block: bool) -> None:
+    def _take_in(self, item: Item, block: bool, patient: bool) -> bool:
         core = self.core
-        if block and not self.room.there:
-            self.room.wait()
+        if (block or patient) and not self.room.there:
+            if not item.held:
+                item.held = True
+                if item.expires < inf:
+                    core.expiries.add(item)
+                    self._timekeeper.watch(item.expires)
+            if not block:
+                return item.state is ENDED
+            self.room.wait(item)
+        if item.state is ENDED:  # it timed out before there was room
+            return True
+        if item.held:
             waited = self._now() - item.arrival  # it arrives when it is let in: before, its caller was held back
             item.arrival += waited
             item.deadline += waited
         if self.closed:
-            raise RejectedError(f"item {item.id}: the batcher is closed", reason="closed")
+            raise RejectedError(f"item {item.id}: the batcher is closed{self._broken}", reason="closed")
         core.submit(item, item.arrival)
         if self._idle:
             self._arrived()
         if item.expires < inf:
-            self._watch(item.expires)
+            self._timekeeper.watch(item.expires)
+        return True
 
     def withdraw(self, item: Item) -> bool:
         """Take ``item`` out of the queue, by its client's wish. False if it does not wait there."""
@@ -127,6 +127,8 @@ class Pool:
             gone = self.core.forget(item)
             if gone:
                 self.room.made()
+                if self.core.fault is not None:
+                    self.wake()
         if gone and self.listeners.known:
             self.listeners.tell(None, [item_record(item, FinishReason.CANCELLED, self._now(), -1, "by the client")])
         return gone
@@ -139,8 +141,7 @@ class Pool:
         for slot in self._slots:
             while slot.thread is not None and slot.thread.is_alive():
                 slot.thread.join()
-        if self._timekeeper is not None:
-            self._timekeeper.join()
+        self._timekeeper.join()
         self._close_functions()
 
     def threads(self) -> list[threading.Thread]:
@@ -162,7 +163,7 @@ class Pool:
             self.core.state.closing = True
             ended = [] if drain else self.core.drop_waiting("the batcher was closed")
             self.wake()
-            self._sooner.notify_all()
+            self._timekeeper.look()
             self.room.open()
         self._end_early(ended)
 
@@ -184,27 +185,19 @@ class Pool:
         idle.remove(slot)
         slot.gate.release()
 
-    def _watch(self, expiry: float) -> None:
-        """See to it that somebody looks at the clock at ``expiry``, even if every worker is busy."""
-        if self._timekeeper is None:
-            self._timekeeper = threading.Thread(target=self._keep_time, name="batcher timekeeper", daemon=True)
-            self._timekeeper.start()
-        elif expiry <= self.core.expiries.next:
-            self._sooner.notify_all()
-
-    def _keep_time(self) -> None:
-        while True:
-            with self.lock:
-                ended = self.core.expire(self._now())
-                if not ended:
-                    if self.closed and not self._alive:
-                        return
-                    until = self.core.expiries.next
-                    self._sooner.wait(None if until == inf else max(0.0, until - self._now()))
+    def _tick(self) -> bool:
+        with self.lock:
+            ended = self.core.expire(self._now())
+            if ended:
                 self.room.made()
-            if self._abandoned and not self.closed:
-                self.stop(drain=False)
-            self._end_early(ended)
+                if self.core.fault is not None:
+                    self.wake()
+            elif self.closed and not self._alive:
+                return False
+        if self._abandoned and not self.closed:
+            self.stop(drain=False)
+        self._end_early(ended)
+        return True
 
     # -- the workers ----------------------------------------------------------------------------------------------------
 
@@ -214,10 +207,11 @@ class Pool:
             while True:
                 with self.lock:
                     step = core.next(self._now(), slot.worker)
-                    if step.call is None and self.closed and not core.has_work:
+                    fault = None if self._broken else core.fault
+                    over = self.closed and not core.has_work and fault is None
+                    if over:
                         self.wake()
-                        return
-                    if step.call is None:
+                    elif step.call is None and fault is None:
                         self._idle.append(slot)
                     elif self._idle and core.state.waiting:
                         self._arrived()
@@ -226,24 +220,30 @@ class Pool:
                     self.stop(drain=False)
                 if step.ended:
                     self._end_early(step.ended)
-                if step.call is None:
-                    self._rest(slot, step.wake_at)
+                if over:
+                    return
+                if fault is not None:
+                    self._break_down(fault)
+                elif step.call is None:
+                    slot.rest(step.wake_at, self._now, self.lock, self._idle)
                 elif not self._serve(slot, step.call):
                     return
+        except BaseException as error:  # what nobody foresaw: still, every item is to have an outcome
+            self._break_down(error)
         finally:
             with self.lock:
                 self._alive -= 1
-                self._sooner.notify_all()
+                self._timekeeper.look()
 
-    def _rest(self, slot: Slot, until: float) -> None:
-        timeout = -1.0 if until == inf else min(max(0.0, until - self._now()), threading.TIMEOUT_MAX)
-        if slot.gate.acquire(timeout=timeout):
-            return
+    def _break_down(self, error: BaseException) -> None:
+        """The strategy or the grouping raised: calls that run end as they will, everything else ends now."""
+        log.error("the batcher breaks down: %r", error, exc_info=error)
         with self.lock:
-            if slot in self._idle:
-                self._idle.remove(slot)
-                return
-        slot.gate.acquire()  # it was opened in that very moment
+            self._broken = f", for its strategy or grouping raised {error!r}"
+            self.core.fault = self.core.fault or error
+            ended = self.core.drop_waiting(f"the batcher broke down: {error!r}", FinishReason.ERROR)
+        self.stop(drain=True)
+        self._end_early(ended)
 
     def _serve(self, slot: Slot, call: Call) -> bool:
         """Run ``call``. False if this thread died of it and another has taken its place."""
@@ -267,8 +267,7 @@ class Pool:
     def _finish(self, call: Call, ran: Ran) -> None:
         core, items, outcomes = self.core, call.items, ran.outcomes
         call.stretched = ran.runs > 1
-        if self._measure is not None:
-            call.peak_bytes = self._measure()
+        call.peak_bytes = self._peak.bytes()
         call.failed = count_failed(outcomes)
         with self.lock:
             live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
@@ -294,5 +293,8 @@ class Pool:
     def _end_early(self, ended: Sequence[Ended]) -> None:
         """Tell those whose items end without a result."""
         records = [end_early(each, self._now(), self.core.epoch) for each in ended]
+        if any(each.item.held for each in ended):  # a thread may be waiting with one of them
+            with self.lock:
+                self.room.look()
         if records and self.listeners.known:
             self.listeners.tell(None, records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import signal
@@ -10,7 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runtime.batching.invoke import WorkerDied
+from runtime.batching.invoke import WorkerDied, as_function
 
 _GRACE_S = 5.0  # for a process to end by itself
 
@@ -23,7 +24,7 @@ class ProcessWorker:
 
     def __init__(self, fn: Callable[[list[Any]], Any]) -> None:
         try:
-            self._pickled = pickle.dumps(fn)
+            self._pickled = pickle.dumps(_undecorated(fn) or as_function(fn))
         except Exception as error:
             raise ValueError(
                 f"processes is set and fn is {fn!r}, which cannot be sent to a process ({error});"
@@ -79,10 +80,41 @@ class ProcessWorker:
         self._end()
 
 
+class _Undecorated:
+    """A function that was decorated, so that something else stands under its name now; found again by what wraps it."""
+
+    def __init__(self, module: str, qualname: str, depth: int) -> None:
+        self.module, self.qualname, self.depth = module, qualname, depth
+
+    def find(self) -> Any:
+        found: Any = importlib.import_module(self.module)
+        for part in self.qualname.split("."):
+            found = getattr(found, part)
+        for _ in range(self.depth):
+            found = found.__wrapped__
+        return found
+
+
+def _undecorated(fn: Any) -> _Undecorated | None:
+    """How the child finds ``fn`` if ``@batch``, or another decorator that keeps ``__wrapped__``, stands for it; else None."""
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not module or not qualname or "<" in qualname:
+        return None
+    for depth in range(1, 16):
+        try:
+            if (found := _Undecorated(module, qualname, depth)).find() is fn:
+                return found
+        except (ImportError, AttributeError):
+            return None
+    return None
+
+
 def _serve(pipe: Connection, pickled: bytes) -> None:
     """The child: calls the function with what comes through the pipe until that is empty or closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     fn = pickle.loads(pickled)
+    if isinstance(fn, _Undecorated):
+        fn = fn.find()
     while True:
         try:
             request = pipe.recv_bytes()

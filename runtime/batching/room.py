@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from runtime.batching.core import BatchCore
-from runtime.batching.future import wake
+from runtime.batching.future import ItemFuture, wake
+from runtime.batching.item import ENDED, Item
 
 _LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
 
@@ -30,25 +32,27 @@ class Room:
         state = self._core.state
         return state.closing or state.waiting < self._core.max_queue
 
-    def wait(self) -> None:
-        """Block this thread until there is room."""
+    def wait(self, item: Item) -> None:
+        """Block this thread until there is room, or ``item`` has timed out."""
         self._threads += 1
         try:
-            while not self.there:
+            while not self.there and item.state is not ENDED:
                 self._nudge()  # a full queue is a reason to go, whatever a strategy holds out for
                 self._freed.wait()
         finally:
             self._threads -= 1
 
-    async def wait_in_loop(self) -> None:
-        """The same in an event loop; takes the lock itself."""
+    async def wait_in_loop(self, future: ItemFuture) -> None:
+        """The same for the item of ``future`` in an event loop; takes the lock itself."""
         while True:
+            waiter = asyncio.get_running_loop().create_future()
             with self._lock:
-                if self.there:
+                if self.there or future.item.state is ENDED:
                     return
-                waiter = asyncio.get_running_loop().create_future()
                 self._tasks.append(waiter)
                 self._nudge()
+            if future.item.expires < inf:
+                future.add_done_callback(lambda _, waiter=waiter: wake(waiter))  # type: ignore[misc]
             await waiter
 
     def made(self) -> None:
@@ -58,7 +62,11 @@ class Room:
 
     def open(self) -> None:
         """Let everybody look."""
-        self._freed.notify_all()
+        self.look()
         waiting, self._tasks = self._tasks, []
         for waiter in waiting:
             wake(waiter)
+
+    def look(self) -> None:
+        """Let the threads look: an item has timed out that waited for room."""
+        self._freed.notify_all()

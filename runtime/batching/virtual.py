@@ -111,6 +111,8 @@ def serve(
         ask = ask or core.state.must_go or core.expiries.next <= now
         while ask:
             step = core.next(now)
+            if core.fault is not None:
+                raise core.fault
             for ended in step.ended:
                 end(ended.item, ended.reason, ended.cause)
             if step.call is None:
