@@ -68,11 +68,11 @@ def test_every_item_ends_when_a_strategy_or_a_grouping_raises(method: str, nth: 
         b.close()
     failed = 0
     for i, future in futures:
-        error = future.exception(0)
-        if error is None:
+        raised = future.exception(0)
+        if raised is None:
             assert future.result(0) == 2 * i
         else:
-            assert isinstance(error, StepFailedError) and "Bug" in str(error)
+            assert isinstance(raised, StepFailedError) and "Bug" in str(raised)
             failed += 1
     assert failed + refused
     assert len(heard.requests) == len({r.id for r in heard.requests}) == 40

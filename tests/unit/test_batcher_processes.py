@@ -11,7 +11,7 @@ import pytest
 
 from runtime import Batcher, batch
 
-MODULE = '''
+MODULE = """
 import os, time
 import torch
 from runtime import batch
@@ -33,7 +33,7 @@ def sleepy(items):
     if "hang" in items:
         time.sleep(3600)
     return [os.getpid() for _ in items]
-'''
+"""
 
 
 @pytest.fixture
@@ -61,12 +61,13 @@ def test_a_decorated_function_and_a_bare_module_run_in_a_process(module: ModuleT
 
 
 def test_what_cannot_be_sent_is_refused_by_name(module: ModuleType) -> None:
-    with pytest.raises(ValueError, match="processes is set and fn is .*must be a plain function of a module"):
-        module.Model().times.submit(1)
+    model = module.Model()
+    with pytest.raises(ValueError, match=r"processes is set and fn is .*must be a plain function of a module"):
+        model.times.submit(1)
 
     @batch(processes=True)
     def local(items: list[int]) -> list[int]:
         return items
 
-    with pytest.raises(ValueError, match="processes is set and fn is .*local"):
+    with pytest.raises(ValueError, match=r"processes is set and fn is .*local"):
         local.submit(1)
