@@ -17,7 +17,7 @@ from runtime.batching.groupings import (
 )
 from runtime.batching.item import ENDED, RUNNING, WAITING, Item
 from runtime.batching.strategies import Adaptive, Dynamic
-from tests.unit.batching_world import core_of, poisson, run
+from tests.unit.batching_world import SLO_400, core_of, poisson, run
 
 
 def put(grouping: Grouping, *items: Item) -> None:
@@ -119,6 +119,43 @@ def test_two_greedy_tenants_share_within_five_percent(seed: int) -> None:
     during = [call for call in served.calls if 5 < call.end < 55]
     got = {tenant: sum(i.cost for c in during for i in c.items if i.tenant == tenant) for tenant in "ab"}
     assert got["a"] == pytest.approx(got["b"], rel=0.05)
+
+
+@pytest.mark.parametrize(("seed", "offered"), [(1, (1.0, 1.0)), (2, (2.0, 0.75)), (3, (3.0, 0.6))])
+@pytest.mark.parametrize("strategy", [Adaptive, Dynamic])
+def test_two_greedy_tenants_share_within_five_percent_whatever_is_dropped(
+    strategy: type[Adaptive | Dynamic], seed: int, offered: tuple[float, float]
+) -> None:
+    """Each offers more than half of what can be served, in items of its own cost; what is late is dropped or times out."""
+    rng = random.Random(seed)
+    core = core_of(strategy(), "fair", slo=SLO_400, size=32, wait_ms=0)
+    capacity = 0.8 / 0.0005  # cost a second
+    mine = poisson(offered[0] * capacity / 2, 40, seed, lambda r: r.randint(1, 3))
+    yours = poisson(offered[1] * capacity / 11, 40, seed + 10, lambda r: r.randint(2, 20))
+    for item in mine:
+        item.tenant = "a"
+    for item in yours:
+        item.tenant = "b"
+    items = sorted([*mine, *yours], key=lambda item: item.arrival)
+    for item in items:
+        item.expires = item.arrival + 0.4 if strategy is Dynamic or rng.random() < 0.1 else item.expires
+    served = run(core, items, lambda call: 0.005 + 0.0005 * call.cost)
+    during = [call for call in served.calls if 3 < call.end < 40]
+    got = {tenant: sum(i.cost for c in during for i in c.items if i.tenant == tenant) for tenant in "ab"}
+    assert got["a"] == pytest.approx(got["b"], rel=0.05)
+
+
+def test_what_a_tenant_is_owed_is_bounded() -> None:
+    """One whose items could never be served does not shut the other out once they can."""
+    grouping = FairShare()
+    put(grouping, Item(None, 0.0, tenant="a"))
+    for i in range(1000):
+        put(grouping, Item(None, float(i), 1, tenant="b"))
+        (found,) = (item for item in grouping.first(2) if item.tenant == "b")
+        found.state = RUNNING
+        grouping.took([found])
+    put(grouping, *[Item(None, 1000.0, 1, tenant="ab"[i % 2]) for i in range(200)])
+    assert 35 < sum(item.tenant == "b" for item in take(grouping, 100)) <= 50
 
 
 def test_weights_share_in_proportion_and_idle_time_is_not_saved_up() -> None:

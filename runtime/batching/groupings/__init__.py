@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from runtime.batching.groupings.arrival import ArrivalOrder
 from runtime.batching.groupings.buckets import LengthBuckets
-from runtime.batching.groupings.ordered import DeadlineOrder, FairShare, PriorityOrder
+from runtime.batching.groupings.fair_share import FairShare
+from runtime.batching.groupings.ordered import DeadlineOrder, PriorityOrder
 from runtime.batching.groupings.padded_budget import TokenBudgetGroups
 from runtime.batching.groupings.protocol import Grouping
 from runtime.batching.groupings.sorted_windows import SortedWindows

@@ -1,8 +1,8 @@
-"""Orders by a key: earliest deadline, priority, fair share between tenants.
+"""Orders by a key: earliest deadline, priority.
 
 A key is given when an item is queued and does not change, so the queue is a heap. Every order bounds how long it passes an
-item over: the key grows with the time of arrival (or with the work that a tenant has queued), so whoever waits is overtaken
-only so long. With the LLM engine's orderings (:mod:`runtime.llm.ordering`) these share their formulas and constants.
+item over: the key grows with the time of arrival, so whoever waits is overtaken only so long. With the LLM engine's orderings
+(:mod:`runtime.llm.ordering`) these share their formulas and constants.
 """
 
 from __future__ import annotations
@@ -94,32 +94,3 @@ class PriorityOrder(_ByKey):
 
     def key(self, item: Item) -> float:
         return item.arrival - self._step * item.priority
-
-
-class FairShare(_ByKey):
-    """Tenants that want more than they get share the workers equally by cost, or by ``weights``, one for each tenant.
-
-    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): an item starts, in virtual time, where its tenant's
-    previous one ends, and lasts cost / weight; the smallest start goes first. A tenant that was idle starts at the present
-    virtual time: what it did not use is not saved up.
-    """
-
-    def __init__(self, weights: dict[str, float] | None = None) -> None:
-        super().__init__()
-        self._weights = dict(weights or {})
-        for tenant, weight in self._weights.items():
-            if not 0 < weight < inf:
-                raise ValueError(f"weight of tenant {tenant!r} is {weight!r}; it must be a number above 0")
-        self._virtual = 0.0
-        self._ends: dict[str, float] = {}
-
-    def key(self, item: Item) -> float:
-        start = max(self._virtual, self._ends.get(item.tenant, 0.0))
-        self._ends[item.tenant] = start + item.cost / self._weights.get(item.tenant, 1.0)
-        return start
-
-    def took(self, items: Sequence[Item]) -> None:
-        self._virtual = max(self._virtual, max(item.key for item in items))
-        if len(self._ends) > 1024:  # tenants that owe nothing need not be remembered
-            self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._virtual}
-        super().took(items)
