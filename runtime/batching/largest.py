@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any
 
 from runtime.batching.event_loop import LoopThread
 from runtime.batching.invoke import Function, is_out_of_memory
 
+_HOPELESS = 3.0  # times the latency: a first run as long, warm-up included, need not be repeated
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A batch of ``size`` took ``seconds`` (median); infinite if it ran out of memory."""
+    """A batch of ``size`` took ``seconds`` (median; of one run if not ``timed``); infinite if it ran out of memory."""
 
     size: int
     seconds: float
     fits: bool
+    timed: bool = False
 
     @property
     def throughput(self) -> float:
@@ -28,8 +32,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class MaxBatch:
-    """``fits``: the largest size that ran; ``best``: the size with the most throughput among those inside the budget, None
-    if none is. ``out_of_memory``: whether memory is what ended the search, rather than ``most`` or the budget."""
+    """``fits``: the largest size that ran, of ``most``; ``best``: the size with the most throughput among those tried that are
+    inside the latency, None if none is. ``out_of_memory``: whether memory is what bounds ``fits``, rather than ``most``."""
 
     fits: int
     best: int | None
@@ -46,64 +50,95 @@ def find_max_batch(
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MaxBatch:
-    """Call ``fn`` with batches of ``example``: 1, 2, 4, … until memory runs out or ``most`` is reached, then halve the gap.
+    """Call ``fn`` with batches of ``example``: 1, 2, 4, … until memory runs out or ``most`` is reached, then halve the gap to the
+    very size; and the same below it for the largest inside ``latency_ms``, to within a sixteenth.
 
-    ``example``: one item, the largest that will come, for memory depends on it. With ``latency_ms`` the doubling ends at the
-    first size beyond it. Each size runs once to warm up and ``repeats`` times timed. What else ``fn`` raises goes through;
-    a size of 1 that does not fit raises :class:`MemoryError`.
+    ``example``: one item, the largest that will come, for memory depends on it. Each size runs once to warm up and
+    ``repeats`` times timed; one that is beyond ``latency_ms``, or only looks for the end of memory, runs once. So with much
+    memory and a slow ``fn`` it is ``most`` that bounds the search. What else ``fn`` raises goes through; a size of 1 that
+    does not fit raises :class:`MemoryError`.
     """
     for name, value in (("most", most), ("repeats", repeats)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
     if latency_ms is not None and not latency_ms > 0:
         raise ValueError(f"latency_ms is {latency_ms!r}; it must be above 0")
-    budget = float("inf") if latency_ms is None else latency_ms / 1e3
+    budget = inf if latency_ms is None else latency_ms / 1e3
     loop = LoopThread("find_max_batch")
     function = Function(fn, loop=loop)
     trials: dict[int, Trial] = {}
 
-    def run(size: int) -> Trial:
-        if size not in trials:
-            trials[size] = _trial(function, example, size, repeats, clock)
-        return trials[size]
+    def run(size: int, *, timed: bool = True) -> Trial:
+        known = trials.get(size)
+        hopeless = known is not None and (not known.fits or known.timed or known.seconds > _HOPELESS * budget)
+        if known is None or (timed and not hopeless):
+            known = trials[size] = _trial(function, example, size, repeats if timed else 0, clock, budget)
+        return known
 
-    def good(size: int) -> bool:
+    def inside(size: int) -> bool:
         trial = run(size)
         return trial.fits and trial.seconds <= budget
 
+    def fits_memory(size: int) -> bool:
+        return run(size, timed=all(trial.seconds <= budget for trial in trials.values() if trial.fits)).fits
+
     try:
-        first = run(1)
-        if not first.fits:
+        if not run(1).fits:
             raise MemoryError(f"{function.name} runs out of memory with a single item")
-        low, high = 1, 2
-        while high <= most and good(low) and good(high):
-            low, high = high, 2 * high
-        high = min(high, most + 1)
-        while good(low) and high - low > max(1, low // 16):  # to within a sixteenth: sizes nearer than that are alike
-            middle = (low + high) // 2
-            low, high = (middle, high) if good(middle) else (low, middle)
+        fits, beyond = _doubling(fits_memory, most)
+        fits, _ = _halving(lambda size: run(size, timed=False).fits, fits, beyond, 0)
+        if inside(1):
+            low, high = _doubling(inside, fits)
+            _halving(inside, low, high, 1 / 16)
     finally:
         loop.close()
     tried = sorted(trials.values(), key=lambda trial: trial.size)
-    inside = [trial for trial in tried if trial.fits and trial.seconds <= budget]
+    good = [trial for trial in tried if trial.fits and trial.timed and trial.seconds <= budget]
     return MaxBatch(
-        fits=max(trial.size for trial in tried if trial.fits),
-        best=max(inside, key=lambda trial: trial.throughput).size if inside else None,
+        fits=fits,
+        best=max(good, key=lambda trial: trial.throughput).size if good else None,
         out_of_memory=any(not trial.fits for trial in tried),
         trials=tuple(tried),
     )
 
 
-def _trial(function: Function, example: Any, size: int, repeats: int, clock: Callable[[], float]) -> Trial:
+def _doubling(good: Callable[[int], bool], most: int) -> tuple[int, int]:
+    """1, which is good, doubled: the last that is good, and the first that is not, or that is beyond ``most``."""
+    low = 1
+    while low < most:
+        high = min(2 * low, most)
+        if not good(high):
+            return low, high
+        low = high
+    return low, low + 1
+
+
+def _halving(good: Callable[[int], bool], low: int, high: int, within: float) -> tuple[int, int]:
+    """Closer together, ``low`` good and ``high`` not, until they are neighbours or alike."""
+    while high - low > max(1, within * low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low, high
+
+
+def _trial(
+    function: Function, example: Any, size: int, repeats: int, clock: Callable[[], float], budget: float
+) -> Trial:
+    """Run ``size`` once, and ``repeats`` times more to be timed unless the first was far beyond ``budget``."""
     times = []
     try:
         for turn in range(repeats + 1):
             started = clock()
             function.run([example] * size, lambda outputs: None)
-            if turn:
-                times.append(clock() - started)
+            seconds = clock() - started
+            if turn == 0:
+                first = seconds
+                if seconds > _HOPELESS * budget:
+                    break
+            else:
+                times.append(seconds)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Trial(size, float("inf"), fits=False)
-    return Trial(size, median(times), fits=True)
+        return Trial(size, inf, fits=False)
+    return Trial(size, median(times) if times else first, fits=True, timed=bool(times))

@@ -209,22 +209,29 @@ def test_calls_stay_below_the_memory_limit_that_was_learned() -> None:
         assert max(peaks) > 20_000
 
 
-@pytest.mark.parametrize(("budget_ms", "fits", "best"), [(None, 100, 100), (60, 32, 20)])
-def test_the_largest_batch_is_found(budget_ms: float | None, fits: int, best: int) -> None:
+@pytest.mark.parametrize(
+    ("budget_ms", "most", "best"), [(None, 4096, 100), (60, 4096, 20), (60, 90, 20), (None, 90, 90)]
+)
+def test_the_largest_batch_is_found_and_the_best_inside_a_latency(
+    budget_ms: float | None, most: int, best: int
+) -> None:
     """20 ms and 2 ms an item on a clock of its own; memory for 100."""
     now = 0.0
+    calls: dict[int, int] = {}
 
     def work(items: list[int]) -> list[int]:
         nonlocal now
+        calls[len(items)] = calls.get(len(items), 0) + 1
         if len(items) > 100:
             raise MemoryError
         now += 0.020 + 0.002 * len(items)
         return items
 
-    found = find_max_batch(work, 1, latency_ms=budget_ms, clock=lambda: now)
-    assert found.fits == pytest.approx(fits, rel=0.08) and found.fits <= 100
-    assert found.best == pytest.approx(best, rel=0.08)
-    assert found.out_of_memory == (budget_ms is None)
+    found = find_max_batch(work, 1, latency_ms=budget_ms, most=most, clock=lambda: now)
+    assert found.fits == min(100, most) and max(calls) <= most
+    assert found.best is not None and found.best <= best and found.best == pytest.approx(best, rel=1 / 16)
+    assert found.out_of_memory == (most > 100)
+    assert budget_ms is None or sum(n for size, n in calls.items() if size > 2 * best) < 16  # looked at, not timed
     assert [trial.size for trial in found.trials] == sorted(trial.size for trial in found.trials)
 
 
