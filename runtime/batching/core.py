@@ -14,6 +14,7 @@ from math import inf
 from runtime.batching.expiries import Expiries, due_s
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
+from runtime.batching.memory import MemoryCeilings
 from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
 from runtime.batching.view import view_of
@@ -50,6 +51,7 @@ class BatchCore:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         self.strategy = strategy
         self.settings = Settings(knobs, limits)
+        self.memory = MemoryCeilings(self.settings)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
         self.state = State(grouping_of(grouping), workers * concurrency, self.knobs)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from traceback import clear_frames
 from typing import Any, NamedTuple, cast
 
 from runtime.batching.event_loop import LoopThread
@@ -34,11 +35,13 @@ class WorkerDied(Exception):
 
 
 class Ran(NamedTuple):
-    """What came of a call. ``runs``: how often the function was called; ``oom``: sizes of the runs that ran out of memory."""
+    """What came of a call. ``runs``: how often the function was called; ``oom``: the runs that ran out of memory, as which of the
+    items they held, and ``fitted``: those that returned."""
 
     outcomes: Outcomes
     runs: int
-    oom: list[int]
+    oom: list[range]
+    fitted: list[range]
 
 
 class Function:
@@ -139,20 +142,48 @@ def run_call(function: Function, payloads: list[Any], emit: Emit, *, isolate: bo
 
     What is no :class:`Exception` (the worker's end, an interrupt) and :class:`WorkerDied` go through.
     """
+    outcomes: Outcomes = []
+    ran = Ran(outcomes, 0, [], [])
+    todo = [range(len(payloads))]
+    while todo:
+        part = todo.pop()
+        ran = ran._replace(runs=ran.runs + 1)
+        found = _attempt(function, payloads[part.start : part.stop], emit)
+        if isinstance(found, list):
+            outcomes += found
+            ran.fitted.append(part)
+            continue
+        oom = is_out_of_memory(found)
+        if oom:
+            ran.oom.append(part)
+        if (
+            len(part) > 1 and (oom or isolate) and not function.streams
+        ):  # a stream may have handed out half of its outputs
+            middle = part.start + len(part) // 2
+            todo += [range(middle, part.stop), range(part.start, middle)]
+        else:
+            if oom:
+                _let_go(found)
+            outcomes += [found] * len(part)
+        del found  # with its traceback, and so all that the call had allocated: the next one needs the room
+    return ran
+
+
+def _attempt(function: Function, payloads: list[Any], emit: Emit) -> Outcomes | Exception:
+    """The outcomes, or what the function raised."""
     try:
-        return Ran(function.run(payloads, emit), 1, [])
+        return function.run(payloads, emit)
     except WorkerDied:
         raise
     except Exception as error:
-        n = len(payloads)
-        oom = is_out_of_memory(error)
-        if n > 1 and (oom or isolate) and not function.streams:  # a stream may have handed out half of its outputs
-            half = n // 2
-            first = run_call(function, payloads[:half], emit, isolate=isolate)
-            second = run_call(function, payloads[half:], emit, isolate=isolate)
-            sizes = [*([n] if oom else []), *first.oom, *second.oom]
-            return Ran(first.outcomes + second.outcomes, 1 + first.runs + second.runs, sizes)
-        return Ran([error] * n, 1, [n] if oom else [])
+        return error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames that ``error`` keeps, for it goes to whoever submitted the item, who may keep it for long."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -272,8 +272,7 @@ class Pool:
         with self.lock:
             live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
             core.done(call, self._now())
-            for size in ran.oom:
-                core.settings.shrink(size, max(1, call.cost * size // len(items)))
+            core.memory.learn(call, ran.oom, ran.fitted, core.state.queue.padded)
             running = sum(len(other.items) for other in core.state.running)
             if self._idle and (core.state.waiting or self.closed):
                 self.wake()  # whoever held back because of this call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.tunable import SchedulerView, StepPolicy
@@ -22,32 +21,29 @@ class Settings:
     def __init__(self, knobs: Knobs | None, limits: KnobLimits | None) -> None:
         self.limits = limits or BATCHER_LIMITS
         self.effective_limits = self.limits
-        self.current = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self._wanted = self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs())
+        self.current = (0, self._wanted)
         self.policy: StepPolicy | None = None
         self._turning = threading.Lock()  # so that no two settings get one epoch
 
     def set_knobs(self, knobs: Knobs) -> int:
         """Put ``knobs`` in force from the next call on; returns the epoch, which grows only if something changed."""
         with self._turning:
-            knobs = self.effective_limits.clamp(self.limits.check(knobs))
-            epoch, current = self.current
-            if knobs != current:
-                self.current = (epoch + 1, knobs)
-            return self.current[0]
+            self._wanted = self.limits.check(knobs)
+            return self._turn()
 
-    def shrink(self, items: int, cost: int) -> None:
-        """A call of ``items`` that cost ``cost`` ran out of memory: keep to half of it from now on."""
-        old = self.effective_limits
-        self.effective_limits = replace(
-            old,
-            max_batch_size=min(old.max_batch_size, max(1, items // 2)),
-            token_budget=min(old.token_budget, max(1, cost // 2)),
-        )
-        if self.effective_limits != old:
-            log.warning(
-                "a call of %d items (cost %d) ran out of memory; half of that is the most from now on", items, cost
-            )
-            self.set_knobs(self.current[1])
+    def limit(self, ceilings: KnobLimits) -> None:
+        """Keep the knobs below ``ceilings``; when these rise again, so do the knobs, up to what was last set."""
+        with self._turning:
+            self.effective_limits = ceilings
+            self._turn()
+
+    def _turn(self) -> int:
+        knobs = self.effective_limits.clamp(self._wanted)
+        epoch, current = self.current
+        if knobs != current:
+            self.current = (epoch + 1, knobs)
+        return self.current[0]
 
     def for_call(self, view: Callable[[], SchedulerView]) -> Knobs:
         """The knobs, with the budget that a step policy gives this call."""

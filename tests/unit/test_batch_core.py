@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -98,11 +99,13 @@ def test_whatever_a_strategy_decides_the_knobs_hold() -> None:
 
 def test_out_of_memory_lowers_the_limits_and_the_knobs_with_them() -> None:
     core = core_of(Dynamic(), size=32)
-    core.settings.shrink(20, 100)
+    core.settings.limit(replace(core.settings.limits, max_batch_size=10, token_budget=50))
     assert (core.settings.effective_limits.max_batch_size, core.settings.effective_limits.token_budget) == (10, 50)
     assert (core.knobs.max_batch_size, core.knobs.token_budget, core.epoch) == (10, 50, 1)
     core.settings.set_knobs(knobs(32))
     assert core.knobs.max_batch_size == 10
+    core.settings.limit(core.settings.limits)
+    assert core.knobs.max_batch_size == 32 and core.epoch == 2  # what was set last comes back with them
     with pytest.raises(ValueError, match="max_batch_size is 5000"):
         core.settings.set_knobs(Knobs(max_batch_size=5000))
 
