@@ -241,7 +241,7 @@ class Batcher(TunableBatcher):
             lambda item: self._new(item, **options),
             lambda future, patient: self._pool.submit(future.item, block=self._block, patient=patient),
             items,
-            ahead=self._pool.core.max_queue,
+            self._pool,
             ordered=ordered,
             progress=progress,
             return_exceptions=return_exceptions,

@@ -1,4 +1,8 @@
-"""Many items at once: submit as fast as there is room, and give out what comes of each."""
+"""Many items at once: submit as fast as there is room, and give out what comes of each.
+
+Before it waits for an outcome without bringing more items, it says so: a strategy that holds items back until others fill
+their call would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from runtime.batching.future import ItemFuture
+from runtime.batching.item import WAITING
+from runtime.batching.pool import Pool
 from runtime.errors import RejectedError
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
@@ -20,8 +26,8 @@ def map_over(
     new: Callable[[Any], ItemFuture],
     enter: Callable[[ItemFuture, bool], bool],
     items: Iterable[Any],
+    pool: Pool,
     *,
-    ahead: int,
     ordered: bool,
     progress: bool,
     return_exceptions: bool,
@@ -33,9 +39,10 @@ def map_over(
         crowd: dict[ItemFuture, None] = {}
         running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
         source = _submitted(new, enter, items, running, return_exceptions)
-        most = min(ahead, _AHEAD)
+        most = min(pool.core.max_queue, _AHEAD)
+        outcomes = _in_order(source, line, most, pool) if ordered else _as_completed(source, crowd, most, pool)
         try:
-            for outcome in _in_order(source, line, most) if ordered else _as_completed(source, crowd, most):
+            for outcome in outcomes:
                 advance()
                 if isinstance(outcome, Exception) and not return_exceptions:
                     raise outcome
@@ -70,20 +77,40 @@ def _outcome(future: ItemFuture) -> Any:
     return future.result() if error is None else error
 
 
-def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int) -> Iterator[Any]:
+def _press_for(future: ItemFuture, pool: Pool) -> None:
+    """``future`` is waited for, and no more are brought meanwhile."""
+    if not future.done() and future.item.state is WAITING:
+        with pool.lock:
+            if future.item not in pool.core.state.wanted:
+                pool.core.state.wanted.append(future.item)
+                pool.wake()
+
+
+def _press_for_all(pool: Pool) -> None:
+    """No more will come of this source: nothing that waits now is to be held back for more."""
+    with pool.lock:
+        pool.core.state.pressed = max(pool.core.state.pressed, pool.clock.now())
+        pool.wake()
+
+
+def _in_order(source: Iterator[ItemFuture], running: deque[ItemFuture], most: int, pool: Pool) -> Iterator[Any]:
     for future in source:
         running.append(future)
         while running and (len(running) >= most or running[0].done()):
+            _press_for(running[0], pool)
             outcome = _outcome(running[0])
             running.popleft()
             yield outcome
+    _press_for_all(pool)
     while running:
         outcome = _outcome(running[0])
         running.popleft()
         yield outcome
 
 
-def _as_completed(source: Iterator[ItemFuture], running: dict[ItemFuture, None], most: int) -> Iterator[Any]:
+def _as_completed(
+    source: Iterator[ItemFuture], running: dict[ItemFuture, None], most: int, pool: Pool
+) -> Iterator[Any]:
     over: SimpleQueue[ItemFuture] = (
         SimpleQueue()
     )  # each tells when it is over, so that nobody has to look at all of them
@@ -91,7 +118,9 @@ def _as_completed(source: Iterator[ItemFuture], running: dict[ItemFuture, None],
         running[future] = None
         future.add_done_callback(over.put)  # type: ignore[arg-type]  # it is called with the future itself
         while running and (len(running) >= most or not over.empty()):
+            _press_for(next(iter(running)), pool)
             yield _next_over(over, running)
+    _press_for_all(pool)
     while running:
         yield _next_over(over, running)
 

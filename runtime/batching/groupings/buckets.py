@@ -1,14 +1,15 @@
 """Length buckets: items of similar cost go together, so that padding wastes little.
 
 Bucket k holds costs up to ``first``·``growth``^k. The bucket whose oldest item has waited longest goes next, so an item of a
-rare length waits no longer than its turn. Padding inside a bucket is at most the factor ``growth``, plus the first bucket's
-width. For models that pad; costs some waiting where calls are not full, since a call holds one bucket only.
+rare length waits no longer than its turn (strategies that hold out for full calls take full buckets meanwhile). Padding
+inside a bucket is at most the factor ``growth``, plus the first bucket's width. For models that pad; costs some waiting
+where calls are not full, since a call holds one bucket only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from runtime.batching.groupings.arrival import Line
 from runtime.batching.item import Item
@@ -43,6 +44,12 @@ class LengthBuckets:
     def first(self, most: int) -> list[Item]:
         oldest = self.oldest()
         return [] if oldest is None else self._lines[self.bucket(oldest.cost)].first(most)
+
+    def groups(self, most: int) -> Iterator[list[Item]]:
+        """The buckets, the one whose oldest item has waited longest first."""
+        heads = [(head.arrival, bucket) for bucket, line in self._lines.items() if (head := line.head()) is not None]
+        for _, bucket in sorted(heads):
+            yield self._lines[bucket].first(most)
 
     def took(self, items: Sequence[Item]) -> None:
         self._left(self.bucket(items[0].cost), len(items))

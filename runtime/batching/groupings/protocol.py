@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from runtime.batching.item import Item
@@ -13,6 +13,9 @@ class Grouping(Protocol):
 
     ``padded``: a call costs items × its longest one, rather than the sum. ``in_order``: first come, first out, so that what
     stands ahead of a new item is everything that waits; a strategy may then also take them in another order.
+
+    A grouping of which only some items may go together may have a method ``groups(most)`` as well: what ``first`` would give
+    for each of its groups, in their order. Without it what ``first`` gives is all there is to choose from.
     """
 
     padded: bool
@@ -40,3 +43,9 @@ class Grouping(Protocol):
     def oldest(self) -> Item | None:
         """The earliest arrival that waits."""
         ...
+
+
+def groups_of(queue: Grouping, most: int) -> Iterable[Sequence[Item]]:
+    """The items that may go in one call, for each choice that ``queue`` gives, up to ``most`` of each."""
+    groups = getattr(queue, "groups", None)
+    return (queue.first(most),) if groups is None else groups(most)

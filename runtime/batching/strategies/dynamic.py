@@ -7,7 +7,7 @@ window is known.
 
 from __future__ import annotations
 
-from runtime.batching.strategies.protocol import Decision, Plain, State, fit
+from runtime.batching.strategies.protocol import Decision, Plain, State, fit, full_call, wake_items
 from runtime.records import LimitedBy
 
 
@@ -23,5 +23,8 @@ class Dynamic(Plain):
         if found.limited_by is LimitedBy.DEMAND and not state.must_go:
             until = state.oldest + knobs.max_wait_ms / 1e3
             if state.now < until:
-                return Decision(wake_at=until, wake_items=most if queue.in_order else 1, limited_by=LimitedBy.WAIT)
+                full = full_call(state)
+                if full is not None:
+                    return Decision(full.items, limited_by=full.limited_by)
+                return Decision(wake_at=until, wake_items=wake_items(state), limited_by=LimitedBy.WAIT)
         return Decision(found.items, limited_by=found.limited_by)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
-from runtime.batching.groupings.protocol import Grouping
-from runtime.batching.item import Call, Item
+from runtime.batching.groupings.protocol import Grouping, groups_of
+from runtime.batching.item import WAITING, Call, Item
 from runtime.knobs import Knobs
 from runtime.records import LimitedBy
 
@@ -17,12 +17,13 @@ class State:
 
     ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
     could be. ``slo_s``: the smallest time promised, None without a promise. ``gap_s``: seconds between arrivals, lately
-    (inf before the second). ``room``: items that the queue still takes. ``closing``: nothing more will come.
+    (inf before the second). ``room``: items that the queue still takes. ``closing``: nothing more will come. ``wanted``:
+    items that somebody waits for who brings nothing before they have come; ``pressed``: all that arrived until then are.
     """
 
     __slots__ = (
-        "closing", "gap_s", "idle", "knobs", "last_arrival", "now", "queue", "room", "running", "slo_s", "slots", "waiting",
-        "waiting_cost",
+        "closing", "gap_s", "idle", "knobs", "last_arrival", "now", "pressed", "queue", "room", "running", "slo_s", "slots",
+        "waiting", "waiting_cost", "wanted",
     )  # fmt: skip
 
     def __init__(self, queue: Grouping, slots: int, knobs: Knobs) -> None:
@@ -39,6 +40,8 @@ class State:
         self.last_arrival = -inf
         self.room = 1
         self.closing = False
+        self.pressed = -inf
+        self.wanted: list[Item] = []
 
     @property
     def oldest(self) -> float:
@@ -49,7 +52,14 @@ class State:
     @property
     def must_go(self) -> bool:
         """Whether holding items back can only lose: nothing more is coming, or there is no room for it."""
-        return self.closing or self.room <= 0
+        return self.closing or self.room <= 0 or self.urged
+
+    @property
+    def urged(self) -> bool:
+        """Whether somebody waits for what stands in the queue, and brings no more until it has come."""
+        if self.wanted:
+            self.wanted = [item for item in self.wanted if item.state is WAITING]
+        return bool(self.wanted) or (self.pressed > -inf and self.oldest <= self.pressed)
 
 
 class Decision(NamedTuple):
@@ -111,6 +121,22 @@ def fit(items: Sequence[Item], most: int, budget: int, padded: bool) -> Fit:
             cost += item.cost
             taken += 1
     return Fit(items[:taken], cost, LimitedBy.SLOTS if taken == most else LimitedBy.DEMAND)
+
+
+def full_call(state: State) -> Fit | None:
+    """A call that the knobs allow no more items in, if what waits makes one; of several the one whose oldest waits longest."""
+    knobs, queue = state.knobs, state.queue
+    for items in groups_of(queue, knobs.max_batch_size):
+        found = fit(items, knobs.max_batch_size, knobs.token_budget, queue.padded)
+        if found.limited_by is not LimitedBy.DEMAND:
+            return found
+    return None
+
+
+def wake_items(state: State) -> int:
+    """How many must wait before a call can be full, as far as can be told from their number."""
+    queue = state.queue
+    return state.knobs.max_batch_size if queue.in_order and not queue.padded else 1
 
 
 def cost_of(items: Sequence[Item], padded: bool) -> int:
