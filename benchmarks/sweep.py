@@ -13,7 +13,8 @@ calibration and restarts included. In each case:
 The *truth* about a setting is its goodput over long runs without noise (:mod:`benchmarks.sweep_truth`). Regret is what the
 choice falls short of the best setting that anybody found, as a share of it. Who finds nothing keeps vLLM's defaults.
 
-Run ``python -m benchmarks.sweep``; ``--quick`` takes three cases and one seed, ``--jobs N`` works on N cases at a time. The
+Run ``python -m benchmarks.sweep``; ``--quick`` takes three cases and one seed, ``--jobs N`` works on N cases at a time, ``--keep
+FILE`` keeps each case as it is done, and does not do it again (FILE is of this code; begin another when that changes). The
 last line is JSON: ``regret`` (mean over cases and seeds), ``hardware_share`` (of one round of the grid), and ``vs_random``,
 ``vs_tpe``, ``vs_auto_tune``: our true goodput over theirs, geometric mean over cases and seeds.
 """
@@ -21,14 +22,16 @@ last line is JSON: ``regret`` (mean over cases and seeds), ``hardware_share`` (o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -158,6 +161,35 @@ def ratio(cases: Sequence[CaseResult], rival: str) -> float:
     return math.exp(statistics.fmean(logs))
 
 
+class Kept:
+    """Cases that are done, in a file of one JSON object a line; what was asked of them is their key."""
+
+    def __init__(self, path: Path | None, asked: dict[str, object]) -> None:
+        self._path, self._asked = path, json.loads(json.dumps(asked))
+
+    def known(self) -> dict[str, CaseResult]:
+        """By name. A line that a kill cut short is passed over."""
+        if self._path is None or not self._path.exists():
+            return {}
+        found = {}
+        for line in self._path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                kept = json.loads(line)
+                if kept.pop("asked") == self._asked:
+                    kept["results"] = [Result(**result) for result in kept["results"]]
+                    found[kept["case"]] = CaseResult(**kept)
+        return found
+
+    def add(self, case: CaseResult) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write("\n" * self._cut_short() + json.dumps({"asked": self._asked, **asdict(case)}) + "\n")
+
+    def _cut_short(self) -> bool:
+        assert self._path is not None
+        return self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+
+
 def report(cases: Sequence[CaseResult]) -> None:
     """Tables: by case, and over all."""
     for case in cases:
@@ -205,15 +237,28 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, each a process of its own (default 1)")
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], help="only these")
     parser.add_argument("--seeds", nargs="*", type=int, help=f"other than {SEEDS}")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep each case that is done, and go on from those kept"
+    )
     given = parser.parse_args()
     names = given.cases or (list(QUICK) if given.quick else [c.name for c in CASES])
     seeds = tuple(given.seeds or (SEEDS[:1] if given.quick else SEEDS))
-    work = partial(play, seeds=seeds, rounds=2 if given.quick else ROUNDS, truth_seeds=3 if given.quick else 6)
-    if given.jobs > 1:
-        with ProcessPoolExecutor(given.jobs) as pool:
-            cases = list(pool.map(work, names))
-    else:
-        cases = [work(name) for name in names]
+    rounds, truth_seeds = (2, 3) if given.quick else (ROUNDS, 6)
+    work = partial(play, seeds=seeds, rounds=rounds, truth_seeds=truth_seeds)
+    kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds})
+    done = kept.known()
+    left = [name for name in names if name not in done]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for future in as_completed([pool.submit(work, name) for name in left]):
+            case = future.result()
+            kept.add(case)
+            done[case.case] = case
+            print(
+                f"{case.case} is done, {len(done)} of {len(names)} ({case.cpu_s:.0f} s of CPU)",
+                file=sys.stderr,
+                flush=True,
+            )
+    cases = [done[name] for name in names]
     report(cases)
     print(json.dumps(summary(cases)))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 
 from benchmarks import sweep_hardware as hardware
-from benchmarks.sweep import CaseResult, Result, ours, ratio, summary
+from benchmarks.sweep import CaseResult, Kept, Result, ours, ratio, summary
 from benchmarks.sweep_cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
 from benchmarks.sweep_rivals import (
     RESTART_S,
@@ -227,3 +228,17 @@ def test_the_summary_is_of_ours_against_the_same_seed() -> None:
     assert found["hardware_share"] == 0.05
     assert found["worst_case"] == "hard"
     assert {"vs_random", "vs_tpe", "vs_auto_tune"} <= set(found)
+
+
+class TestKept:
+    def test_what_is_done_is_known_again_to_who_asks_the_same(self, tmp_path: Path) -> None:
+        file, asked = tmp_path / "kept.jsonl", {"seeds": (101, 102), "rounds": 3}
+        case = CaseResult("a", "best", 0.9, 3600.0, 12.0, [Result("ours", 101, "knobs", 0.01, 0.05, 7)])
+        kept = Kept(file, asked)
+        assert kept.known() == {}
+        kept.add(case)
+        file.write_text(file.read_text() + '{"asked": {"see')  # killed while it wrote
+        kept.add(replace(case, case="b"))
+        assert Kept(file, asked).known() == {"a": case, "b": replace(case, case="b")}
+        assert Kept(file, {**asked, "rounds": 2}).known() == {}
+        assert Kept(None, asked).known() == {}
