@@ -17,11 +17,20 @@ from runtime.batching.groupings import Grouping
 from runtime.batching.invoke import Function, kind_of
 from runtime.batching.item import UNTIL_SLO, Item
 from runtime.batching.mapping import map_over
-from runtime.batching.options import first_knobs, priced_strategy, promises_of, seconds, whole_cost, workers_of
+from runtime.batching.options import (
+    check_queue,
+    first_knobs,
+    memory_bounded,
+    priced_strategy,
+    promises_of,
+    seconds,
+    whole_cost,
+    workers_of,
+)
 from runtime.batching.pool import Pool
 from runtime.batching.process_worker import ProcessWorker
 from runtime.batching.settings import BATCHER_LIMITS
-from runtime.batching.strategies import MemoryBounded, Strategy
+from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
@@ -88,33 +97,28 @@ class Batcher(TunableBatcher):
             raise ValueError(
                 f"concurrency is {concurrency} and processes is set; a process runs one call, take more replicas"
             )
+        limits = limits or BATCHER_LIMITS
+        given = {"max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "token_budget": token_budget}
+        chosen = priced_strategy(strategy, call_price_ms)
+        knobs = first_knobs({k: v for k, v in given.items() if v is not None}, limits, chosen)
+        check_queue(max_queue, knobs, chosen)
+        chosen = memory_bounded(chosen, memory_limit_bytes, measure_bytes, processes)
         loop = LoopThread(name or "batcher")
         children = [ProcessWorker(worker) for worker in workers] if processes else []
         functions = [Function(worker, collate=collate, loop=loop) for worker in (children or workers)]
         if len({f.streams for f in functions}) > 1:
             raise ValueError("replicas: some stream and some do not; they must be alike")
-        chosen = priced_strategy(strategy, call_price_ms)
-        if (memory_limit_bytes is None) != (measure_bytes is None):
-            raise ValueError("memory_limit_bytes and measure_bytes go together; one of them is missing")
-        if memory_limit_bytes is not None:
-            chosen = MemoryBounded(chosen, memory_limit_bytes)
-        limits = limits or BATCHER_LIMITS
-        given = {"max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "token_budget": token_budget}
         core = BatchCore(
             chosen,
             grouping,
             slo=promises_of(slo),
-            knobs=first_knobs({k: v for k, v in given.items() if v is not None}, limits, strategy),
+            knobs=knobs,
             limits=limits,
             workers=len(functions),
             concurrency=concurrency,
             max_queue=max_queue,
             retries=retries,
         )
-        if max_queue < core.knobs.max_batch_size and strategy == "static":
-            raise ValueError(
-                f"max_queue is {max_queue}; a static batch of {core.knobs.max_batch_size} would never fill"
-            )
         self.name = name or functions[0].name
         self._cost = cost
         self._block = when_full == "block"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from runtime.batching.strategies import Adaptive, Strategy, strategy_of
+from runtime.batching.strategies import Adaptive, Dynamic, MemoryBounded, Static, Strategy, strategy_of
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
@@ -58,8 +58,25 @@ def promises_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SL
     return {name: SLO.of(s) for name, s in slo.items()} if isinstance(slo, Mapping) else {"default": SLO.of(slo)}
 
 
-def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: str | Strategy) -> Knobs:
-    """What is given; the rest is open (adaptive, and strategies of one's own), or what suits most (the others)."""
-    usual = {"max_batch_size": 32, "max_wait_ms": 10.0} if strategy in ("static", "dynamic") else {}
+def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: Strategy) -> Knobs:
+    """What is given; the rest is open (adaptive, and strategies of one's own), or what suits most (static and dynamic)."""
+    usual = {"max_batch_size": 32, "max_wait_ms": 10.0} if isinstance(strategy, Static | Dynamic) else {}
     opened = {spec.name: getattr(limits, spec.name) for spec in KNOBS}
     return limits.check(Knobs(**{**opened, **{k: min(v, opened[k]) for k, v in usual.items()}, **given}))
+
+
+def memory_bounded(
+    strategy: Strategy, limit_bytes: int | None, measure: Callable[[], int] | None, processes: bool
+) -> Strategy:
+    if (limit_bytes is None) != (measure is None):
+        raise ValueError("memory_limit_bytes and measure_bytes go together; one of them is missing")
+    if limit_bytes is None:
+        return strategy
+    if processes:
+        raise ValueError("measure_bytes is given and processes is set; it would measure this process, not the workers'")
+    return MemoryBounded(strategy, limit_bytes)
+
+
+def check_queue(max_queue: int, knobs: Knobs, strategy: Strategy) -> None:
+    if isinstance(strategy, Static) and isinstance(max_queue, int) and 0 < max_queue < knobs.max_batch_size:
+        raise ValueError(f"max_queue is {max_queue}; a static batch of {knobs.max_batch_size} would never fill")

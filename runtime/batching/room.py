@@ -37,6 +37,7 @@ class Room:
         self._threads += 1
         try:
             while not self.there and item.state is not ENDED:
+                self._core.state.outside += 1
                 self._nudge()  # a full queue is a reason to go, whatever a strategy holds out for
                 self._freed.wait()
         finally:
@@ -50,6 +51,7 @@ class Room:
                 if self.there or future.item.state is ENDED:
                     return
                 self._tasks.append(waiter)
+                self._core.state.outside += 1
                 self._nudge()
             if future.item.expires < inf:
                 future.add_done_callback(lambda _, waiter=waiter: wake(waiter))  # type: ignore[misc]
@@ -63,6 +65,7 @@ class Room:
     def open(self) -> None:
         """Let everybody look."""
         self.look()
+        self._core.state.outside = 0  # until they find it full again
         waiting, self._tasks = self._tasks, []
         for waiter in waiting:
             wake(waiter)

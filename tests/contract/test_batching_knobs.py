@@ -7,7 +7,7 @@ import pytest
 from runtime.batching.item import Item
 from runtime.batching.options import first_knobs
 from runtime.batching.settings import BATCHER_LIMITS
-from runtime.batching.strategies import Dynamic
+from runtime.batching.strategies import Adaptive, Dynamic
 from runtime.knobs import KNOBS, Knobs
 from runtime.records import LimitedBy
 from tests.unit.batching_world import BatchCore
@@ -51,5 +51,5 @@ def test_the_batcher_obeys_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_that_nobody_gave_is_open(name: str) -> None:
-    assert getattr(first_knobs({}, BATCHER_LIMITS, "adaptive"), name) == getattr(BATCHER_LIMITS, name)
-    assert getattr(first_knobs({name: 3}, BATCHER_LIMITS, "dynamic"), name) == 3
+    assert getattr(first_knobs({}, BATCHER_LIMITS, Adaptive()), name) == getattr(BATCHER_LIMITS, name)
+    assert getattr(first_knobs({name: 3}, BATCHER_LIMITS, Dynamic()), name) == 3

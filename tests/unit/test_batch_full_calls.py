@@ -146,3 +146,19 @@ def test_nobody_is_left_behind_in_sorted_windows() -> None:
             waited.append(call - number.pop(item))
         grouping.took(found)
     assert max(waited) <= 600 / 30 + 256 / 30 + 2
+
+
+def test_whoever_waits_for_room_gets_it_though_no_call_is_full() -> None:
+    """Ten lengths that do not go together fill the queue; more of other lengths wait outside."""
+    with Batcher(
+        lambda items: items, cost=int, strategy="static", grouping="buckets", max_batch_size=8, max_queue=10
+    ) as b:
+        futures: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda n=n: futures.append(b.submit(20 * 2**n)), daemon=True) for n in range(13)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(futures) == 13, "they wait for ever"

@@ -136,6 +136,45 @@ def test_of_unequal_costs_the_most_items_make_it() -> None:
     assert sorted(item.cost for item in chosen) == [5, 5, 10, 10, 20]
 
 
+def test_where_calls_pad_what_is_chosen_is_on_time_with_its_padding() -> None:
+    bounds = Bounds(most=32, budget=10**6, price=Price(0.01, 0.0, 0.001), padded=True)
+    items = [Item(None, 0.0, cost, deadline=0.06) for cost in (10, 10, 10, 20, 30, 10)]
+    chosen = choose(items, 0.0, bounds, reorder=True)
+    assert [item.cost for item in chosen] == [10, 10, 10]  # 3 × 10 fit into the 50 ms, 4 × 20 do not
+    assert len(choose(items, 0.0, bounds._replace(padded=False), reorder=True)) == 4
+
+
+@pytest.mark.parametrize("grouping", ["buckets", "sorted", "padded"])
+def test_what_a_call_that_pads_has_begun_is_on_time(grouping: str) -> None:
+    """Past capacity: whoever is served is served in time, and not because next to nobody is."""
+    slo = SLO(e2e_ms=300)
+    items = poisson(150, 20, 27, lambda r: round(10 ** r.uniform(0, 2)))
+    served = run(core_of(Adaptive(), grouping, slo=slo, size=16), items, lambda call: 0.010 + 0.0004 * call.cost)
+    done = [record for record in served.records if record.completed]
+    assert len(done) > 0.25 * len(items)
+    assert sum(slo.met(record) for record in done) > 0.97 * len(done)
+
+
+@pytest.mark.parametrize("slo_ms", [200, 800])
+def test_the_wait_grows_only_where_it_pays_and_no_further_than_the_promise_allows(slo_ms: float) -> None:
+    """How long calls are held with the worker idle: the window that nobody has to set."""
+
+    def held(price: float, rate: float) -> float:
+        slo = SLO(e2e_ms=slo_ms)
+        served = run(core_of(Adaptive(call_price_s=price), slo=slo), poisson(rate, 30, 28))
+        assert share(served, slo) >= 0.99
+        free, waits = 0.0, []
+        for call in served.calls:
+            if call.start > 5:
+                waits.append(max(0.0, call.start - max(free, min(item.arrival for item in call.items))))
+            free = call.end
+        return sum(waits) / len(waits)
+
+    nothing, little, much, all_there_is = (held(price, 40) for price in (0.0, 0.05, 0.5, inf))
+    assert nothing == 0.0 < little < much <= all_there_is <= slo_ms / 1e3 - 0.022
+    assert held(0.05, 250) < held(0.05, 40)  # a busy worker makes calls full without any waiting
+
+
 def test_a_promise_too_short_for_anything_is_served_late_rather_than_never() -> None:
     slo = SLO(e2e_ms=10)
     served = run(core_of(Adaptive(), slo=slo), poisson(50, 10, 19))

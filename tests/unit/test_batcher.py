@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import Batcher
-from runtime.batching.strategies import Static
+from runtime.batching.strategies import STRATEGIES, Static
 from runtime.errors import StepFailedError
 from tests.unit.batcher_doubles import Gated, Heard, double
 
@@ -163,6 +163,12 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
         b.call(1)
 
 
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_a_strategy_and_its_name_are_the_same(strategy: str) -> None:
+    with Batcher(double, strategy=strategy) as named, Batcher(double, strategy=STRATEGIES[strategy]()) as given:
+        assert given.knobs == named.knobs
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -187,6 +193,11 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
         ({"call_price_ms": 5, "strategy": "dynamic"}, "only the adaptive strategy"),
         ({"strategy": "static", "max_queue": 3}, "a static batch of 32 would never fill"),
         ({"memory_limit_bytes": 100}, "memory_limit_bytes and measure_bytes go together"),
+        (
+            {"memory_limit_bytes": 100, "measure_bytes": int, "processes": True},
+            "measure_bytes is given and processes is set",
+        ),
+        ({"strategy": Static(), "max_queue": 8}, "max_queue is 8; a static batch of 32 would never fill"),
         ({"processes": True, "fn": lambda items: items}, "cannot be sent to a process"),
         ({"processes": True, "concurrency": 2}, "concurrency is 2 and processes is set"),
     ],

@@ -91,7 +91,8 @@ class Adaptive:
             margin = model.margin
             took = margin * price.of(len(found.items), found.cost)
             if now + took > due:
-                bounds = Bounds(most, budget, Price(*(margin * p for p in price)), self._free_at(state))
+                dear = Price(*(margin * p for p in price))
+                bounds = Bounds(most, budget, dear, self._free_at(state), queue.padded)
                 chosen, drop = self._on_time(state, bounds, price)
                 if not chosen:
                     return Decision(drop=drop, wake_at=now if state.waiting > len(drop) else inf)

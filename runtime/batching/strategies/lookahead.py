@@ -25,18 +25,21 @@ _ALIKE = 0.75  # of the longest promise: shorter ones are another kind
 class Bounds(NamedTuple):
     """Of a call: ``most`` items of ``budget`` cost; ``price`` in seconds nearly never exceeded (the margin is in it).
 
-    ``free_at``: when another worker will be free for the call after it (inf: none but the one that runs it).
+    ``free_at``: when another worker will be free for the call after it (inf: none but the one that runs it). ``padded``: it
+    costs items × its longest one.
     """
 
     most: int
     budget: int
     price: Price
     free_at: float = inf
+    padded: bool = False
 
 
 def choose(items: Sequence[Item], now: float, bounds: Bounds, *, reorder: bool) -> list[Item]:
-    """The items to go now. ``items`` can each make it alone. ``reorder``: they may go in any order."""
-    if not reorder:
+    """The items to go now. ``items`` can each make it alone. ``reorder``: they may go in any order (calls that pad keep to
+    theirs: what one more item costs depends on the others)."""
+    if not reorder or bounds.padded:
         return _in_order(items, now, bounds)
     most = _most(items, now, bounds)
     promises = [item.deadline - item.arrival for item in items]
@@ -56,11 +59,12 @@ def _in_two(plan: Sequence[Item], items: Sequence[Item], now: float, bounds: Bou
 def _from_front(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
     """In order, as long as the tightest deadline of those taken holds."""
     fixed, per_item, per_cost = bounds.price
-    due, seconds, cost = inf, fixed, 0
+    due, cost, longest = inf, 0, 0
     taken: list[Item] = []
     for item in items:
-        seconds += per_item + per_cost * item.cost
-        cost += item.cost
+        longest = max(longest, item.cost)
+        cost = (len(taken) + 1) * longest if bounds.padded else cost + item.cost
+        seconds = fixed + per_item * (len(taken) + 1) + per_cost * cost
         sooner = min(due, item.deadline)
         if now + seconds > sooner or len(taken) == bounds.most or (cost > bounds.budget and taken):
             break
@@ -72,7 +76,10 @@ def _from_front(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]
 def _in_order(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
     """In order, passing over whoever would be late: the largest call, to within a quarter, that can be filled like that."""
     fixed, per_item, per_cost = bounds.price
-    each = per_item + per_cost * sum(item.cost for item in items) / len(items) if items else 0.0
+    if not items:
+        return []
+    usual = max(item.cost for item in items) if bounds.padded else sum(item.cost for item in items) / len(items)
+    each = per_item + per_cost * usual
     size = min(len(items), bounds.most)
     while size:
         until = now + fixed + each * size

@@ -17,13 +17,14 @@ class State:
 
     ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
     could be. ``slo_s``: the smallest time promised, None without a promise. ``gap_s``: seconds between arrivals, lately
-    (inf before the second). ``room``: items that the queue still takes. ``closing``: nothing more will come. ``wanted``:
-    items that somebody waits for who brings nothing before they have come; ``pressed``: all that arrived until then are.
+    (inf before the second). ``room``: items that the queue still takes; ``outside``: how many wait for room there.
+    ``closing``: nothing more will come. ``wanted``: items that somebody waits for who brings nothing before they have come;
+    ``pressed``: all that arrived until then are such.
     """
 
     __slots__ = (
-        "closing", "gap_s", "idle", "knobs", "last_arrival", "now", "pressed", "queue", "room", "running", "slo_s", "slots",
-        "waiting", "waiting_cost", "wanted",
+        "closing", "gap_s", "idle", "knobs", "last_arrival", "now", "outside", "pressed", "queue", "room", "running",
+        "slo_s", "slots", "waiting", "waiting_cost", "wanted",
     )  # fmt: skip
 
     def __init__(self, queue: Grouping, slots: int, knobs: Knobs) -> None:
@@ -39,6 +40,7 @@ class State:
         self.gap_s = inf
         self.last_arrival = -inf
         self.room = 1
+        self.outside = 0
         self.closing = False
         self.pressed = -inf
         self.wanted: list[Item] = []
@@ -52,7 +54,7 @@ class State:
     @property
     def must_go(self) -> bool:
         """Whether holding items back can only lose: nothing more is coming, or there is no room for it."""
-        return self.closing or self.room <= 0 or self.urged
+        return self.closing or self.room <= 0 or self.outside > 0 or self.urged
 
     @property
     def urged(self) -> bool:
