@@ -108,5 +108,5 @@ class TimedCalls:
         return seconds
 
 
-def _no_outputs(outputs: Sequence[Any]) -> None:
+def _no_outputs(outputs: Sequence[Any]) -> bool:
     raise AssertionError("only generators emit")

@@ -105,7 +105,9 @@ class Batcher(TunableBatcher):
         chosen = memory_bounded(chosen, memory_limit_bytes, measure_bytes, processes)
         loop = LoopThread(name or "batcher")
         children = [ProcessWorker(worker) for worker in workers] if processes else []
-        functions = [Function(worker, collate=collate, loop=loop) for worker in (children or workers)]
+        functions = [Function(child, collate=collate, kill=child.kill) for child in children] or [
+            Function(worker, collate=collate, loop=loop) for worker in workers
+        ]
         if len({f.streams for f in functions}) > 1:
             raise ValueError("replicas: some stream and some do not; they must be alike")
         core = BatchCore(
@@ -126,6 +128,7 @@ class Batcher(TunableBatcher):
         self._ids = count(1)
         clock = clock or MonotonicClock()
         self._now = clock.now
+        self._owner: weakref.ref[Any] | None = None  # whose method this is
 
         def close_functions() -> None:
             for child in children:
@@ -165,7 +168,7 @@ class Batcher(TunableBatcher):
         :class:`RejectedError`: ``queue_full`` (where it would have to wait in an event loop, too), ``slo``, ``closed``.
         """
         future = self._new(item, priority, tenant, request_class, deadline_s, timeout_s, request_id)
-        self._pool.submit(future.item, block=self._block and not _in_event_loop())
+        self._pool.submit(future.item, block=self._block and not in_event_loop())
         return future
 
     def _new(
@@ -193,6 +196,7 @@ class Batcher(TunableBatcher):
         future = item.handle = StreamFuture() if self._streams else ItemFuture()
         future.item = item
         future._withdraw = self._pool.withdraw
+        future._keeps = self if self._owner is None else (self, self._owner())  # until it is done
         return future
 
     def _cost_of(self, payload: Any) -> int:
@@ -204,7 +208,7 @@ class Batcher(TunableBatcher):
 
     def __call__(self, item: Any, **options: Any) -> Any:
         """The result of ``item``; in an event loop something to ``await`` for it. The options are those of ``submit``."""
-        return self.acall(item, **options) if _in_event_loop() else self.call(item, **options)
+        return self.acall(item, **options) if in_event_loop() else self.call(item, **options)
 
     def call(self, item: Any, **options: Any) -> Any:
         """Submit ``item`` and wait for its result."""
@@ -287,5 +291,5 @@ class Batcher(TunableBatcher):
 _FOR_ITSELF = "a worker of this batcher would wait for itself; submit and go on instead"
 
 
-def _in_event_loop() -> bool:
+def in_event_loop() -> bool:
     return asyncio._get_running_loop() is not None

@@ -58,7 +58,7 @@ class BatchCore:
         self.loads = [0] * workers
         """Calls that run on each worker."""
         self._concurrency = concurrency
-        self._retries = retries
+        self.retries = retries
         self._again: deque[Sequence[Item]] = deque()  # of workers that died; RUNNING still, as far as the queue goes
         self._pending: dict[Item, None] = {}  # what has no call now and no outcome yet, in order of arrival
         self.fault: BaseException | None = None
@@ -262,7 +262,7 @@ class BatchCore:
         for item in call.items:
             if item.state is ENDED:
                 continue
-            if item.tries > self._retries or self.fault is not None:
+            if item.tries > self.retries or self.fault is not None:
                 item.state = ENDED
                 spent.append(item)
             else:

@@ -8,27 +8,36 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
-from runtime.batching.batcher import Batcher
+from runtime.batching.batcher import Batcher, in_event_loop
 from runtime.batching.future import ItemFuture
 from runtime.errors import EngineClosedError
+
+
+class _Made:
+    """The batcher of a function, or of a method and one instance, to which it holds no more than a weak reference."""
+
+    def __init__(self, owner: weakref.ref[Any] | None = None) -> None:
+        self.owner = owner
+        self.lock = threading.Lock()
+        self.batcher: Batcher | None = None
 
 
 class Batched:
     """What ``@batch`` makes of a function: call it with an item, ``await`` it, ``submit`` to it, ``map`` over it.
 
-    The batcher is made with the first item. On a method there is one for each instance, which goes with it. ``function``
-    is what was decorated.
+    The batcher is made with the first item. On a method there is one for each instance, which goes with it, but not before
+    the futures of its items are done. ``function`` is what was decorated; ``options`` are those of the decorator.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any], owner: Any = None) -> None:
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
-        self._options = options
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._lock = threading.Lock()
-        self._batcher: Batcher | None = None
+        self.options = options
         self._name = getattr(function, "__name__", "")
-        self._bound: dict[int, Batched] = {}  # by identity: instances need not be hashable
+        self._owner: Any = None  # the instance, kept as long as someone has its bound method
+        self._made = _Made()
+        self._lock = threading.Lock()
+        self._of: dict[int, _Made] = {}  # by identity: instances need not be hashable
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -37,31 +46,47 @@ class Batched:
         if instance is None:
             return self
         with self._lock:
-            bound = self._bound.get(id(instance))
-            if bound is None:
-                bound = self._bound[id(instance)] = Batched(self.function, self._options, instance)
-                weakref.finalize(instance, self._bound.pop, id(instance), None).atexit = False
+            made = self._of.get(id(instance))
+            if made is None:
+                try:
+                    made = _Made(weakref.ref(instance))
+                except TypeError:
+                    raise TypeError(
+                        f"@batch on {self._name}: a {type(instance).__name__} cannot be weakly referenced, so its batcher"
+                        " would keep it for ever; give the class __weakref__ (a dataclass: weakref_slot=True)"
+                    ) from None
+                self._of[id(instance)] = made
+                weakref.finalize(instance, self._of.pop, id(instance), None).atexit = False
+        bound = object.__new__(Batched)
+        bound.__dict__.update(self.__dict__)
+        bound._owner, bound._made = instance, made
         return bound
 
     @property
     def batcher(self) -> Batcher:
         """The batcher itself: knobs, records, ``close``."""
-        if self._batcher is None:
-            with self._lock:
-                if self._batcher is None:
-                    self._batcher = Batcher(self._callable(), name=self._name, **self._options)
-        return self._batcher
+        made = self._made
+        if made.batcher is None:
+            with made.lock:
+                if made.batcher is None:
+                    batcher = Batcher(self._weakly_bound(), **{"name": self._name, **self.options})
+                    batcher._owner = made.owner
+                    made.batcher = batcher
+        return made.batcher
 
-    def _callable(self) -> Callable[..., Any]:
-        if self._owner is None:
-            return self.function
-        owner = self._owner()
-        if owner is None:
-            raise EngineClosedError(f"the object whose {self._name} this is has gone")
-        return _weak_method(self.function, self._owner)
+    @property
+    def target(self) -> Callable[..., Any]:
+        """What is called with a list: the function, or the method of its instance."""
+        return self.function if self._owner is None else functools.partial(self.function, self._owner)
+
+    def _weakly_bound(self) -> Callable[..., Any]:
+        return self.function if self._made.owner is None else _weak_method(self.function, self._made.owner)
 
     def __call__(self, item: Any, **options: Any) -> Any:
-        return self.batcher(item, **options)
+        return self._awaited(item, options) if in_event_loop() else self.batcher.call(item, **options)
+
+    async def _awaited(self, item: Any, options: dict[str, Any]) -> Any:
+        return await self.batcher.acall(item, **options)
 
     def submit(self, item: Any, **options: Any) -> ItemFuture:
         """See :meth:`Batcher.submit`."""
@@ -69,12 +94,12 @@ class Batched:
 
     def map(self, items: Any, **options: Any) -> Iterator[Any]:
         """See :meth:`Batcher.map`."""
-        return self.batcher.map(items, **options)
+        yield from self.batcher.map(items, **options)
 
     def close(self, drain: bool = True) -> None:
         """Close the batcher, if there is one yet."""
-        if self._batcher is not None:
-            self._batcher.close(drain)
+        if self._made.batcher is not None:
+            self._made.batcher.close(drain)
 
     def __repr__(self) -> str:
         return f"<batched {self._name}>"

@@ -17,7 +17,7 @@ from runtime.batching.item import RUNNING, Item
 
 
 class ItemFuture(Future[Any]):
-    """The outcome of one item. ``cancel()`` succeeds as long as the item has not gone into a call.
+    """The outcome of one item. ``cancel()`` succeeds as long as the item has not gone into a call; of a stream, to its end.
 
     Which of cancellation, timeout, rejection and result it is gets decided under the batcher's lock, by the state of the item;
     whoever moved that sets the outcome.
@@ -25,18 +25,19 @@ class ItemFuture(Future[Any]):
 
     item: Item
     _withdraw: Callable[[Item], bool]
+    _keeps: Any = None  # the batcher, which ends with the last who knows it, and the object whose method it calls
 
     def running(self) -> bool:
         """Whether it is in a call."""
         return self.item.state is RUNNING and not self.done()
 
     def cancel(self) -> bool:
-        """Withdraw the item. False if it runs already or has ended: then nothing happens."""
+        """Withdraw the item. False if it has ended, or runs and its outputs do not come one by one: then nothing happens."""
         if self.cancelled():
             return True
         if not self._withdraw(self.item):  # under the batcher's lock: whoever wins, wins alone
             return self.cancelled()
-        self.item.handle = None
+        self.item.handle = self._keeps = None
         super().cancel()
         self.set_running_or_notify_cancel()
         return True

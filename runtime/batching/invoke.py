@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import aclosing, closing
 from functools import partial
 from traceback import clear_frames
 from typing import Any, NamedTuple, cast
@@ -16,18 +17,21 @@ from runtime.errors import StepFailedError
 
 Outcomes = list[Any]
 """One for each item: its result, or the exception that it failed with."""
-Emit = Callable[[Sequence[Any]], None]
-"""Takes the next outputs of a function that streams: one slot an item, ``SKIP`` (or None) where there is nothing."""
+Emit = Callable[[Sequence[Any]], bool]
+"""Takes the next outputs of a function that streams: one slot an item, ``SKIP`` (or None) where there is nothing, ``END`` where
+nothing more will come, or the item's exception. False if nobody waits for more."""
 
 
-class _Skip:
-    """Stands for no output in this turn."""
+class _Sign:
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "SKIP"
+        return self._name
 
 
-SKIP = _Skip()
+SKIP, END = _Sign("SKIP"), _Sign("END")
+"""In a slot of a function that streams: no output in this turn; no more of them."""
 
 
 class WorkerDied(Exception):
@@ -53,12 +57,15 @@ class Function:
         *,
         collate: Callable[[list[Any]], Any] | None = None,
         loop: LoopThread | None = None,
+        kill: Callable[[], None] | None = None,
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn is {fn!r}; it must be callable with a list of items")
         self._fn = as_function(fn)
         self._collate = collate
         self._loop = loop
+        self.kill = kill
+        """Ends a call in the middle, if there is a way to."""
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.streams, self.is_async = kind_of(fn)
 
@@ -100,19 +107,23 @@ class Function:
         return cast(Outcomes, found)
 
     def _stream(self, given: Any, count: int, emit: Emit) -> Outcomes:
-        """Runs a generator to its end, handing out what it yields; ``emit`` keeps each item's outputs."""
+        """Runs a generator to its end, or until nobody waits for more; ``emit`` keeps each item's outputs."""
         source = self._fn(given)
         if self.is_async:
             assert self._loop is not None
 
             async def run() -> None:
-                async for outputs in source:
-                    emit(self._one_each(outputs, count))
+                async with aclosing(source):
+                    async for outputs in source:
+                        if not emit(self._one_each(outputs, count)):
+                            return
 
             self._loop.run(run())
         else:
-            for outputs in source:
-                emit(self._one_each(outputs, count))
+            with closing(source):
+                for outputs in source:
+                    if not emit(self._one_each(outputs, count)):
+                        break
         return [SKIP] * count
 
 
@@ -137,8 +148,24 @@ def as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def run_call(function: Function, payloads: list[Any], emit: Emit, *, isolate: bool) -> Ran:
-    """One outcome for each of ``payloads``, halving where memory ran out and, with ``isolate``, where the function raised.
+class _Heard:
+    """Hands on the outputs of a part of the items, and knows whether there were any."""
+
+    def __init__(self, emit: Callable[[int, Sequence[Any]], bool], at: int) -> None:
+        self._emit = emit
+        self._at = at
+        self.any = False
+
+    def __call__(self, outputs: Sequence[Any]) -> bool:
+        self.any = True
+        return self._emit(self._at, outputs)
+
+
+def run_call(
+    function: Function, payloads: list[Any], emit: Callable[[int, Sequence[Any]], bool], *, isolate: bool
+) -> Ran:
+    """One outcome for each of ``payloads``, halving where memory ran out and, with ``isolate``, where the function raised; a
+    stream only until its first outputs. ``emit`` gets those with the place of the first item that they are of.
 
     What is no :class:`Exception` (the worker's end, an interrupt) and :class:`WorkerDied` go through.
     """
@@ -148,7 +175,8 @@ def run_call(function: Function, payloads: list[Any], emit: Emit, *, isolate: bo
     while todo:
         part = todo.pop()
         ran = ran._replace(runs=ran.runs + 1)
-        found = _attempt(function, payloads[part.start : part.stop], emit)
+        heard = _Heard(emit, part.start)
+        found = _attempt(function, payloads[part.start : part.stop], heard)
         if isinstance(found, list):
             outcomes += found
             ran.fitted.append(part)
@@ -156,9 +184,7 @@ def run_call(function: Function, payloads: list[Any], emit: Emit, *, isolate: bo
         oom = is_out_of_memory(found)
         if oom:
             ran.oom.append(part)
-        if (
-            len(part) > 1 and (oom or isolate) and not function.streams
-        ):  # a stream may have handed out half of its outputs
+        if len(part) > 1 and (oom or isolate) and not heard.any:
             middle = part.start + len(part) // 2
             todo += [range(middle, part.stop), range(part.start, middle)]
         else:

@@ -129,7 +129,7 @@ def _trial(
     try:
         for turn in range(repeats + 1):
             started = clock()
-            function.run([example] * size, lambda outputs: None)
+            function.run([example] * size, lambda outputs: True)
             seconds = clock() - started
             if turn == 0:
                 first = seconds

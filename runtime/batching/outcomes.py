@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.batching.accounts import item_record
 from runtime.batching.future import Delivery, StreamFuture
-from runtime.batching.invoke import SKIP, Outcomes
+from runtime.batching.invoke import END, SKIP, Outcomes
 from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
@@ -18,6 +18,7 @@ _PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
 def _handle(item: Item) -> Any:
     """The future of an item that ends now. The two let go of each other, or only the garbage collector could free them."""
     handle, item.handle = item.handle, None
+    handle._keeps = None
     return handle
 
 
@@ -32,15 +33,8 @@ def deliver(items: Sequence[Item], outcomes: Outcomes, live: Sequence[bool]) -> 
     """Hand each item its outcome, but for those that had ended (not ``live``)."""
     with Delivery():
         for item, outcome, alive in zip(items, outcomes, live, strict=True):
-            if not alive:
-                continue
-            handle = _handle(item)
-            if isinstance(outcome, BaseException):
-                handle.set_exception(outcome)
-            elif outcome is SKIP:
-                handle.set_result(handle.outputs)
-            else:
-                handle.set_result(outcome)
+            if alive:
+                _settle(_handle(item), outcome)
 
 
 def outcome_records(call: Call, outcomes: Outcomes, live: Sequence[bool], epoch: int) -> list[RequestRecord]:
@@ -61,12 +55,24 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def hand_out(items: Sequence[Item], clock: Callable[[], float], outputs: Sequence[Any]) -> None:
-    """The next outputs of a function that streams, one slot an item."""
-    now = clock()
+def hand_out(
+    call: Call, items: Sequence[Item], outputs: Sequence[Any], now: float, epoch: int, leave: Callable[[Item], bool]
+) -> list[RequestRecord]:
+    """The next outputs of a function that streams, one for each of ``items``; records of those that end with them. ``leave``
+    ends an item, unless somebody else has."""
+    records = []
     with Delivery():
         for item, output in zip(items, outputs, strict=True):
             if output is None or output is SKIP or item.state is ENDED:
+                continue
+            failed = isinstance(output, BaseException)
+            if failed or output is END:
+                if not leave(item):
+                    continue
+                call.failed += failed
+                _settle(_handle(item), output)
+                reason = FinishReason.ERROR if failed else FinishReason.STOP
+                records.append(item_record(item, reason, now, epoch, _told(output) if failed else ""))
                 continue
             stream: StreamFuture | None = item.handle
             if stream is None:  # it has ended in this very moment
@@ -75,6 +81,16 @@ def hand_out(items: Sequence[Item], clock: Callable[[], float], outputs: Sequenc
                 item.times = []
             item.times.append(now)
             stream.put(output)
+    return records
+
+
+def _settle(handle: Any, outcome: Any) -> None:
+    if isinstance(outcome, BaseException):
+        handle.set_exception(outcome)
+    elif outcome is SKIP or outcome is END:
+        handle.set_result(handle.outputs)
+    else:
+        handle.set_result(outcome)
 
 
 def fail_lost(items: Sequence[Item], error: BaseException, now: float, epoch: int) -> list[RequestRecord]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
+from typing import Final
 
-from runtime.batching.accounts import Peak, call_record, item_record
+from runtime.batching.accounts import item_record
+from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
 from runtime.batching.exiting import stop_at_exit
-from runtime.batching.invoke import Function, Ran, WorkerDied, run_call
-from runtime.batching.item import ENDED, Call, Ended, Item
-from runtime.batching.outcomes import count_failed, deliver, end_early, fail_lost, hand_out, outcome_records
+from runtime.batching.invoke import Function
+from runtime.batching.item import ENDED, Ended, Item
+from runtime.batching.outcomes import end_early
 from runtime.batching.room import Room
 from runtime.batching.slot import Slot
 from runtime.batching.timekeeper import Timekeeper
@@ -28,6 +30,8 @@ from runtime.llm.listeners import Listeners
 from runtime.records import FinishReason
 
 log = logging.getLogger(__name__)
+
+KILL_AFTER_S: Final = 5.0  # how long a close that does not drain waits for a call in a process
 
 
 class Pool:
@@ -51,9 +55,10 @@ class Pool:
         self.closed = False
         self.clock = clock
         self._now = clock.now
-        self._isolate = isolate
-        self._peak = Peak(measure)
+        self._calls = Calls(core, self.lock, self.listeners, clock.now, self.wake, isolate=isolate, measure=measure)
         self._close_functions = close
+        self._functions = functions
+        self._streams = functions[0].streams
         self._idle: list[Slot] = []
         self.room = Room(self.lock, core, self.wake)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
@@ -122,15 +127,17 @@ class Pool:
         return True
 
     def withdraw(self, item: Item) -> bool:
-        """Take ``item`` out of the queue, by its client's wish. False if it does not wait there."""
+        """End ``item``, by its client's wish. False if it neither waits nor, with outputs that come one by one, runs."""
         with self.lock:
-            gone = self.core.forget(item)
+            gone = self.core.forget(item) or (self._streams and self.core.leave(item))
             if gone:
                 self.room.made()
                 if self.core.fault is not None:
                     self.wake()
         if gone and self.listeners.known:
-            self.listeners.tell(None, [item_record(item, FinishReason.CANCELLED, self._now(), -1, "by the client")])
+            self.listeners.tell(
+                None, [item_record(item, FinishReason.CANCELLED, self._now(), self.core.epoch, "by the client")]
+            )
         return gone
 
     def close(self, drain: bool) -> None:
@@ -138,9 +145,15 @@ class Pool:
         self.stop(drain)
         if self.here:
             return
+        kill_at = inf if drain else time.monotonic() + KILL_AFTER_S
         for slot in self._slots:
             while slot.thread is not None and slot.thread.is_alive():
-                slot.thread.join()
+                if slot.function.kill is None or drain:
+                    slot.thread.join()
+                    continue
+                slot.thread.join(max(0.01, kill_at - time.monotonic()))
+                if time.monotonic() >= kill_at:
+                    slot.function.kill()
         self._timekeeper.join()
         self._close_functions()
 
@@ -162,6 +175,7 @@ class Pool:
             self.closed = True
             self.core.state.closing = True
             ended = [] if drain else self.core.drop_waiting("the batcher was closed")
+            self.core.retries = self.core.retries if drain else 0
             self.wake()
             self._timekeeper.look()
             self.room.open()
@@ -226,7 +240,9 @@ class Pool:
                     self._break_down(fault)
                 elif step.call is None:
                     slot.rest(step.wake_at, self._now, self.lock, self._idle)
-                elif not self._serve(slot, step.call):
+                elif not self._calls.run(slot.function, step.call):
+                    with self.lock:
+                        self._start(slot)
                     return
         except BaseException as error:  # what nobody foresaw: still, every item is to have an outcome
             self._break_down(error)
@@ -245,55 +261,14 @@ class Pool:
         self.stop(drain=True)
         self._end_early(ended)
 
-    def _serve(self, slot: Slot, call: Call) -> bool:
-        """Run ``call``. False if this thread died of it and another has taken its place."""
-        items, function = call.items, slot.function
-        try:
-            ran = run_call(
-                function, [item.payload for item in items], partial(hand_out, items, self._now), isolate=self._isolate
-            )
-        except WorkerDied as error:  # the function's process; the thread is well
-            self._lost(call, error)
-            return True
-        except BaseException as error:
-            log.error("a worker of %s died: %r; it is replaced", function.name, error)
-            self._lost(call, error)
-            with self.lock:
-                self._start(slot)
-            return False
-        self._finish(call, ran)
-        return True
-
-    def _finish(self, call: Call, ran: Ran) -> None:
-        core, items, outcomes = self.core, call.items, ran.outcomes
-        call.stretched = ran.runs > 1
-        call.peak_bytes = self._peak.bytes()
-        call.failed = count_failed(outcomes)
-        with self.lock:
-            live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
-            core.done(call, self._now())
-            core.memory.learn(call, ran.oom, ran.fitted, core.state.queue.padded)
-            running = sum(len(other.items) for other in core.state.running)
-            if self._idle and (core.state.waiting or self.closed):
-                self.wake()  # whoever held back because of this call
-        deliver(items, outcomes, live)
-        if self.listeners.known:
-            records = outcome_records(call, outcomes, live, core.epoch)
-            self.listeners.tell(call_record(call, running), records)
-
-    def _lost(self, call: Call, error: BaseException) -> None:
-        with self.lock:
-            spent = self.core.lost(call, self._now(), apart=self._isolate)
-            self.wake()
-        records = fail_lost(spent, error, call.end, self.core.epoch)
-        if records and self.listeners.known:
-            self.listeners.tell(None, records)
-
     def _end_early(self, ended: Sequence[Ended]) -> None:
         """Tell those whose items end without a result."""
         records = [end_early(each, self._now(), self.core.epoch) for each in ended]
-        if any(each.item.held for each in ended):  # a thread may be waiting with one of them
+        if ended:
             with self.lock:
-                self.room.look()
+                self.room.look()  # a thread may be waiting with one of them
+                for call in self.core.state.running:
+                    if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
+                        kill()  # nobody waits for what it is at
         if records and self.listeners.known:
             self.listeners.tell(None, records)

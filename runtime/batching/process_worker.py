@@ -60,6 +60,11 @@ class ProcessWorker:
             return answer
         raise answer
 
+    def kill(self) -> None:
+        """End the child in the middle of whatever it does. Any thread."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def _end(self) -> int | None:
         process, self._process, self._pipe = self._process, None, None
         if process is None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from runtime import Batcher, batch
+from runtime.batching import pool
+from runtime.errors import RequestTimeoutError, StepFailedError
 
 MODULE = """
 import os, time
@@ -71,3 +74,21 @@ def test_what_cannot_be_sent_is_refused_by_name(module: ModuleType) -> None:
 
     with pytest.raises(ValueError, match=r"processes is set and fn is .*local"):
         local.submit(1)
+
+
+def test_a_process_that_hangs_is_ended_when_nobody_waits_for_it(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "KILL_AFTER_S", 0.05)
+    b = Batcher(module.sleepy, processes=True, max_batch_size=1)
+    first = b.submit("run").result(120)
+    with pytest.raises(RequestTimeoutError):
+        b.submit("hang", timeout_s=0.05).result(30)
+    second = b.submit("run").result(120)  # in another process, for that one was ended
+    assert second != first
+    hangs = b.submit("hang")
+    while not hangs.running():
+        time.sleep(0.001)
+    b.close(drain=False)
+    with pytest.raises(StepFailedError, match="its worker died 1 times"):
+        hangs.result(30)
