@@ -240,14 +240,14 @@ class Batcher(TunableBatcher):
     ) -> Iterator[Any]:
         """The results of ``items``, in their order or (``ordered=False``) as they come.
 
-        It reads no further ahead than the queue has room. There is no deadline unless ``deadline_s`` gives one. The first
-        exception is raised, and the rest withdrawn, unless ``return_exceptions`` puts it in its place. ``progress`` draws a
-        bar on stderr.
+        It reads no further ahead than the queue has room, and waits for that whatever ``when_full`` says. There is no deadline
+        unless ``deadline_s`` gives one. The first exception is raised, and the rest withdrawn, unless ``return_exceptions``
+        puts it in its place. ``progress`` draws a bar on stderr.
         """
         options.setdefault("deadline_s", inf)
         return map_over(
             lambda item: self._new(item, **options),
-            lambda future, patient: self._pool.submit(future.item, block=self._block, patient=patient),
+            lambda future: self._pool.submit(future.item, block=True),
             items,
             self._pool,
             ordered=ordered,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
-from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
@@ -19,12 +18,11 @@ from runtime.batching.pool import Pool
 from runtime.errors import RejectedError
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
-_RETRY_S = 0.001  # after which a full queue is tried again
 
 
 def map_over(
     new: Callable[[Any], ItemFuture],
-    enter: Callable[[ItemFuture, bool], bool],
+    enter: Callable[[ItemFuture], object],
     items: Iterable[Any],
     pool: Pool,
     *,
@@ -38,7 +36,7 @@ def map_over(
         line: deque[ItemFuture] = deque()
         crowd: dict[ItemFuture, None] = {}
         running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
-        source = _submitted(new, enter, items, running, return_exceptions)
+        source = _submitted(new, enter, items, return_exceptions)
         most = min(pool.core.max_queue, _AHEAD)
         outcomes = _in_order(source, line, most, pool) if ordered else _as_completed(source, crowd, most, pool)
         try:
@@ -54,17 +52,15 @@ def map_over(
 
 def _submitted(
     new: Callable[[Any], ItemFuture],
-    enter: Callable[[ItemFuture, bool], bool],
+    enter: Callable[[ItemFuture], object],
     items: Iterable[Any],
-    running: Collection[ItemFuture],
     return_exceptions: bool,
 ) -> Iterator[ItemFuture]:
     """Submits one item each time it is asked. One that is refused gets a future that says so."""
     for item in items:
         future = new(item)
         try:
-            while not enter(future, bool(running)):  # others fill the queue too: one of ours will make room
-                wait([next((other for other in running if not other.done()), future)], timeout=_RETRY_S)
+            enter(future)
         except RejectedError as error:
             if not return_exceptions:
                 raise

@@ -34,17 +34,22 @@ def test_map_that_waits_for_room_is_no_rejection() -> None:
     assert Counter(r.reason for r in heard.requests) == {STOP: 20}
 
 
-def test_map_is_refused_once_where_the_queue_is_full_of_others() -> None:
+def test_map_waits_while_the_queue_is_full_of_others() -> None:
     fn, heard = Gated(), Heard()
     with Batcher(fn, max_batch_size=1, max_queue=1, when_full="reject") as b:
         b.submit(0)
         fn.entered.acquire()
         b.submit(1)
         b.subscribe(heard)
+        found: list[int] = []
+        mapping = threading.Thread(target=lambda: found.extend(b.map([2, 3])))
+        mapping.start()
         with pytest.raises(RejectedError, match="max_queue is 1"):
-            list(b.map([2]))
-        assert [r.cause for r in heard.requests] == ["queue_full"]
-        fn.gate.release(2)
+            b.submit(9)
+        fn.gate.release(4)
+        mapping.join(30)
+        assert found == [2, 3]
+    assert [r.cause for r in heard.requests if r.reason is FinishReason.REJECTED] == ["queue_full"]
 
 
 async def test_a_timeout_holds_while_an_await_waits_for_room() -> None:

@@ -144,3 +144,28 @@ def test_a_stream_that_ends_for_all_is_over() -> None:
 
     with Batcher(stream) as b:
         assert b(1) == []
+
+
+def test_a_stream_that_fails_before_its_first_output_is_halved() -> None:
+    calls: list[list[int]] = []
+
+    def stream(items: list[int]) -> Iterator[list[int]]:
+        calls.append(items)
+        if 3 in items:
+            raise ValueError("three")
+        if len(items) > 2:
+            raise MemoryError
+        yield items
+        if 1 in items:
+            raise OSError("late")
+
+    with Batcher(stream, strategy="static", max_batch_size=8, isolate=True) as b:
+        futures = [b.submit(i) for i in range(8)]
+        found = [f.exception(30) for f in futures]
+    assert isinstance(found[3], ValueError)
+    assert [i for i, error in enumerate(found) if isinstance(error, OSError)] == [
+        0,
+        1,
+    ]  # they had outputs: not run again
+    assert [f.result() for f in futures[4:]] == [[4], [5], [6], [7]] and futures[2].result() == [2]
+    assert calls.count([0, 1]) == 1
