@@ -29,6 +29,8 @@ def measure(
         subject.function,
         slo=slo,
         cost=subject.cost,
+        grouping=subject.new_grouping(),
+        collate=subject.collate,
         strategy=setting.strategy,
         max_batch_size=knobs.max_batch_size,
         max_wait_ms=knobs.max_wait_ms,

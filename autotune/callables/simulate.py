@@ -9,16 +9,24 @@ from autotune.callables.load import Load
 from autotune.callables.outcome import Outcome
 from autotune.callables.settings import Setting
 from runtime.batching.core import BatchCore
+from runtime.batching.groupings import Grouping
 from runtime.batching.item import Call
 from runtime.batching.strategies import strategy_of
 from runtime.batching.virtual import serve
 from runtime.slo import SLO
 
 
-def simulate(setting: Setting, calibration: Calibration, costs: list[int], load: Load, slo: SLO) -> Outcome:
+def simulate(
+    setting: Setting,
+    calibration: Calibration,
+    costs: list[int],
+    load: Load,
+    slo: SLO,
+    grouping: str | Grouping = "arrival",
+) -> Outcome:
     """What ``setting`` does under ``load``. Calls scatter around the model as they did when it was calibrated."""
     workers = calibration.workers
-    core = BatchCore(strategy_of(setting.strategy), slo=slo, knobs=setting.knobs, workers=workers)
+    core = BatchCore(strategy_of(setting.strategy), grouping, slo=slo, knobs=setting.knobs, workers=workers)
     scatter = random.Random(load.seed)
 
     def service(call: Call) -> float:

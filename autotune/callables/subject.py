@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from runtime.batching.decorator import Batched
+from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.invoke import kind_of
 from runtime.batching.options import whole_cost
 from runtime.errors import InputError
@@ -22,7 +24,9 @@ MOST_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Subject:
-    """``function`` by its ``name``; ``costs``: one for each of ``inputs``, by the function ``cost_name`` (None: 1 each)."""
+    """``function`` by its ``name``; ``costs``: one for each of ``inputs``, by the function ``cost_name`` (None: 1 each).
+
+    ``collate`` and ``grouping`` are what ``@batch`` was given, if it stands over the function."""
 
     name: str
     function: Callable[..., Any]
@@ -31,6 +35,17 @@ class Subject:
     costs: Sequence[int]
     cost_name: str | None
     cost: Callable[[Any], float] | None
+    collate: Callable[[list[Any]], Any] | None = None
+    grouping: str | Grouping = "arrival"
+
+    def cost_of(self, indices: Sequence[int]) -> int:
+        """Of a call with these inputs, as its grouping counts it."""
+        costs = [self.costs[i] for i in indices]
+        return len(costs) * max(costs) if grouping_of(self.grouping).padded else sum(costs)
+
+    def new_grouping(self) -> str | Grouping:
+        """One that holds nothing yet."""
+        return copy.deepcopy(self.grouping)
 
     @property
     def mean_cost(self) -> float:
@@ -44,16 +59,27 @@ class Subject:
 def load_subject(callable_name: str, inputs: Path, cost: str | None) -> Subject:
     """Import and read everything. Raises :class:`InputError`, one line that names the option."""
     function = _function("--callable", callable_name)
+    options: Mapping[str, Any] = {}
     if isinstance(function, Batched):  # what @batch made: its own batcher is not what is asked about
-        function = function.function
+        options, function = function.options, function.target
     if kind_of(function)[0]:
         raise InputError(
             f"--callable: {callable_name} is a generator; a function that returns one list can be profiled"
         )
     items = read_inputs(inputs)
-    measure = None if cost is None else cost_function(cost)
+    measure = options.get("cost") if cost is None else cost_function(cost)
+    if cost is None and measure is not None:
+        cost = _name_of(measure)
     return Subject(
-        callable_name, function, items, inputs.name, costs_of(items, measure, cost or "", inputs), cost, measure
+        callable_name,
+        function,
+        items,
+        inputs.name,
+        costs_of(items, measure, cost or "", inputs),
+        cost,
+        measure,
+        options.get("collate"),
+        options.get("grouping", "arrival"),
     )
 
 
@@ -65,6 +91,16 @@ def cost_function(name: str) -> Callable[[Any], float]:
     if not callable(found):
         raise InputError(f"--cost: {name!r} is neither a builtin function such as len nor package.module:function")
     return cast(Callable[[Any], float], found)
+
+
+def _name_of(cost: Callable[[Any], float]) -> str:
+    """As ``--cost`` would be given it: the profile tells by it which costs its knobs are for."""
+    module, name = getattr(cost, "__module__", None), getattr(cost, "__qualname__", None)
+    if not module or not name or "<" in name:
+        raise InputError(
+            f"--cost: @batch was given {cost!r}, which has no name of its own; give --cost package.module:function"
+        )
+    return name if module == "builtins" else f"{module}:{name}"
 
 
 def costs_of(

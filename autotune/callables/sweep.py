@@ -172,7 +172,7 @@ def _simulate(
     for index, setting in enumerate(settings):
         if stop() or (index > len(first) + 1 and over()):
             break
-        found.simulated.append(simulate(setting, found.calibration, costs, load, found.slo))
+        found.simulated.append(simulate(setting, found.calibration, costs, load, found.slo, subject.new_grouping()))
         reporter.progress((index + 1) / len(settings), f"{index + 1}/{len(settings)}", "", None)
     found.tried = len(found.simulated) if planned is None else planned.tried
     best = max((o.share for o in found.simulated), default=0.0)

@@ -30,7 +30,7 @@ class TimedCalls:
     def __init__(self, subject: Subject, seed: int, clock: Callable[[], float], stop: Callable[[], bool]) -> None:
         self._subject, self._seed, self._clock, self._stop = subject, seed, clock, stop
         self._loop = LoopThread("calibration")
-        self._function = Function(subject.function, loop=self._loop)
+        self._function = Function(subject.function, collate=subject.collate, loop=self._loop)
         self._order = sorted(range(len(subject.inputs)), key=subject.costs.__getitem__)
         self._warm = False
 
@@ -44,7 +44,7 @@ class TimedCalls:
         for where in (0.5, 0.1, 0.9) if self._subject.costs_vary else (0.5, 0.5):
             indices = self._group(rng, size, where)
             spent = [self._call(indices) for _ in range(REPEATS)]
-            groups.append([size, sum(self._subject.costs[i] for i in indices), spent])
+            groups.append([size, self._subject.cost_of(indices), spent])
             if self._stop():
                 raise Interrupted("stopped while calibrating")
             if self._clock() > end and size > 1:
@@ -54,7 +54,7 @@ class TimedCalls:
     def once(self, size: int, rng: random.Random) -> tuple[int, float]:
         """What one call of ``size`` inputs drawn by ``rng`` costs, and the seconds it takes."""
         indices = self._group(rng, size, 0.5)
-        return sum(self._subject.costs[i] for i in indices), self._call(indices)
+        return self._subject.cost_of(indices), self._call(indices)
 
     def beside(self, size: int, workers: int) -> dict[str, float]:
         """How many ``times`` as long a call of ``size`` takes while ``workers`` call all at once. Raises as ``of`` does."""
