@@ -65,7 +65,7 @@ def test_on_known_hardware_the_simulation_is_the_engine(bench: Bench) -> None:
     for steps in bench.steps.values():
         assert statistics.median(abs(s.told / s.real - 1) for s in steps) < 0.06
     for (_, metric), c in found.items():  # a sleep never ends early, and late where the machine does other work
-        bound = 0.1 if metric == "throughput" else 0.35
+        bound = 0.1 if metric == "throughput" else max(0.35, 1.5 * c.spread)
         assert abs(c.error) < bound, c
     assert report(bench.compared(), bench.steps)["ttft_e2e_ok_share"] > 0.5
 
