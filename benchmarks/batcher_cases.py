@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
     for load in loads:
         mine = measure(case, lambda: Ours(SLO_S, 1, inf), load, seconds, seeds)
         windows = {
-            f"{size} or {wait} ms": measure(case, lambda s=size, w=wait: SizeOrWait(s, w / 1e3), load, seconds, seeds)  # type: ignore[misc]
+            f"{size} or {wait} ms": measure(case, partial(SizeOrWait, size, wait / 1e3), load, seconds, seeds)
             for size in SIZES
             for wait in (WAITS_MS if size > 1 else (0,))
         }

@@ -15,6 +15,7 @@ from runtime.knobs import Knobs
 _SEED = 90_001  # no contender's
 _USUAL = (Knobs(256, 0, 2048, 2048), Knobs(64, 0, 512, 512), Knobs(16, 0, 256, 256))  # to find out where to look
 _CELLS = 6
+_STEP = 1.08  # from one rate to the next, in the end
 _STANDS = 0.9  # of what a shorter run promised: a peak that is one
 
 
@@ -31,16 +32,29 @@ class PeakSearch:
         """(goodput, setting, rate) of the peak."""
         rate = self._raise()
         cells = _best(self._different(GRID.cells(), 1.1 * rate), _CELLS)
-        for factor in (1.25, 1.08):
+        for factor in (1.25, _STEP):
             rate = self._climb(rate, factor, cells)
         each = [(peak.goodput, r, knobs) for r, peaks in self._found.items() for knobs, peak in peaks.items()]
         each.sort(reverse=True, key=lambda found: found[0])
         final = [(self._mean(knobs, r), knobs, r) for _, r, knobs in each[:6]]
         best = max(final, key=lambda found: found[0])
+        if best[0] > _STANDS * each[0][0]:
+            return best
         for goodput, r, knobs in self._of_lower_rates(each):
             if best[0] > _STANDS * goodput:
                 break
             best = max(best, (self._mean(knobs, r), knobs, r), key=lambda found: found[0])
+        return self._climb_long(best, cells)
+
+    def _climb_long(self, best: tuple[float, Knobs, float], cells: Sequence[Knobs]) -> tuple[float, Knobs, float]:
+        """The same in longer runs, from a rate that stands in them up and down: shorter ones have not said where the peak is."""
+        for step in (_STEP, 1 / _STEP):
+            while True:
+                rate = round(best[2] * step, 6)
+                found = max(((self._mean(knobs, rate), knobs, rate) for knobs in cells), key=lambda each: each[0])
+                if found[0] <= best[0]:
+                    break
+                best = found
         return best
 
     @staticmethod

@@ -43,9 +43,9 @@ class Question:
 class Findings:
     """What a session has found so far.
 
-    ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``runs``: what was measured
-    on the hardware; ``twins``: the simulation of each of those; ``finalists``: the simulation of the settings
-    worth measuring, at the rate of the comparison; ``failures``: (number, cause) of simulated trials;
+    ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``measured``: what was
+    measured on the hardware, by its key in the study; ``twins``: the simulation of each of those; ``finalists``: the simulation
+    of the settings worth measuring, at the rate of the comparison; ``failures``: (number, cause) of simulated trials;
     ``unmeasured``: what failed on the hardware, and why. ``expected``: share of the offered rate each validated setting is
     believed to serve in SLO, measurement and simulation taken together. ``capacity`` None: not looked for.
 
@@ -58,7 +58,7 @@ class Findings:
     steps: list[StepPoint] = field(default_factory=list)
     cost: CostModel | None = None
     simulated: list[Run] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    measured: dict[str, Run] = field(default_factory=dict)
     twins: list[Run] = field(default_factory=list)
     finalists: list[Point] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -74,6 +74,11 @@ class Findings:
     simulating_s: float = 0.0
     cpu_s: float = 0.0
     others: list[tuple[float, float]] = field(default_factory=list)  # s of measuring, cores that other programs used
+
+    @property
+    def runs(self) -> list[Run]:
+        """What was measured on the hardware, each measurement once, in the order this session came to know of it."""
+        return list(self.measured.values())
 
     @property
     def spent_s(self) -> float:

@@ -56,14 +56,16 @@ class Measurements(Trials):
                 continue
             with _turn(one_at_a_time, stop):
                 trial = self._claim(key, known)
-                if trial is not None:
-                    return self._run(trial, run)
+                if trial is not None and (result := self._run(trial, run)) is not None:
+                    return result
 
     def results(self) -> list[tuple[str, dict[str, Any]]]:
         """(key, result) of everything measured, in the order it was begun."""
-        return [(t.user_attrs[_KEY], t.user_attrs[RESULT]) for t in self.all() if t.state is TrialState.COMPLETE]
+        done = [(t.user_attrs[_KEY], t.user_attrs[RESULT]) for t in self.all() if t.state is TrialState.COMPLETE]
+        return list({key: (key, result) for key, result in reversed(done)}.values())[::-1]
 
-    def _run(self, trial: Trial, run: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def _run(self, trial: Trial, run: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | None:
+        """None: so long was nothing heard of this process that others hold it for dead and measure anew. Theirs counts."""
         try:
             result = dict(run())
         except Interrupted:
@@ -75,8 +77,7 @@ class Measurements(Trials):
         except BaseException as error:
             self.failed(trial, f"{type(error).__name__}: {error}", again=True)
             raise
-        self.done(trial, 0.0, result)
-        return result
+        return result if self.done(trial, 0.0, result) else None
 
     def _of(self, key: str) -> list[FrozenTrial]:
         return [t for t in self.all() if t.user_attrs.get(_KEY) == key]

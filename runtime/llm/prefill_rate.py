@@ -99,13 +99,13 @@ class PrefillRate:
     def seconds_for(self, tokens: float, now: float) -> float:
         """Until ``tokens`` are computed: whole steps, for a first token comes at the end of one. 0 if nothing is known.
 
-        With a source, steps as long as those measured are waited for only while they are made: after one that nothing held
-        back, a prompt has its own. One cold start with a step of all that had come would else turn all others away.
+        Steps as long as those measured are waited for only while they are made: after one that nothing held back, a prompt has
+        its own. One cold start with a step of all that had come would else turn all others away.
         """
         rate = self.per_second(now)
         if rate <= 0:
             return 0.0
-        if self._free and self.source is not None:
+        if self._free:
             return tokens / rate
         step = self._seconds / self._steps if self._steps > 0 else 0.0
         plain = tokens / rate

@@ -12,9 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.errors import ModelError
-from runtime.torch_backend.loading import (
-    load_model,
-)
+from runtime.torch_backend.loading import load_model
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 300,

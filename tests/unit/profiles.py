@@ -61,8 +61,8 @@ def calibration() -> Calibration:
 
 def findings(*runs: Run, **changes: Any) -> Findings:
     simulated = [run for run in runs if run.stage == "simulation"]
-    measured = [run for run in runs if run.stage != "simulation"]
-    values: dict[str, Any] = {"space": question().space, "setup": setup(), "simulated": simulated, "runs": measured}
+    measured = {str(n): run for n, run in enumerate(runs) if run.stage != "simulation"}
+    values: dict[str, Any] = {"space": question().space, "setup": setup(), "simulated": simulated, "measured": measured}
     return Findings(**(values | changes))
 
 

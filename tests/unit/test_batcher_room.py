@@ -52,13 +52,19 @@ def test_map_waits_while_the_queue_is_full_of_others() -> None:
     assert [r.cause for r in heard.requests if r.reason is FinishReason.REJECTED] == ["queue_full"]
 
 
-async def test_a_timeout_holds_while_an_await_waits_for_room() -> None:
+async def full() -> tuple[Gated, Heard, Batcher[int, int], list[asyncio.Task[int]]]:
+    """A batcher with one item being served and one waiting, which is all it has room for."""
     fn, heard = Gated(), Heard()
     b = Batcher(fn, max_batch_size=1, max_queue=1)
     b.subscribe(heard)
     tasks = [asyncio.create_task(b(i)) for i in range(2)]
     while b.view().waiting < 1:
         await asyncio.sleep(0.001)
+    return fn, heard, b, tasks
+
+
+async def test_a_timeout_holds_while_an_await_waits_for_room() -> None:
+    fn, heard, b, tasks = await full()
     with pytest.raises(RequestTimeoutError):
         await asyncio.wait_for(b(9, timeout_s=0.05, request_id="late"), 30)
     assert [(r.id, r.reason) for r in heard.requests] == [("late", TIMEOUT)]
@@ -85,12 +91,7 @@ def test_a_timeout_holds_while_a_submit_waits_for_room() -> None:
 
 
 async def test_a_task_cancelled_while_it_waits_for_room_has_one_outcome() -> None:
-    fn, heard = Gated(), Heard()
-    b = Batcher(fn, max_batch_size=1, max_queue=1)
-    b.subscribe(heard)
-    tasks = [asyncio.create_task(b(i)) for i in range(2)]
-    while b.view().waiting < 1:
-        await asyncio.sleep(0.001)
+    fn, heard, b, tasks = await full()
     waiting = asyncio.create_task(b(9, timeout_s=0.05, request_id="gone"))
     await asyncio.sleep(0.01)
     waiting.cancel()

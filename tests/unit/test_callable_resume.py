@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from autotune.profiling.fingerprint import machine
 from autotune.profiling.study import open_study
 from runtime import SLO
 from tests.integration.killing import measured
-from tests.unit.callable_world import Ticking, subject
+from tests.unit.callable_world import Ticking, interrupt_when_measured, subject
 
 FUNCTION = """
 import os, signal, threading, time
@@ -140,16 +138,7 @@ def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:
 def test_stopped_and_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import profiled_again as module  # type: ignore[import-not-found]
 
-    embed, main = module.embed, threading.current_thread()
-    stopped: list[int] = []
-
-    def interrupting(texts: list[str]) -> list[int]:
-        if threading.current_thread() is not main and not stopped:  # in a batcher's worker: it is being measured
-            stopped.append(1)
-            os.kill(os.getpid(), signal.SIGINT)
-        return embed(texts)  # type: ignore[no-any-return]
-
-    module.embed = interrupting
+    interrupt_when_measured(module)
     assert run(ARGUMENTS) == 130
     assert "Run the same command to go on." in capsys.readouterr().out
     assert load_callable_profile("embed.yaml").status == "stopped"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -26,7 +24,7 @@ from autotune.evaluate import Interrupted
 from autotune.workload import prompt_ids
 from runtime import SLO, Batcher, InputError
 from runtime.knobs import KNOBS
-from tests.unit.callable_world import Ticking, calibrated, subject
+from tests.unit.callable_world import Ticking, calibrated, interrupt_when_measured, subject
 
 SLOW_START = SLO(e2e_ms=400)  # with 20 + 2·n ms a call
 
@@ -185,16 +183,7 @@ def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pyte
     (folder / "profiled_until_stopped.py").write_text(FUNCTION + "    ")
     import profiled_until_stopped as module  # type: ignore[import-not-found]
 
-    embed, main = module.embed, threading.current_thread()
-    stopped: list[int] = []
-
-    def interrupting(texts: list[str]) -> list[int]:
-        if threading.current_thread() is not main and not stopped:  # in a batcher's worker: it is being measured
-            stopped.append(1)
-            os.kill(os.getpid(), signal.SIGINT)
-        return embed(texts)  # type: ignore[no-any-return]
-
-    module.embed = interrupting
+    interrupt_when_measured(module)
     arguments = ["profile", "--callable", "profiled_until_stopped:embed", "--inputs", "data.jsonl", "--budget", "60s"]
     assert run([*arguments, "--rate", "50", "--slo", "e2e=1s", "--most", "4", "--out", "kept.yaml"]) == 130
     made = load_callable_profile("kept.yaml")

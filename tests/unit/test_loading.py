@@ -12,31 +12,20 @@ import torch
 from transformers import AutoConfig
 
 from runtime.errors import InputError, UnsupportedModelError
-from runtime.torch_backend.loading import (
-    from_model,
-    load_model,
-)
+from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.self_test import self_test
 from runtime.torch_backend.tokenizer import byte_tokenizer
 from tests.unit.loading_models import edit, refusal, tiny
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole")
-    tiny().save_pretrained(path)
-    byte_tokenizer(300).tokenizer.save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def model_dir(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "model"))
+def model_dir(saved_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_model, tmp_path / "model"))
 
 
-def test_a_directory(saved: Path) -> None:
-    loaded = load_model(str(saved), dtype="float32", device="cpu")
-    assert loaded.name == str(saved)
+def test_a_directory(saved_model: Path) -> None:
+    loaded = load_model(str(saved_model), dtype="float32", device="cpu")
+    assert loaded.name == str(saved_model)
     assert (loaded.architecture, loaded.vocab_size, loaded.max_model_len, loaded.layers) == ("llama", 300, 256, 2)
     assert loaded.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
     assert loaded.parameters == sum(p.numel() for p in tiny().parameters())
@@ -47,8 +36,8 @@ def test_a_directory(saved: Path) -> None:
     self_test(loaded)
 
 
-def test_dtype_and_length_as_asked(saved: Path) -> None:
-    loaded = load_model(str(saved), dtype="bfloat16", device="cpu", max_model_len=100)
+def test_dtype_and_length_as_asked(saved_model: Path) -> None:
+    loaded = load_model(str(saved_model), dtype="bfloat16", device="cpu", max_model_len=100)
     assert loaded.dtype == torch.bfloat16 and loaded.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
     assert loaded.max_model_len == 100
 
@@ -187,8 +176,8 @@ def test_lora_adapters(model_dir: Path) -> None:
     assert "LoRA adapter" in refusal(model_dir, UnsupportedModelError)
 
 
-def test_tensor_parallelism(saved: Path) -> None:
-    assert "tensor_parallel=2" in refusal(saved, UnsupportedModelError, tensor_parallel=2)
+def test_tensor_parallelism(saved_model: Path) -> None:
+    assert "tensor_parallel=2" in refusal(saved_model, UnsupportedModelError, tensor_parallel=2)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])

@@ -11,32 +11,22 @@ from transformers import PreTrainedModel
 
 from runtime.errors import InputError, UnsupportedModelError
 from runtime.torch_backend import loading
-from runtime.torch_backend.loading import (
-    from_model,
-    load_model,
-)
+from runtime.torch_backend.loading import from_model, load_model
 from runtime.torch_backend.rope import safe_context
 from runtime.torch_backend.self_test import self_test
-from runtime.torch_backend.tokenizer import byte_tokenizer
 from tests.unit.loading_models import refusal, tiny
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole")
-    tiny().save_pretrained(path)
-    byte_tokenizer(300).tokenizer.save_pretrained(path)
-    return path
-
-
-def test_more_context_than_the_model_has(saved: Path) -> None:
-    message = refusal(saved, InputError, max_model_len=257)
+def test_more_context_than_the_model_has(saved_model: Path) -> None:
+    message = refusal(saved_model, InputError, max_model_len=257)
     assert "max_model_len is 257; it must be at most 256" in message
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.5, True, "9"])
-def test_a_length_that_is_none(saved: Path, length: Any) -> None:
-    assert f"max_model_len is {length!r}; it must be a whole number" in refusal(saved, InputError, max_model_len=length)
+def test_a_length_that_is_none(saved_model: Path, length: Any) -> None:
+    assert f"max_model_len is {length!r}; it must be a whole number" in refusal(
+        saved_model, InputError, max_model_len=length
+    )
 
 
 LONGROPE: dict[str, Any] = {

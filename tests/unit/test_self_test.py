@@ -13,23 +13,15 @@ from runtime.torch_backend import attention
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.self_test import self_test
+from tests.unit.loading_models import FIELDS
 
-FIELDS: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
+SHAPE: dict[str, Any] = {**FIELDS, "vocab_size": 100, "initializer_range": 0.2}
 
 
 def loaded_model(kind: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> LoadedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **{**FIELDS, **fields})
+        config = AutoConfig.for_model(kind, **{**SHAPE, **fields})
         return from_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
 
 

@@ -16,10 +16,11 @@ import pytest
 
 import autotune.profiling.storage as storages
 from autotune.evaluate import EvaluationError, Interrupted
+from autotune.profiling.measurements import Measurements
 from autotune.profiling.slots import SlotSampler
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords
 from autotune.profiling.study import SweepStudy, open_study, study_name
-from autotune.profiling.trials import Trials
+from autotune.profiling.trials import Trials, fail_and_retry
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.errors import InputError
 from tests.unit.simulating import SPACE, STARTING, Valley, noted
@@ -144,6 +145,21 @@ def test_what_another_machine_is_measuring_is_waited_for(shared: SharedStorage) 
         thread.join()
         assert mine.measured("another", lambda: measure("mine", 0)) == {"by": "mine"}
     assert calls == ["other", "mine"]
+
+
+def test_who_was_held_for_dead_takes_what_the_others_measured(shared: SharedStorage) -> None:
+    """Its own result comes too late: on every machine a key has one result."""
+    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
+
+        def slow() -> dict[str, str]:
+            inner, _ = other.part("measurements", {})
+            fail_and_retry(inner, inner.get_trials(deepcopy=False)[0])  # as if nothing had been heard of this process
+            assert other.measured("a", lambda: {"by": "other"}) == {"by": "other"}
+            return {"by": "mine"}
+
+        assert Measurements(*mine.part("measurements", {})).measure("a", slow) == {"by": "other"}
+        assert mine.measured("a", lambda: {"by": "nobody"}) == {"by": "other"}
+        assert mine.measurements.results() == other.measurements.results() == [("a", {"by": "other"})]
 
 
 @pytest.mark.parametrize("kind", ["journal", "database"])

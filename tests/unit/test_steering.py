@@ -20,27 +20,9 @@ from autotune.steering import LONGEST_LINE, MOST_CLIENTS
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
 from tests.engines import bench
-from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+from tests.unit.control_world import VLLM, SimulatedEngine, poisson
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
-
-
-@pytest.fixture
-def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where sockets lie during a test."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    return short_path / "autotune"
-
-
-@pytest.fixture
-def engine() -> SimulatedEngine:
-    return SimulatedEngine(h200)
-
-
-@pytest.fixture
-def steered(engine: SimulatedEngine, folder: Path) -> Iterator[Control]:
-    with control(engine, slo=SLO_, steer=True) as attached:
-        yield attached
 
 
 @pytest.fixture
@@ -62,31 +44,31 @@ def raw(path: Path, sent: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in received.splitlines()]
 
 
-def test_only_its_owner_may_reach_it(steered: Control, folder: Path) -> None:
+def test_only_its_owner_may_reach_it(steered: Control, socket_home: Path) -> None:
     path = steered.steer()
-    assert path == folder / f"autotune-{os.getpid()}.sock" == steered.steer()
+    assert path == socket_home / f"autotune-{os.getpid()}.sock" == steered.steer()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert [p.name for p in folder.iterdir()] == [path.name]
+    assert stat.S_IMODE(socket_home.stat().st_mode) == 0o700
+    assert [p.name for p in socket_home.iterdir()] == [path.name]
 
 
-def test_status_and_decisions(engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
-    engine.play(poisson(15, 5, 1000, 200, seed=1))
+def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
+    steered_engine.play(poisson(15, 5, 1000, 200, seed=1))
     status = steering.ask("status")["status"]
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
-    assert status["knobs"] == engine.knobs.as_dict() and status["line"] == str(steered.status())
-    assert status["offered"] == len(engine.records) and status["in_slo"] > 0.5
+    assert status["knobs"] == steered_engine.knobs.as_dict() and status["line"] == str(steered.status())
+    assert status["offered"] == len(steered_engine.records) and status["in_slo"] > 0.5
     decisions = steering.ask("decisions", last=3)["decisions"]
     assert decisions == [json.loads(d.as_json()) for d in list(steered.decisions)[-3:]]
 
 
-def test_pause_set_resume_and_kill(engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
+def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
     assert steering.ask("pause")["status"]["paused"]
     assert not steering.ask("resume")["status"]["paused"]
     status = steering.ask("set", knobs={"max_batch_size": 32, "token_budget": 512})["status"]
-    assert status["paused"] and engine.knobs == VLLM.with_(max_batch_size=32, token_budget=512)
+    assert status["paused"] and steered_engine.knobs == VLLM.with_(max_batch_size=32, token_budget=512)
     assert steering.ask("kill")["status"]["ended"]
-    assert engine.knobs == VLLM and not engine.listeners
+    assert steered_engine.knobs == VLLM and not steered_engine.listeners
     with pytest.raises(ConnectionError, match="ended"):
         steering.ask("status")
     steered.close()
@@ -121,13 +103,13 @@ def test_pause_set_resume_and_kill(engine: SimulatedEngine, steered: Control, st
     ids=lambda value: value[:24].decode(errors="replace") if isinstance(value, bytes) else "",
 )
 def test_bad_requests_are_answered_with_what_is_wrong(
-    engine: SimulatedEngine, steered: Control, line: bytes, says: str
+    steered_engine: SimulatedEngine, steered: Control, line: bytes, says: str
 ) -> None:
     replies = raw(steered.steer(), line + b"\n")
     assert [*replies[0]] == ["error"]
     with pytest.raises(InputError, match=says):
         raise InputError(replies[0]["error"])
-    assert engine.knobs == VLLM and not steered.status().paused
+    assert steered_engine.knobs == VLLM and not steered.status().paused
     assert raw(steered.steer(), b'{"do":"status"}\n')[0]["status"]["controller"] == "predictive"
 
 
@@ -137,8 +119,8 @@ def test_many_requests_in_one_go_are_answered_in_order(steered: Control) -> None
     assert [next(iter(reply)) for reply in replies] == ["decisions", "status"] * 39
 
 
-def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, engine: SimulatedEngine) -> None:
-    engine.play(poisson(15, 3, 1000, 200, seed=1))
+def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, steered_engine: SimulatedEngine) -> None:
+    steered_engine.play(poisson(15, 3, 1000, 200, seed=1))
     hanging = []
     for _ in range(3 * MOST_CLIENTS):
         client = socket.socket(socket.AF_UNIX)
@@ -153,12 +135,12 @@ def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, engine: Sim
             flood.send(b'{"do":"decisions","last":1024}\n' * 100)
     for _ in range(3):
         with Steering(steered.steer()) as connection:
-            assert connection.ask("status")["status"]["offered"] == len(engine.records)
+            assert connection.ask("status")["status"]["offered"] == len(steered_engine.records)
     for client in [*hanging, flood]:
         client.close()
 
 
-def test_a_flood_leaves_a_live_engine_its_pace(folder: Path) -> None:
+def test_a_flood_leaves_a_live_engine_its_pace(socket_home: Path) -> None:
     with bench(max_queue=64) as world, control(world.engine, slo=SLO_, steer=True) as attached:
         with socket.socket(socket.AF_UNIX) as flood:
             flood.connect(str(attached.steer()))
@@ -171,7 +153,7 @@ def test_a_flood_leaves_a_live_engine_its_pace(folder: Path) -> None:
         assert len(world.engine.generate([[1]] * 4, max_tokens=4)) == 4
 
 
-def test_operators_and_the_engine_at_once(folder: Path) -> None:
+def test_operators_and_the_engine_at_once(socket_home: Path) -> None:
     """Every face of a control from several threads while the engine decides: nothing locks up and no reply is lost."""
     with bench(max_queue=64) as world, control(world.engine, slo=SLO_, steer=True, interval_s=0.001) as attached:
         failures: list[BaseException] = []
@@ -194,8 +176,8 @@ def test_operators_and_the_engine_at_once(folder: Path) -> None:
         assert failures == [] and not attached.status().ended
 
 
-def test_closed_with_the_control_and_reply_before_it_goes(engine: SimulatedEngine, folder: Path) -> None:
-    with control(engine, slo=SLO_, steer=True) as attached:
+def test_closed_with_the_control_and_reply_before_it_goes(steered_engine: SimulatedEngine, socket_home: Path) -> None:
+    with control(steered_engine, slo=SLO_, steer=True) as attached:
         path = attached.steer()
         before = [t for t in threading.enumerate() if t.name.startswith("steering")]
         assert len(before) == 1
@@ -203,8 +185,8 @@ def test_closed_with_the_control_and_reply_before_it_goes(engine: SimulatedEngin
     with pytest.raises(InputError, match="cannot be steered: No such file"):
         Steering(path)
     with pytest.raises(AutotuneError, match="detached"):
-        control_that_has_ended(engine).steer()
-    assert list(folder.iterdir()) == []
+        control_that_has_ended(steered_engine).steer()
+    assert list(socket_home.iterdir()) == []
 
 
 def control_that_has_ended(engine: SimulatedEngine) -> Control:

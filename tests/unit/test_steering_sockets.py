@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +25,15 @@ SLO_ = SLO(ttft_ms=500, tpot_ms=30)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where sockets lie during a test."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    return short_path / "autotune"
-
-
-@pytest.fixture
-def engine() -> SimulatedEngine:
-    return SimulatedEngine(h200)
-
-
-@pytest.fixture
-def steered(engine: SimulatedEngine, folder: Path) -> Iterator[Control]:
-    with control(engine, slo=SLO_, steer=True) as attached:
-        yield attached
-
-
-def test_a_path_of_ones_own(engine: SimulatedEngine, short_path: Path) -> None:
+def test_a_path_of_ones_own(steered_engine: SimulatedEngine, short_path: Path) -> None:
     path = short_path / "mine.sock"
-    with control(engine, slo=SLO_, steer=path) as attached:
+    with control(steered_engine, slo=SLO_, steer=path) as attached:
         assert attached.steer() == path and stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(InputError, match=r"mine.sock is in use by another controller"):
             control(SimulatedEngine(h200), slo=SLO_, steer=path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))  # as left behind by a process that was killed
-    with control(engine, slo=SLO_, steer=str(path)), Steering(path) as connection:
+    with control(steered_engine, slo=SLO_, steer=str(path)), Steering(path) as connection:
         assert connection.ask("status")
 
 
@@ -64,21 +45,22 @@ def test_a_path_of_ones_own(engine: SimulatedEngine, short_path: Path) -> None:
         (lambda p: (p / "file").write_text("") or p / "file", "exists and is not a socket"),
     ],
 )
-def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(short_path: Path, make: Any, says: str) -> None:
-    engine = SimulatedEngine(h200)
+def test_a_path_that_cannot_be_is_said_and_leaves_no_lease(
+    steered_engine: SimulatedEngine, short_path: Path, make: Any, says: str
+) -> None:
     with pytest.raises(InputError, match=says):
-        control(engine, slo=SLO_, steer=make(short_path))
-    engine.acquire("someone").release()
-    assert not engine.listeners
+        control(steered_engine, slo=SLO_, steer=make(short_path))
+    steered_engine.acquire("someone").release()
+    assert not steered_engine.listeners
 
 
-def test_a_folder_that_others_can_write_to_is_refused(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o755)
+def test_a_folder_that_others_can_write_to_is_refused(socket_home: Path) -> None:
+    socket_home.mkdir()
+    socket_home.chmod(0o755)
     with pytest.raises(InputError, match="must be a directory of yours with mode 0700"):
         socket_folder()
-    folder.rmdir()
-    folder.symlink_to(folder.parent)
+    socket_home.rmdir()
+    socket_home.symlink_to(socket_home.parent)
     with pytest.raises(InputError, match="must be a directory of yours"):
         control(SimulatedEngine(h200), slo=SLO_, steer=True)
 
@@ -109,7 +91,7 @@ def other_process(seconds: float) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_finds_processes_and_forgets_dead_ones(steered: Control, folder: Path) -> None:
+def test_finds_processes_and_forgets_dead_ones(steered: Control, socket_home: Path) -> None:
     process, path = other_process(60)
     try:
         assert path.name == f"autotune-{process.pid}.sock"
@@ -127,32 +109,32 @@ def test_finds_processes_and_forgets_dead_ones(steered: Control, folder: Path) -
     finally:
         process.kill()
         process.communicate(timeout=30)
-    (folder / f"autotune-{process.pid}.sock~").touch()  # killed between making it and listening
-    (folder / "autotune-x.sock").touch()  # not ours to judge
+    (socket_home / f"autotune-{process.pid}.sock~").touch()  # killed between making it and listening
+    (socket_home / "autotune-x.sock").touch()  # not ours to judge
     assert len(steerable()) == 1
-    assert sorted(p.name for p in folder.iterdir()) == sorted([steered.steer().name, "autotune-x.sock"])
+    assert sorted(p.name for p in socket_home.iterdir()) == sorted([steered.steer().name, "autotune-x.sock"])
 
 
-def test_a_process_that_ends_without_closing_clears_its_socket(folder: Path) -> None:
+def test_a_process_that_ends_without_closing_clears_its_socket(socket_home: Path) -> None:
     process, path = other_process(0)
     process.communicate(timeout=30)
     assert process.returncode == 0 and not path.exists()
 
 
-def test_two_controls_in_one_process_have_two_sockets(steered: Control, folder: Path) -> None:
+def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_home: Path) -> None:
     with control(SimulatedEngine(h200), slo=SLO_, steer=True) as second:
-        assert second.steer() == folder / f"autotune-{os.getpid()}-2.sock"
+        assert second.steer() == socket_home / f"autotune-{os.getpid()}-2.sock"
         with pytest.raises(InputError, match="2 engines can be steered"):
             choose(str(os.getpid()))
 
 
-def test_one_that_does_not_answer_is_given_up_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_answer_is_given_up_on(socket_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.steerable._PATIENCE_S", 0.2)
-    folder.mkdir(mode=0o700)
+    socket_home.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as mute:
-        mute.bind(str(folder / "mute.sock"))
+        mute.bind(str(socket_home / "mute.sock"))
         mute.listen()
-        with Steering(folder / "mute.sock") as connection:
+        with Steering(socket_home / "mute.sock") as connection:
             began = time.monotonic()
             with pytest.raises(ConnectionError, match=r"not answered for 0.2 s"):
                 connection.ask("status")

@@ -99,16 +99,13 @@ class Context:
                 self.reporter.note(f"{stage} of {knobs} failed: {error}")
             return None
         self.keep_time()
-        run = Run.model_validate(found)
-        if run not in self.found.runs:  # asked for again
-            self.found.runs.append(run)
-        return run
+        return self.found.measured.setdefault(key, Run.model_validate(found))
 
     def recall(self) -> None:
         """Have in ``found`` what an earlier session measured and this one has not come to."""
         for key, stored in self.study.measurements.results():
-            if key.startswith("run/") and (run := Run.model_validate(stored)) not in self.found.runs:
-                self.found.runs.append(run)
+            if key.startswith("run/"):
+                self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _measure(self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int) -> Run:
         begun, work = self.clock.now(), OtherWork()
