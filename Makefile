@@ -94,7 +94,7 @@ bench-batcher: $(STAMP)
 	$(PY) -m benchmarks.batcher $(ARGS)
 
 bench-batcher-overhead: $(STAMP)
-	$(PY) -m benchmarks.batcher_overhead $(ARGS)
+	$(PY) -m benchmarks.batcher.overhead $(ARGS)
 
 bench-embeddings: $(STAMP)
 	$(PY) -m benchmarks.embeddings $(ARGS)

@@ -25,7 +25,7 @@ from autotune.attach import control
 from autotune.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
-from benchmarks.controller_hardware import H200, h200
+from benchmarks.controller.hardware import H200, h200
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO

@@ -6,7 +6,7 @@ from autotune.attach import Controllable, control
 from autotune.attached import Control
 from autotune.bench.contenders import DEFAULTS, Contender
 from autotune.controllers.registry import CONTROLLERS
-from benchmarks.controller_contenders import KnobsOnly
+from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
 

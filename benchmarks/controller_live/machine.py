@@ -3,9 +3,9 @@
 A machine has an engine, and a core that a second process takes when it is told to. Live, that is a process of ours
 (:mod:`.thief`); simulated, all steps take as many times as long as they were seen to take beside it.
 
-The live engine is on the clock of :mod:`benchmarks.paced`: between its steps an anchor runs now and then, and the clock follows
-its pace, so that a shared machine that is slower for seconds at a time counts as one that is not. While an anchor runs, the
-process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
+The live engine is on the clock of :mod:`benchmarks.clocks.paced`: between its steps an anchor runs now and then, and the clock
+follows its pace, so that a shared machine that is slower for seconds at a time counts as one that is not. While an anchor runs,
+the process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Protocol
 from autotune.bench.running import Engine
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
-from benchmarks.controller_hardware import Weather
+from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
+from benchmarks.clocks.undisturbed import UndisturbedClock
+from benchmarks.controller.hardware import Weather
 from benchmarks.controller_live.thief import Thief
-from benchmarks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
-from benchmarks.undisturbed import UndisturbedClock
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
 from runtime.llm.admission import AdmissionPolicy

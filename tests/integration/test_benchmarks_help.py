@@ -13,19 +13,24 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 STARTED_BY_OTHERS = {
-    "batcher_load",
-    "batcher_serve_bento",
-    "batcher_serve_lit",
-    "batcher_serve_ours",
-    "batcher_serve_ray",
+    "batcher.load",
+    "batcher.serve_bento",
+    "batcher.serve_lit",
+    "batcher.serve_ours",
+    "batcher.serve_ray",
+    "controller_live.thief",
 }
-"""Processes that a benchmark starts for itself: they read a load from stdin, or take a port and nothing else."""
+"""Processes that a benchmark starts for itself: they read from stdin, or take a port and nothing else."""
 
 
 def started() -> set[str]:
     """Modules with a main of their own, and packages that can be run."""
-    files = {path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
-    return files | {path.parent.name for path in FOLDER.glob("*/__main__.py")}
+    found = set()
+    for path in FOLDER.rglob("*.py"):
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8"):
+            parts = path.relative_to(FOLDER).with_suffix("").parts
+            found.add(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
+    return found
 
 
 def test_those_that_nobody_starts_by_hand_are_still_there() -> None:

@@ -13,7 +13,7 @@ from autotune.cost_model import CostModel, fit_cost_model
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
 from autotune.profiling.steps import features, measure_steps_and_pace
-from benchmarks.undisturbed import UndisturbedClock
+from benchmarks.clocks.undisturbed import UndisturbedClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.records import RequestRecord, StepRecord

@@ -11,9 +11,9 @@ import pytest
 
 from autotune.profile.parts import ModelFacts
 from autotune.workload import parse_workload
-from benchmarks.fidelity import Bench, Timed
-from benchmarks.fidelity_cases import KV_TOKENS, TIGHT_KV_TOKENS, Case, capacity, cases
-from benchmarks.fidelity_table import Compared, StepPair, report
+from benchmarks.fidelity.__main__ import Bench, Timed
+from benchmarks.fidelity.cases import KV_TOKENS, TIGHT_KV_TOKENS, Case, capacity, cases
+from benchmarks.fidelity.table import Compared, StepPair, report
 from runtime.clock import MonotonicClock
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.profile import Profile
 from autotune.simulate.scenario import Scenario
-from benchmarks.controller_hardware import h200
+from benchmarks.controller.hardware import h200
 from runtime.slo import SLO
 from tests.sample_profile import sample_profile
 

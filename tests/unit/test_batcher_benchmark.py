@@ -12,12 +12,12 @@ from math import inf
 import httpx
 import pytest
 
-from benchmarks.batcher import judge, summary
-from benchmarks.batcher_cases import Burst, base, flooded, measure, own, recovery
-from benchmarks.batcher_load import Account, Client, Load, OnTime
-from benchmarks.batcher_rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
-from benchmarks.batcher_service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
-from benchmarks.batcher_world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
+from benchmarks.batcher.__main__ import judge, summary
+from benchmarks.batcher.cases import Burst, base, flooded, measure, own, recovery
+from benchmarks.batcher.load import Account, Client, Load, OnTime
+from benchmarks.batcher.rules import Aimd, Bento, Clipper, Line, SizeOrWait, WhenFree
+from benchmarks.batcher.service import BASE_S, CAPACITY, ITEM_S, LARGEST, SLO_S, Refused, application, service_s
+from benchmarks.batcher.world import Choice, Item, OwnDevices, Rule, SharedDevice, play, poisson
 
 
 def at(*arrivals: float, slo_s: float = SLO_S) -> list[Item]:

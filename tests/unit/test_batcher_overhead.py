@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.batcher_overhead import BATCH, WAYS, cpu_us, memory, rules_us
+from benchmarks.batcher.overhead import BATCH, WAYS, cpu_us, memory, rules_us
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sweep_hardware as parts
-from benchmarks.controller_contenders import CONTENDERS, KnobsOnly
-from benchmarks.controller_hardware import H200, MOE, STALL, Weather, h200, roofline
-from benchmarks.controller_loads import POISSON, Part, Pattern, arrivals
-from benchmarks.controller_run import BIN_S, Bench, Driver, run
-from benchmarks.controller_scenarios import (
+from benchmarks.controller.contenders import CONTENDERS, KnobsOnly
+from benchmarks.controller.hardware import H200, MOE, STALL, Weather, h200, roofline
+from benchmarks.controller.loads import POISSON, Part, Pattern, arrivals
+from benchmarks.controller.run import BIN_S, Bench, Driver, run
+from benchmarks.controller.scenarios import (
     COLD,
     GRID,
     HARDWARE,
@@ -27,6 +26,7 @@ from benchmarks.controller_scenarios import (
     Scenario,
     one,
 )
+from benchmarks.sweep import hardware as parts
 from runtime.knobs import Knobs
 from runtime.step_model import StepFeatures
 

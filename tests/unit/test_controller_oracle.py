@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import controller, controller_scenarios, controller_work
-from benchmarks.controller_cache import Cache, from_entry, load_digest, scenario_digest, to_entry
-from benchmarks.controller_contenders import STATIC
-from benchmarks.controller_hardware import H200, H200_ADD
-from benchmarks.controller_known import REPORTED, TUNED, Oracles, OracleStore, seed_set
-from benchmarks.controller_loads import POISSON
-from benchmarks.controller_oracle import Best, OracleSearch
-from benchmarks.controller_peaks import PeakSearch
-from benchmarks.controller_run import Bench, Outcome
-from benchmarks.controller_scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
-from benchmarks.controller_table import Comparison
-from benchmarks.controller_work import Task, Workers, by_slots, roomy
-from benchmarks.sweep_cases import Grid
+from benchmarks.controller import __main__ as command
+from benchmarks.controller import scenarios, work
+from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, to_entry
+from benchmarks.controller.contenders import STATIC
+from benchmarks.controller.hardware import H200, H200_ADD
+from benchmarks.controller.known import REPORTED, TUNED, Oracles, OracleStore, seed_set
+from benchmarks.controller.loads import POISSON
+from benchmarks.controller.oracle import Best, OracleSearch
+from benchmarks.controller.peaks import PeakSearch
+from benchmarks.controller.run import Bench, Outcome
+from benchmarks.controller.scenarios import COLD, LOADS, SCENARIOS, Load, Phase, Scenario, one
+from benchmarks.controller.table import Comparison
+from benchmarks.controller.work import Task, Workers, by_slots, roomy
+from benchmarks.sweep.cases import Grid
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 
@@ -66,7 +67,7 @@ class TestOracle:
         bench = Bench({str(load): 0.4 for load in LOADS})
         with Workers(2, bench) as two:
             found = dict(two.runs(tasks))
-        assert found == {task: controller_work.run_task(task, bench) for task in tasks}
+        assert found == {task: work.run_task(task, bench) for task in tasks}
 
 
 class TestAlike:
@@ -90,8 +91,8 @@ class TestAlike:
 
 class TestPeaks:
     def test_the_peak_is_where_more_load_serves_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("benchmarks.controller_peaks.GRID", Grid((16, 128), (512, 2048), ()))
-        monkeypatch.setattr("benchmarks.controller_work.LEAST_S", 30.0)
+        monkeypatch.setattr("benchmarks.controller.peaks.GRID", Grid((16, 128), (512, 2048), ()))
+        monkeypatch.setattr("benchmarks.controller.work.LEAST_S", 30.0)
         monkeypatch.setattr(
             PeakSearch,
             "_mean",
@@ -210,22 +211,22 @@ class TestCommand:
     def test_bad_input_is_one_line_and_exit_code_2(
         self, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert controller.main(arguments) == 2
+        assert command.main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {arguments[0]} is ")
 
     def test_seeds(self) -> None:
-        assert controller.seeds_of("3") == (1, 2, 3)
-        assert controller.seeds_of("101-103") == (101, 102, 103)
-        assert controller.seeds_of("4,9") == (4, 9)
+        assert command.seeds_of("3") == (1, 2, 3)
+        assert command.seeds_of("101-103") == (101, 102, 103)
+        assert command.seeds_of("4,9") == (4, 9)
         with pytest.raises(InputError):
-            controller.seeds_of("-3")
+            command.seeds_of("-3")
 
     def test_from_the_peak_to_the_line_of_json(
         self, tiny: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(controller, "FOLDER", tmp_path)
-        monkeypatch.setattr(controller, "peaks", lambda *_: BENCH.peaks)
+        monkeypatch.setattr(command, "FOLDER", tmp_path)
+        monkeypatch.setattr(command, "peaks", lambda *_: BENCH.peaks)
         asked = [
             "--scenario",
             "tiny",
@@ -238,7 +239,7 @@ class TestCommand:
             "--jobs",
             "1",
         ]
-        assert controller.main(asked) == 0
+        assert command.main(asked) == 0
         lines = capsys.readouterr().out.splitlines()
         assert sum(line.startswith("tiny      predictive") for line in lines) == 1
         assert isinstance(json.loads(lines[-1]), dict)
@@ -247,4 +248,4 @@ class TestCommand:
 
 def test_loads_are_named_by_what_they_hold() -> None:
     assert str(Load("H200", SCENARIOS["M6"].phases[0].parts)) == "H200 conv-inter 85% + moon-long 15%"
-    assert len({str(load) for load in controller_scenarios.LOADS}) == len(controller_scenarios.LOADS)
+    assert len({str(load) for load in scenarios.LOADS}) == len(scenarios.LOADS)

@@ -14,7 +14,7 @@ from autotune.profiling import table
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings
 from autotune.profiling.space import make_space
-from benchmarks.controller_hardware import h200
+from benchmarks.controller.hardware import h200
 from tests.sample_profile import sample_profile
 from tests.unit.profiled_machine import LIMITS
 

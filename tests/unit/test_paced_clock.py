@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paced import _SMOOTH, PacedClock, PacedExecutor
+from benchmarks.clocks.paced import _SMOOTH, PacedClock, PacedExecutor
 from runtime.clock import VirtualClock
 from runtime.llm.plan import StepResult
 

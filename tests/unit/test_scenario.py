@@ -12,7 +12,7 @@ from autotune.simulate import SimulatedEngine
 from autotune.simulate.capacity import Search
 from autotune.simulate.scenario import Scenario, parse_speeds
 from autotune.workload import parse_workload
-from benchmarks.controller_hardware import h200
+from benchmarks.controller.hardware import h200
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
-from benchmarks.controller_hardware import h200
+from benchmarks.controller.hardware import h200
 from benchmarks.simulator import PROMISE, Tally
 from runtime.knobs import Knobs
 

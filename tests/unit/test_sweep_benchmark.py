@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sweep_hardware as hardware
-from benchmarks.sweep import CaseResult, Kept, Result, ours, ratio, summary
-from benchmarks.sweep_cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
-from benchmarks.sweep_rivals import (
+from benchmarks.sweep import hardware
+from benchmarks.sweep.__main__ import Kept, ratio, summary
+from benchmarks.sweep.cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
+from benchmarks.sweep.contest import CaseResult, Result, ours
+from benchmarks.sweep.rivals import (
     RESTART_S,
     auto_tune,
     e2e_limit,
@@ -24,7 +25,7 @@ from benchmarks.sweep_rivals import (
     ranges_of,
     tpe,
 )
-from benchmarks.sweep_truth import Truth, distinct
+from benchmarks.sweep.truth import Truth, distinct
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures

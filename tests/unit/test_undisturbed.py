@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.undisturbed import UndisturbedClock
+from benchmarks.clocks.undisturbed import UndisturbedClock
 from runtime.llm.engine import Engine
 from tests.fakes import FakeExecutor, FakeModel, Heard
 

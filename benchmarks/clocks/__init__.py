@@ -1,0 +1,1 @@
+"""Clocks for measuring on a machine that is not all ours."""

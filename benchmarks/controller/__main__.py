@@ -1,0 +1,127 @@
+"""Controllers against fixed settings, against each other and against the best that could have been known, in simulation.
+
+Fourteen scenarios (M1 to M14) of machines, requests and promises that change while they are served, three more that nothing was
+ever tuned on, and variants with noise in step times and with a bound on gaps between tokens. Every contender starts cold at
+vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared is goodput, as a share of
+that of an oracle: the best fixed knobs of each phase, chosen in hindsight.
+
+Run ``python -m benchmarks.controller --traces FOLDER`` with the Azure 2023 traces; without them the presets fitted to those take
+their place. ``--scenario M5 --contender predictive --seeds 3`` is a question of seconds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.controller.cache import FOLDER, Cache
+from benchmarks.controller.contenders import REPORTED
+from benchmarks.controller.known import REPORTED as REPORTED_SEEDS
+from benchmarks.controller.known import OracleStore, peaks
+from benchmarks.controller.run import Bench, Outcome
+from benchmarks.controller.scenarios import SCENARIOS
+from benchmarks.controller.table import Comparison
+from benchmarks.controller.work import Task, Workers
+from runtime.errors import InputError
+
+_QUICK = 3
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """``3``: seeds 1 to 3; ``101-110``; ``4,7``. Raises :class:`InputError`."""
+    try:
+        if "-" in text:
+            first, last = map(int, text.split("-"))
+            found = tuple(range(first, last + 1))
+        elif "," in text:
+            found = tuple(int(part) for part in text.split(","))
+        else:
+            found = tuple(range(1, int(text) + 1))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise InputError(
+            f"--seeds is {text!r}; it must be a number of seeds (3), a range (101-110) or a list (4,7) from 1 on"
+        )
+    return found
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
+    """Everything asked for, as it comes, then tables and the line of JSON."""
+    begun = time.monotonic()
+    cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json", use=not args.recompute)
+    if args.traces is None:
+        say("without --traces: lengths and arrivals are those of the presets fitted to the Azure 2023 traces")
+    scenarios = [SCENARIOS[name] for name in args.scenario or SCENARIOS]
+    loads = list(dict.fromkeys(scenario.load(phase) for scenario in scenarios for phase in scenario.phases))
+    bench = Bench(peaks(loads, cache, args.traces, args.jobs, say), args.traces)
+    if args.peaks:
+        for load in loads:
+            say(f"{load!s:<48}{bench.peaks[str(load)]:>8.2f} requests/s")
+        return
+    with Workers(args.jobs, bench) as workers:
+        oracles = OracleStore(cache, workers, seeds, say, reject=not args.no_reject_oracle).of(scenarios)
+        if args.oracle_only:
+            return
+        tasks = [
+            Task(scenario.name, contender, seed)
+            for scenario in scenarios
+            for contender in args.contender or REPORTED
+            for seed in seeds
+        ]
+        found: dict[tuple[str, str], dict[int, Outcome]] = {}
+        for task, outcome in workers.runs(tasks):
+            found.setdefault((task.scenario, task.contender), {})[task.seed] = outcome
+            best = oracles[task.scenario].plain.by_seed[task.seed].met
+            say(
+                f"{task.scenario:<10}{task.contender:<18}seed {task.seed:<4}{outcome.met / outcome.offered:>7.1%} in SLO,"
+                f" {outcome.met / best:.3f} of the oracle's goodput, phases "
+                + " ".join(f"{met / max(1, offered):.2f}" for offered, met in outcome.phases)
+            )
+    comparison = Comparison(found, oracles)
+    say(f"\n{comparison.tables()}\n\nseeds {', '.join(map(str, seeds))}; {time.monotonic() - begun:.0f} s")
+    say(json.dumps(comparison.figures()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.controller", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    names = ", ".join(SCENARIOS).replace("%", "%%")  # argparse formats what it prints
+    parser.add_argument("--scenario", action="append", metavar="NAME", help=f"only this one of {names}")
+    parser.add_argument("--contender", action="append", metavar="NAME", help=f"only this one of {', '.join(REPORTED)}")
+    parser.add_argument("--seeds", help="3: seeds 1 to 3, for tuning; 101-110 are reported (the default)")
+    parser.add_argument("--quick", action="store_true", help=f"the first {_QUICK} of the seeds that are reported")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
+    parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
+    parser.add_argument("--recompute", action="store_true", help="search for peak goodputs and oracles anew")
+    parser.add_argument("--oracle-only", action="store_true", help="search for oracles that are not known, and end")
+    parser.add_argument("--no-reject-oracle", action="store_true", help="leave out the oracle with early rejection")
+    parser.add_argument(
+        "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        for option, known in (("scenario", list(SCENARIOS)), ("contender", list(REPORTED))):
+            for name in getattr(args, option) or ():
+                if name not in known:
+                    raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
+        if args.jobs < 1:
+            raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
+        seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]
+        compare(args, seeds)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

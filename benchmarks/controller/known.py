@@ -1,0 +1,90 @@
+"""What the benchmark must know before anybody is compared: peak goodputs and oracles, from the cache or searched for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, to_entry
+from benchmarks.controller.contenders import STATIC, STATIC_REJECT
+from benchmarks.controller.oracle import Best, OracleSearch
+from benchmarks.controller.peaks import PeakSearch
+from benchmarks.controller.run import Bench
+from benchmarks.controller.scenarios import SCENARIOS, Load, Scenario
+from benchmarks.controller.work import Workers
+
+TUNED = tuple(range(1, 11))
+REPORTED = tuple(range(101, 111))
+"""Seeds that algorithms may be tuned on, and those of the figures reported."""
+
+Say = Callable[[str], None]
+
+
+class Oracles(NamedTuple):
+    """The best fixed knobs of a scenario, and those with early rejection, where there is such a thing."""
+
+    plain: Best
+    reject: Best | None
+
+
+def peaks(loads: Iterable[Load], cache: Cache, traces: str | None, jobs: int, say: Say) -> dict[str, float]:
+    """Peak goodput of each of ``loads``, requests/s."""
+    found: dict[str, float] = {}
+    for load in loads:
+        name = f"peak {load}"
+        digest = load_digest(load, Bench({}, traces))
+        entry = cache.get(name, digest)
+        if entry is None:
+            begun = time.monotonic()
+            with Workers(jobs, Bench({}, traces)) as workers:
+                search = PeakSearch(load, workers)
+                goodput, knobs, rate = search.find()
+            values = [knobs.max_batch_size, knobs.token_budget, knobs.chunk_size]
+            entry = {"goodput": round(goodput, 4), "rate": round(rate, 4), "knobs": values, "runs": search.runs}
+            cache.put(name, digest, entry)
+            say(f"peak of {load}: {goodput:.2f} requests/s ({search.runs} runs, {time.monotonic() - begun:.0f} s)")
+        found[str(load)] = entry["goodput"]
+    return found
+
+
+def seed_set(seeds: Sequence[int]) -> tuple[int, ...]:
+    """The seeds that an oracle's knobs are chosen on: one of the two sets if it holds all of ``seeds``, else themselves."""
+    return next((known for known in (TUNED, REPORTED) if set(seeds) <= set(known)), tuple(seeds))
+
+
+class OracleStore:
+    """Oracles of scenarios on a set of seeds; those with early rejection only if ``reject``."""
+
+    def __init__(self, cache: Cache, workers: Workers, seeds: Sequence[int], say: Say, *, reject: bool = True) -> None:
+        self._cache, self._workers, self._say = cache, workers, say
+        self._seeds = seed_set(seeds)
+        self._reject = reject
+
+    def of(self, scenarios: Iterable[Scenario]) -> dict[str, Oracles]:
+        return {scenario.name: self.one(scenario) for scenario in scenarios}
+
+    def one(self, scenario: Scenario) -> Oracles:
+        reject = self._best(scenario, reject=True) if self._reject else None
+        return Oracles(self._best(scenario, reject=False), reject)
+
+    def _best(self, scenario: Scenario, *, reject: bool) -> Best:
+        contender = STATIC_REJECT if reject else STATIC
+        name = f"{scenario.name} {contender} {self._seeds[0]}-{self._seeds[-1]}"
+        digest = scenario_digest(scenario, contender, self._workers.bench)
+        entry = self._cache.get(name, digest)
+        if entry is not None:
+            return from_entry(entry)
+        begun = time.monotonic()
+        search = OracleSearch(scenario, self._seeds, self._workers, reject=reject)
+        if scenario.like:
+            base = self._best(SCENARIOS[scenario.like], reject=reject)
+            best = search.judge(base.schedule, base.single)
+        else:
+            best = search.find()
+        self._cache.put(name, digest, to_entry(best))
+        met, offered = (sum(getattr(o, what) for o in best.by_seed.values()) for what in ("met", "offered"))
+        knobs = ", ".join(f"{k.max_batch_size}/{k.token_budget}/{k.chunk_size}" for k in best.schedule)
+        took = f"{best.runs} runs, {time.monotonic() - begun:.0f} s"
+        self._say(f"{name}: {met / offered:.3f} in SLO with {knobs} ({took})")
+        return best

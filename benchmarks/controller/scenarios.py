@@ -1,0 +1,163 @@
+"""What controllers are compared on: the matrix M1 to M14, three more that none is ever tuned on, and noise and gap variants.
+
+A scenario is a machine and phases of traffic. A phase's load is relative to the peak goodput of its requests on that machine (see
+:mod:`benchmarks.controller.peaks`), so that 1.0 is as much as fixed settings can serve at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from benchmarks.controller.hardware import A100, H200, H200_ADD, L4, MOE, PACED, TENSOR, TILED, Hardware
+from benchmarks.controller.loads import POISSON, Part, Pattern
+from benchmarks.sweep.cases import Grid
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+GRID = Grid((16, 32, 64, 128, 256, 512), BUDGETS, (256, 1024))
+SMALL_GRID = Grid((8, 16, 32, 64, 128, 256, 512), BUDGETS, (256, 1024))
+COLD = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+"""vLLM's defaults for a large GPU: where every contender starts."""
+
+
+class Load(NamedTuple):
+    """Requests on a machine: what a peak goodput is of."""
+
+    hardware: str
+    parts: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        return f"{self.hardware} " + " + ".join(
+            f"{part.lengths}-{part.promise}" + ("" if part.share == 1 else f" {part.share:.0%}") for part in self.parts
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``seconds`` of ``parts`` at ``load`` × their peak goodput, while the machine is ``slow`` times as slow as it was."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+    load: float
+    slow: float = 1.0
+
+    @property
+    def slo(self) -> SLO:
+        """What requests of no named class are promised."""
+        return next(part.slo for part in self.parts if part.request_class == "default")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``noise``: deviation of each step's time; ``stalls``: share of steps that take ten times as long."""
+
+    name: str
+    about: str
+    hardware: Hardware
+    phases: tuple[Phase, ...]
+    pattern: Pattern = POISSON
+    grid: Grid = GRID
+    noise: float = 0.0
+    stalls: float = 0.0
+    like: str = ""  # the scenario whose best settings a variant takes over
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def starts(self) -> list[float]:
+        """When each phase begins."""
+        return [sum(phase.seconds for phase in self.phases[:i]) for i in range(len(self.phases))]
+
+    @property
+    def classes(self) -> dict[str, SLO]:
+        """The promises of named classes; those do not change."""
+        named = [part for phase in self.phases for part in phase.parts if part.request_class != "default"]
+        return {part.request_class: part.slo for part in named}
+
+    def load(self, phase: Phase) -> Load:
+        return Load(self.hardware.name, phase.parts)
+
+
+def one(lengths: str, promise: str) -> tuple[Part, ...]:
+    return (Part(lengths, promise),)
+
+
+def _steps(seconds: float, parts: tuple[Part, ...], *loads: float) -> tuple[Phase, ...]:
+    return tuple(Phase(seconds, parts, load) for load in loads)
+
+
+def _slowed(seconds: float, parts: tuple[Part, ...], load: float, slow: float = 1.8) -> tuple[Phase, ...]:
+    return tuple(Phase(seconds, parts, load, factor) for factor in (1.0, slow, 1.0))
+
+
+def _long(share: float) -> tuple[Part, ...]:
+    return Part("conv", "inter", 1 - share), Part("moon", "long", share, "long")
+
+
+_CHAT_AND_CODE = Part("conv", "inter", 0.5), Part("code", "mlperf", 0.5, "code")
+_TRACE = Pattern("trace")
+
+MATRIX = (
+    Scenario("M1", "H200 conv inter 0.9 (control)", H200, _steps(180, one("conv", "inter"), 0.9)),
+    Scenario("M2", "H200 Azure's conversations, inter 0.9", H200, _steps(180, one("conv", "inter"), 0.9), _TRACE),
+    Scenario("M3", "H200 code strict, mlperf, inter 1.05", H200,
+             tuple(Phase(80, one("code", promise), 1.05) for promise in ("strict", "mlperf", "inter"))),
+    Scenario("M4", "H200 conv strict 0.5, 1.2, 0.7", H200, _steps(80, one("conv", "strict"), 0.5, 1.2, 0.7)),
+    Scenario("M5", "H200 conv inter 0.6, 1.8 × slower in the middle", H200, _slowed(80, one("conv", "inter"), 0.6)),
+    Scenario("M6", "H200 chat inter + long prompts, 15%, then 3%", H200,
+             (Phase(150, _long(0.15), 0.9), Phase(80, _long(0.03), 0.9))),
+    Scenario("M7", "H200 half chat inter, half code mlperf, 0.9, 1.1", H200, _steps(80, _CHAT_AND_CODE, 0.9, 1.1)),
+    Scenario("M8", "H200add conv mlperf, code mlperf, moon inter 1.05", H200_ADD,
+             (Phase(80, one("conv", "mlperf"), 1.05), Phase(80, one("code", "mlperf"), 1.05),
+              Phase(150, one("moon", "inter"), 1.05))),
+    Scenario("M9", "MoE conv inter, code inter, code strict 1.05", MOE,
+             (Phase(60, one("conv", "inter"), 1.05), Phase(60, one("code", "inter"), 1.05),
+              Phase(60, one("code", "strict"), 1.05))),
+    Scenario("M10", "MoE code inter 0.6, 1.8 × slower in the middle", MOE, _slowed(80, one("code", "inter"), 0.6),
+             grid=SMALL_GRID),
+    Scenario("M11", "A100 conv inter 0.5, 1.2, 0.7", A100, _steps(150, one("conv", "inter"), 0.5, 1.2, 0.7)),
+    Scenario("M12", "H200add reason inter 0.7, 1.3, 0.9", H200_ADD, _steps(150, one("reason", "inter"), 0.7, 1.3, 0.9)),
+    Scenario("M13", "L4 conv mlperf 0.5, 1.2, 0.7", L4, _steps(300, one("conv", "mlperf"), 0.5, 1.2, 0.7)),
+    Scenario("M14", "H200 Azure's code completions, inter 0.5", H200, _steps(240, one("code", "inter"), 0.5), _TRACE),
+)  # fmt: skip
+
+UNSEEN = (
+    Scenario("U1", "70B on four H100, digests whole 0.7, 1.1, then brief whole 0.8", TENSOR,
+             (*_steps(100, one("digest", "whole"), 0.7, 1.1), Phase(60, one("brief", "whole"), 0.8))),
+    Scenario("U2", "A100tiled brief inter in bursts 0.8, 1.5 × slower from the middle on", TILED,
+             (Phase(80, one("brief", "inter"), 0.8), Phase(80, one("brief", "inter"), 0.8, 1.5)), Pattern("gamma", 2.5)),
+    Scenario("U3", "MoEpaced conv mlperf 1.1, then inter + digests 0.9", PACED,
+             (Phase(80, one("conv", "mlperf"), 1.1),
+              Phase(80, (Part("conv", "inter", 0.7), Part("digest", "mlperf", 0.3, "digest")), 0.9))),
+)  # fmt: skip
+"""Invented after the matrix, with step times by formulas that neither a roofline nor our learner contains. Never tuned on."""
+
+
+def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:
+    found = next(scenario for scenario in MATRIX if scenario.name == base)
+    return replace(found, name=f"{base}{suffix}", about=f"{base} with {about}", noise=noise, stalls=stalls, like=base)
+
+
+def _gaps(base: str) -> Scenario:
+    found = next(scenario for scenario in MATRIX if scenario.name == base)
+    phases = tuple(
+        replace(phase, parts=tuple(p._replace(promise="gap") for p in phase.parts)) for phase in found.phases
+    )
+    return replace(found, name=f"{base}gap", about=f"{base} with a bound on gaps between tokens", phases=phases)
+
+
+VARIANTS = (
+    *(_variant(base, "~2%", "step times that vary by 2%", noise=0.02) for base in ("M5", "M9")),
+    *(_variant(base, "~10%", "step times that vary by 10%", noise=0.1) for base in ("M5", "M9")),
+    *(_variant(base, "~stalls", "1% of steps ten times as long", stalls=0.01) for base in ("M5", "M9")),
+    _gaps("M1"),
+    _gaps("M5"),
+)
+
+SCENARIOS = {scenario.name: scenario for scenario in (*MATRIX, *UNSEEN, *VARIANTS)}
+LOADS = list(dict.fromkeys(scenario.load(phase) for scenario in SCENARIOS.values() for phase in scenario.phases))
+HARDWARE = {scenario.hardware.name: scenario.hardware for scenario in SCENARIOS.values()}

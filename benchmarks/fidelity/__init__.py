@@ -1,0 +1,1 @@
+"""What the simulator says of a load against what the live engine does; see :mod:`.__main__`."""

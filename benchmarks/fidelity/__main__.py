@@ -1,0 +1,261 @@
+"""What the simulator says of six workloads that its calibration never saw, against what the live engine does.
+
+A calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model. Then, in rounds, the engine serves each
+workload, and the simulator the same arrivals under the same knobs, limits and KV pool. Rates are shares of what the simulated
+engine serves of each workload when flooded. All real runs, the calibration's too, are on a clock that follows anchor steps run
+between their own, so that a machine whose pace drifts counts as one whose pace does not (:mod:`benchmarks.clocks.paced`).
+
+An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
+before the calibration, and before the first round they serve each workload once, half as long and (but for the traces) with other
+arrivals.
+
+The fit is of medians and clean steps; requests feel means. So the simulated machine is as much slower as the loads served in the
+calibration took longer than the fit says, just as a profile simulates at the speed its measurements told.
+
+What is compared:
+
+- *steps*: each served step's time, from the end of the one before, with what the model predicts of it;
+- *TPOT* (p50, p99) and *throughput* of each run;
+- *TTFT* and *E2E* (p50, p99): within 15%, or within 1.5 × the range over the repeated real runs, whichever is more. Near capacity
+  a queue multiplies every error in step time.
+
+A figure of a workload is the median over its rounds of simulated ÷ real. The JSON line holds medians over the workloads' figures;
+the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without
+them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept the engine's thread waiting.
+
+Run ``python -m benchmarks.fidelity`` (``--quick``: about five minutes); the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import evaluate
+from autotune.profile.parts import ModelFacts
+from autotune.profiling.steps import measure_steps_and_pace
+from autotune.workload import Workload, parse_workload
+from autotune.writing import write_whole
+from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
+from benchmarks.clocks.undisturbed import UndisturbedClock, others
+from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
+from benchmarks.fidelity.table import Compared, StepPair, bias, median_error, metrics, report, step_pairs
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.engine import Engine
+from runtime.records import RequestRecord, StepRecord
+
+WARM_UP = 20.0  # seconds of each engine before anything counts
+_TOGETHER = 60  # requests sent at once meanwhile
+
+
+class StepLog:
+    """Keeps every step's record."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+class Timed(NamedTuple):
+    """An engine, the clock it runs on, and the paces that clock has had."""
+
+    engine: Engine
+    clock: Clock
+    paces: list[float]
+
+
+class Bench:
+    """Two engines of one model, the roomy one and one with a small pool; and what was found."""
+
+    def __init__(self, roomy: Timed, tight: Timed, facts: ModelFacts, duration: float, seed: int) -> None:
+        self.roomy, self.tight, self.facts = roomy, tight, facts
+        self.duration, self.seed = duration, seed
+        self.real: dict[tuple[str, str], list[float]] = {}
+        self.ratios: dict[tuple[str, str], list[float]] = {}
+        self.steps: dict[str, list[StepPair]] = {}
+        self._runs = 0
+
+    def warm_up(self, seconds: float) -> None:
+        """Have both engines work for a while, on none of the workloads: users' engines have been up for longer, too."""
+        rng = random.Random(self.seed)
+        for engine, clock, _ in (self.roomy, self.tight):
+            begun = clock.now()
+            while clock.now() - begun < seconds:
+                engine.set_knobs(Knobs(rng.choice((8, 24, 48)), 0, 512, rng.choice((128, 512))))
+                streams = []
+                for _ in range(_TOGETHER):
+                    prompt, output = (max(1, min(1000, round(rng.lognormvariate(mu, 1.0)))) for mu in (4.5, 3.0))
+                    ids = [rng.randrange(self.facts.vocab_size) for _ in range(prompt)]
+                    streams.append(engine.submit(ids, max_tokens=output, ignore_eos=True))
+                for stream in streams:
+                    stream.result()
+
+    def calibrate(self, budget_s: float) -> CostModel:
+        engine, clock, paces = self.roomy
+        found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self.seed, clock=clock)
+        cost = fit_cost_model(found.points, seconds=found.seconds)
+        facts = cost.facts
+        print(
+            f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
+            f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
+            f"the machine's pace {_range(paces)}, after correction its steps drifted by {found.drift - 1:.0%}; "
+            f"served, steps took {found.served - 1:+.1%}",
+            flush=True,
+        )
+        speed = 1 / found.served
+        return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+    def _prompts(self) -> int:
+        self._runs += 1
+        return (self.seed << 16) + self._runs
+
+    def run(self, number: int, case: Case, workload: Workload, cost: CostModel) -> None:
+        """One real run and its simulation. ``number`` 0 does not count; its arrivals are others, if not from a trace."""
+        (engine, clock, paces), log = self.tight if case.tight else self.roomy, StepLog()
+        busy, looked = others(), len(paces)
+        unsubscribe = engine.subscribe(log)
+        try:
+            real = evaluate(
+                engine,
+                case.knobs,
+                workload,
+                PATIENT,
+                vocab_size=self.facts.vocab_size,
+                seed=self.seed if number else self.seed + 1,
+                prompt_seed=self._prompts(),  # tokens of its own: no earlier run's prefixes are found in the cache
+                duration=self.duration if number else self.duration / 2,
+                label=f"{case.name}-{number}",
+                clock=clock,
+            )
+        finally:
+            unsubscribe()
+        if not number:
+            return
+        spent = others()
+        told = metrics(simulated(cost, case, workload, self.seed, self.duration))
+        for name, value in metrics(real).items():
+            self.real.setdefault((case.name, name), []).append(value)
+            self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
+        steps = step_pairs(log.records, cost)
+        self.steps.setdefault(case.name, []).extend(steps)
+        cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
+        print(
+            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
+            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(paces[looked:])}, "
+            f"step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, "
+            f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
+            flush=True,
+        )
+
+    def compared(self) -> list[Compared]:
+        return [
+            Compared(
+                case,
+                metric,
+                statistics.median(values),
+                statistics.median(self.ratios[case, metric]),
+                (max(values) - min(values)) / statistics.median(values) if statistics.median(values) else 0.0,
+            )
+            for (case, metric), values in self.real.items()
+        ]
+
+
+def _range(paces: Sequence[float]) -> str:
+    """Of an anchor's times over the fastest ever: median, and the middle nine tenths."""
+    if len(paces) < 3:
+        return "not known"
+    cuts = statistics.quantiles(paces, n=20)
+    return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f})"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about five minutes")
+    parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
+    parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
+    parser.add_argument("--calibrate", type=float, help="seconds of calibration (default: 60, quick 25)")
+    parser.add_argument("--conv", help="AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument("--code", help="AzureLLMInferenceTrace_code.csv")
+    parser.add_argument("--threads", type=int, default=1, help="of the model; the sender needs a core too (default: 1)")
+    parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="a file for every figure, JSON")
+    args = parser.parse_args(argv)
+    rounds = args.rounds or (2 if args.quick else 4)
+    duration = args.duration or (8.0 if args.quick else 20.0)
+    if args.undisturbed and args.threads > 1:
+        parser.error("--undisturbed follows one thread; leave out --threads")
+    begun = time.monotonic()
+
+    import torch
+
+    from runtime.torch_backend.executor import TorchExecutor
+    from runtime.torch_backend.loading import load_model
+
+    made: list[Timed] = []
+    torch.set_num_threads(args.threads)
+    loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+    anchor = Anchor(TorchExecutor(loaded, kv_blocks=ANCHOR_BLOCKS), loaded.vocab_size)
+    usual = anchor.fastest()
+    with ExitStack() as stack:
+        for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
+            loaded = load_model("tiny", dtype="bfloat16", device="cpu")
+            base = UndisturbedClock() if args.undisturbed else MonotonicClock()
+            clock = PacedClock(base)
+            real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
+            executor = PacedExecutor(real, anchor, clock, usual)
+            known = set(threading.enumerate())
+            engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
+            made.append(Timed(stack.enter_context(engine), clock, executor.paces))
+            if isinstance(base, UndisturbedClock):
+                base.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
+        facts = ModelFacts(
+            name="tiny", architecture=loaded.architecture, parameters=loaded.parameters, dtype="bfloat16", random_weights=True,
+            seed=0, max_model_len=loaded.max_model_len, vocab_size=loaded.vocab_size,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+        )  # fmt: skip
+        bench = Bench(made[0], made[1], facts, duration, args.seed)
+        bench.warm_up(WARM_UP / 4 if args.quick else WARM_UP)
+        cost = bench.calibrate(args.calibrate or (25.0 if args.quick else 60.0))
+        loads: list[tuple[Case, Workload]] = []
+        for case in cases(args.conv, args.code):
+            workload = parse_workload(case.spec)
+            served = capacity(cost, case, workload, args.seed)
+            loads.append((case, workload.at_rate(case.load * served)))
+            print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
+        for number in range(rounds + 1):
+            for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
+                bench.run(number, case, workload, cost)
+    found = bench.compared()
+    summary = report(found, bench.steps)
+    if args.save is not None:
+        every: dict[str, Any] = {
+            "summary": summary,
+            "cost_model": cost.facts.model_dump(mode="json"),
+            "real": {f"{case}: {metric}": values for (case, metric), values in bench.real.items()},
+            "ratios": {f"{case}: {metric}": values for (case, metric), values in bench.ratios.items()},
+        }
+        write_whole(args.save, json.dumps(every, indent=1) + "\n")
+    print(f"took {time.monotonic() - begun:.0f} s")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

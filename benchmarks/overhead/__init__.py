@@ -1,0 +1,1 @@
+"""What the machinery around the model costs; see :mod:`.__main__`."""

@@ -1,0 +1,1 @@
+"""What ``autotune profile`` finds, and for how much of the machine's time, against other searches; see :mod:`.__main__`."""

@@ -1,0 +1,207 @@
+"""What else one could do with the same hours on the machine: other ways to look for a setting, measured in hardware time.
+
+Each takes a machine it has to itself, a bound on its seconds, and a seed, and returns its choice. A measurement begins only
+while at least half of it is expected to fit.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+import optuna
+from optuna.distributions import IntDistribution
+from optuna.samplers import TPESampler
+
+from autotune.evaluate import Recorder
+from autotune.workload import Arrival
+from benchmarks.sweep.cases import LIMITS, Case, Machine
+from runtime.knobs import Knobs
+from runtime.records import RequestRecord, percentile
+from runtime.slo import SLO
+
+VLLM_DEFAULTS = LIMITS.clamp(Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192))
+
+RESTART_S = 70.0
+"""From starting a server to its first answer: vLLM 0.32 on CPU with random weights took 70 s; compiling for a GPU adds to it."""
+
+_KILL_S, _RESET_S = 10.0, 5.0  # pauses in the script: after a server is killed, and before each rate
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``knobs`` None: nothing was found. ``measured``: settings that were measured; ``runs``: measurements made."""
+
+    knobs: Knobs | None
+    spent_s: float
+    measured: int
+    runs: int
+
+
+def exhaustive(machine: Machine, repeats: int, seed: int) -> list[tuple[Choice, dict[Knobs, float]]]:
+    """The whole grid, ``repeats`` times under other seeds: what is chosen after each round, and the mean goodputs then."""
+    found: dict[Knobs, list[float]] = {knobs: [] for knobs in machine.case.grid.cells()}
+    rounds = []
+    for repeat in range(repeats):
+        for knobs, values in found.items():
+            values.append(machine.measure(knobs, load_seed(seed, repeat)).goodput)
+        means = {knobs: statistics.fmean(values) for knobs, values in found.items()}
+        best = max(means, key=lambda knobs: means[knobs])
+        rounds.append((Choice(best, machine.spent_s, len(means), len(means) * (repeat + 1)), means))
+    return rounds
+
+
+def random_search(machine: Machine, budget_s: float, seed: int) -> Choice:
+    """Settings drawn log-uniformly from the grid's ranges, all under the same requests; the best of them."""
+    dice = random.Random(seed)
+    ranges = ranges_of(machine.case)
+
+    def draw() -> Iterator[Knobs]:
+        while True:
+            yield _knobs({n: round(math.exp(dice.uniform(math.log(a), math.log(b)))) for n, (a, b) in ranges.items()})
+
+    return _search(machine, budget_s, seed, draw(), lambda knobs, goodput: None)
+
+
+def tpe(machine: Machine, budget_s: float, seed: int, *, random_trials: int = 5) -> Choice:
+    """Optuna's TPE on the hardware, beginning with vLLM's defaults (moved into the grid's ranges); the best of all trials.
+
+    All meet the same requests. ``random_trials``: drawn before it models anything.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=TPESampler(seed=seed, n_startup_trials=random_trials))
+    ranges = ranges_of(machine.case)
+    space = {name: IntDistribution(low, high, log=True) for name, (low, high) in ranges.items()}
+    study.enqueue_trial({n: min(max(getattr(VLLM_DEFAULTS, n), low), high) for n, (low, high) in ranges.items()})
+    trials: list[optuna.Trial] = []
+
+    def ask() -> Iterator[Knobs]:
+        while True:
+            trials.append(study.ask(space))  # type: ignore[arg-type]  # a dict of one kind of distribution is one of them
+            yield _knobs(trials[-1].params)
+
+    def tell(knobs: Knobs, goodput: float) -> None:
+        study.tell(trials[-1], goodput)
+
+    return _search(machine, budget_s, seed, ask(), tell)
+
+
+def auto_tune(
+    machine: Machine,
+    budget_s: float,
+    seed: int,
+    *,
+    restart_s: float = RESTART_S,
+) -> Choice:
+    """The procedure of vLLM's ``benchmarks/auto_tune`` (README and script, 2025).
+
+    For each pair a server is started. 1,000 prompts are sent at once; if the p99 of their E2E latency keeps the limit, their
+    throughput is the pair's. Else the rate begins at the integer above that throughput and goes down by 1, 100 Poisson
+    arrivals each, until it does. The pair of the highest throughput (completed requests/s) is chosen. Prompts and outputs
+    all have the load's mean length. It knows no TTFT nor TPOT: the limit is the E2E latency that the two targets allow a
+    request of that length, TTFT + TPOT · (output − 1). ``restart_s`` 0 leaves the script's pauses out too.
+    Its lists are 128 and 256 sequences, 512 to 4,096 tokens; where the grid ends lower, they are as much lower.
+    When ``budget_s`` is over it stops and takes the best so far.
+    """
+    batches, budgets = lists_of(machine.case)
+    prompt, output = mean_lengths(machine.case)
+    limit = e2e_limit(machine.case.slo, output)
+    runs, settings, most = 0, 0, 0.0
+    best: Knobs | None = None
+
+    def run(rate: float, count: int) -> tuple[float, float]:
+        nonlocal runs
+        runs += 1
+        if restart_s and rate < inf:
+            machine.rest(_RESET_S)
+        records, seconds = _serve(machine, rate, count, prompt, output, seed * 1000 + runs)
+        return len(records) / seconds, percentile([r.e2e or inf for r in records], 99) or inf
+
+    for batch in batches:
+        for budget in budgets:
+            if machine.spent_s + restart_s >= budget_s:
+                return Choice(best, machine.spent_s, settings, runs)
+            machine.rest(restart_s + (_KILL_S if restart_s and settings else 0.0))
+            settings += 1
+            knobs = Knobs(max_batch_size=batch, max_wait_ms=0, token_budget=budget, chunk_size=budget)
+            machine.engine.set_knobs(LIMITS.clamp(knobs))
+            throughput, latency = run(inf, 1000)
+            rate = int(throughput) + 1
+            while latency > limit and rate > 0 and machine.spent_s < budget_s:
+                throughput, latency = run(rate, 100)
+                rate -= 1
+            if latency <= limit and throughput > most:
+                most, best = throughput, knobs
+    return Choice(best, machine.spent_s, settings, runs)
+
+
+def ranges_of(case: Case) -> dict[str, tuple[int, int]]:
+    """Where random search and TPE look: from the least to the greatest value of the grid."""
+    values = {"max_batch_size": case.grid.batches, "token_budget": case.grid.budgets, "chunk_size": case.grid.budgets}
+    return {name: (min(given), max(given)) for name, given in values.items()}
+
+
+def lists_of(case: Case) -> tuple[list[int], list[int]]:
+    """auto_tune's values of max-num-seqs and max-num-batched-tokens, made for a grid that ends at 512 and 8,192."""
+    fewer, smaller = 512 // max(case.grid.batches), 8192 // max(case.grid.budgets)
+    return [128 // fewer, 256 // fewer], [tokens // smaller for tokens in (512, 1024, 2048, 4096)]
+
+
+def mean_lengths(case: Case) -> tuple[int, int]:
+    """(prompt, output) tokens, the means of the case's load."""
+    drawn = list(case.load().arrivals(0, limit=4000))
+    return (
+        round(statistics.fmean(a.prompt_tokens for a in drawn)),
+        round(statistics.fmean(a.output_tokens for a in drawn)),
+    )
+
+
+def e2e_limit(slo: SLO, output: int) -> float:
+    """Seconds that TTFT and TPOT targets allow a request of ``output`` tokens."""
+    return ((slo.ttft_ms or inf) + (slo.tpot_ms or inf) * (output - 1)) / 1000
+
+
+def load_seed(seed: int, number: int = 0) -> int:
+    """Seeds of the requests a contender measures under: no two contenders' seeds share any, nor does the truth's."""
+    return 1_000_003 * (seed + 1) + number
+
+
+def _search(
+    machine: Machine, budget_s: float, seed: int, proposals: Iterator[Knobs], tell: Callable[[Knobs, float], None]
+) -> Choice:
+    found: dict[Knobs, float] = {}
+    runs = 0
+    while not runs or machine.spent_s + machine.spent_s / runs / 2 <= budget_s:
+        knobs = next(proposals)
+        found[knobs] = machine.measure(knobs, load_seed(seed)).goodput
+        runs += 1
+        tell(knobs, found[knobs])
+    return Choice(max(found, key=lambda knobs: found[knobs]), machine.spent_s, len(found), runs)
+
+
+def _knobs(values: dict[str, int]) -> Knobs:
+    return Knobs(max_wait_ms=0, **{**values, "chunk_size": min(values["chunk_size"], values["token_budget"])})
+
+
+def _serve(
+    machine: Machine, rate: float, count: int, prompt: int, output: int, seed: int
+) -> tuple[list[RequestRecord], float]:
+    """Serve ``count`` requests to the end; their records and the seconds from the first arrival to the last token."""
+    dice, now = random.Random(seed), 0.0
+    arrivals = []
+    for number in range(count):
+        arrivals.append(Arrival(now, prompt, output, ((seed * 2000 + number, prompt),)))
+        now += dice.expovariate(rate) if rate < inf else 0.0
+    engine, recorder = machine.engine, Recorder()
+    unsubscribe = engine.subscribe(recorder)
+    try:
+        begun = engine.clock.now()
+        engine.serve(arrivals, label=f"bench-{seed}", prompt_seed=seed)
+        engine.run()
+    finally:
+        unsubscribe()
+    return list(recorder.requests.values()), engine.clock.now() - begun
