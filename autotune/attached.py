@@ -13,10 +13,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
@@ -26,6 +25,7 @@ from autotune.gate import Gate, TellsRates
 from autotune.status import Status
 from autotune.steering import SteeringServer
 from autotune.verdicts import Verdicts
+from autotune.wheel import Wheel
 from runtime.errors import AutotuneError, EngineClosedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Control(TellsRates):
-    """A controller at work. Use as a context manager; leaving it gives the engine back, with the knobs as they are."""
+    """A controller at work. Use as a context manager; leaving it gives the engine back, with knobs that hold by themselves."""
 
     def __init__(
         self,
@@ -62,34 +62,29 @@ class Control(TellsRates):
         self.observe_only = observe_only
         self._engine = engine
         self._gate = Gate(engine, admission)
-        self._guardrails = guardrails
-        self._interval, self._wall = interval_s, wall
+        self._interval = interval_s
         self._lock = threading.RLock()
         self._verdicts = Verdicts()
         self._promised: dict[str, SLO] = {}
-        self._regime = ""
         self._next = -math.inf
-        self._now = engine.view().now
         self._paused = self._ended = False
         self._steering: SteeringServer | None = None
-        self._decisions = DecisionLog(log_path)
-        self._start = engine.knobs  # what to put back
-        self._last_proposal: Knobs | None = None
+        decisions, now = DecisionLog(log_path), engine.view().now
         try:
             self._lease: Lease = engine.acquire(f"the {controller.name} controller")
         except AutotuneError:
-            self._decisions.close()
+            decisions.close()
             raise
+        self._wheel = Wheel(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
         engine.set_slo(slo)
         self._keep_promises()
-        if isinstance(controller, Budgeted):
-            controller.budgets_apply(engine.step_budgets and not observe_only)
+        self._budgets_apply(True)
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             engine.set_step_policy(self, lease=self._lease)
             self._gate.shut(self, self._lease)
-        self._log("attach", "", self._start, self._start, f"{controller.name} controller, SLO {slo}", {"slo": str(slo)})
-        self._begin(start)
+        self._wheel.log("attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo)})
+        self._wheel.begin(start)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -101,7 +96,7 @@ class Control(TellsRates):
                 self.controller.observe_step(record)
                 if not math.isfinite(record.end):
                     return
-                self._now = record.end
+                self._wheel.now = record.end
                 # time that jumps back must not silence the controller, nor time that stands still make it busy
                 if record.end >= self._next or record.end < self._next - 2 * self._interval:
                     self._next = record.end + self._interval
@@ -143,75 +138,77 @@ class Control(TellsRates):
         """The controller is broken: back to the knobs it started from, and out of the way."""
         if not self._ended:
             log.error("the %s controller failed; its starting knobs hold now", self.controller.name, exc_info=error)
-            self._put_back(f"the controller failed: {type(error).__name__}: {error}")
+            self._wheel.put_back(f"the controller failed: {type(error).__name__}: {error}")
         self._detach("detached; the starting knobs hold")
 
-    def _put_back(self, cause: str) -> None:
-        current = self._engine.knobs
-        with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to put back
-            if not self.observe_only:
-                self._engine.set_knobs(self._engine.effective_limits.clamp(self._start), lease=self._lease)
-        self._log("kill", self._regime, current, self._engine.knobs, cause, {})
-
     def _decide(self, now: float) -> None:
-        engine, current = self._engine, self._engine.knobs
-        limits = engine.effective_limits
         self._keep_promises()
-        proposal = self.controller.decide(now, current, limits)
-        wanted = self._guardrails.apply(proposal.knobs, current, limits)
-        new_regime = proposal.regime != self._regime
-        self._regime = proposal.regime
-        if wanted != current and not self.observe_only:
-            engine.set_knobs(wanted, lease=self._lease)
-            self._log("set", proposal.regime, current, wanted, proposal.cause, proposal.evidence)
-        elif self.observe_only and wanted != current and wanted != self._last_proposal:
-            self._log("observe", proposal.regime, current, wanted, proposal.cause, proposal.evidence)
-        elif new_regime:
-            self._log("hold", proposal.regime, current, current, proposal.cause, proposal.evidence)
-        self._last_proposal = wanted
+        self._wheel.turn(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
 
-    def _begin(self, start: Knobs | None) -> None:
-        """From ``start`` on, and inside what the operator allows, without waiting for evidence."""
-        current, engine = self._engine.knobs, self._engine
-        first = replace(self._guardrails, slew=math.inf, dead_band=0.0).apply(
-            start or current, current, engine.effective_limits
-        )
-        if first != current and not self.observe_only:
-            engine.set_knobs(first, lease=self._lease)
-            cause = "starting knobs of the profile" if start is not None else "the operator's bounds and pins"
-            self._log("set", "", current, first, cause, {})
+    def _budgets_apply(self, applied: bool) -> bool:
+        """Tell the controller whether steps go by its budgets. False if that makes no difference to it."""
+        can = self._engine.step_budgets and not self.observe_only
+        if isinstance(self.controller, Budgeted):
+            self.controller.budgets_apply(can and applied)
+            return can
+        return False
+
+    def _stand_alone(self) -> None:
+        """A last decision: its knobs were ceilings above the budgets of single steps, and must hold without these."""
+        if not self._budgets_apply(False) or not self._wheel.turned:
+            return
+        try:
+            last = self.controller.decide(self._wheel.now, self._engine.knobs, self._engine.effective_limits)
+            last = last._replace(cause=f"knobs that hold without budgets of single steps: {last.cause}")
+            self._wheel.turn(last, at_once=True)
+        except EngineClosedError:
+            pass
+        except Exception as error:
+            self._give_up(error)
 
     # -- for the operator, from any thread ----------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Leave the knobs as they are until :meth:`resume`; it goes on learning. The per-step budget is off meanwhile."""
-        self._operator("pause", "paused by the operator", paused=True)
+        """Leave the knobs alone until :meth:`resume`; it goes on learning. Budgets of single steps are off meanwhile, so a last
+        decision sets knobs that hold without them."""
+        with self._lock:
+            self._check_attached()
+            if not self._paused:
+                self._paused = True
+                self._stand_alone()
+                if not self._ended:
+                    self._wheel.log("pause", "paused by the operator")
 
     def resume(self) -> None:
-        self._operator("resume", "resumed by the operator", paused=False)
+        with self._lock:
+            self._check_attached()
+            if self._paused:
+                self._paused = False
+                self._budgets_apply(True)
+                self._wheel.log("resume", "resumed by the operator")
 
     def kill(self) -> None:
         """Off at once: the knobs of before the attachment are put back, and nothing is decided any more."""
         with self._lock:
             if not self._ended:
-                self._put_back("switched off by the operator")
+                self._wheel.put_back("switched off by the operator")
             self._detach("detached; the starting knobs hold")
 
     def set(self, /, **knobs: float) -> Knobs:
         """Set knobs by hand and pause, so that the controller does not undo it. Returns the knobs in force."""
         with self._lock:
-            if self._ended:
-                raise AutotuneError("the controller has been detached")
+            self._check_attached()
             current = self._engine.knobs
             self._engine.set_knobs(current.with_(**knobs), lease=self._lease)
             self._paused = True
-            self._log("pause", self._regime, current, self._engine.knobs, "knobs set by the operator", {})
+            self._budgets_apply(False)
+            self._wheel.log("pause", "knobs set by the operator", old=current)
             return self._engine.knobs
 
     @property
     def decisions(self) -> deque[Decision]:
         """The latest decisions, newest last; :meth:`latest` copies them while the engine runs."""
-        return self._decisions.recent
+        return self._wheel.decisions.recent
 
     def latest(self, count: int) -> list[Decision]:
         """The last ``count`` decisions, newest last."""
@@ -239,7 +236,7 @@ class Control(TellsRates):
         with self._lock:
             return Status(
                 knobs=self._engine.knobs,
-                regime=self._regime or "learning",
+                regime=self._wheel.regime or "learning",
                 attainment=self._verdicts.attainment(),
                 slo=self.slo,
                 paused=self._paused,
@@ -250,7 +247,10 @@ class Control(TellsRates):
             )
 
     def close(self) -> None:
-        """Detach. Any number of times."""
+        """Detach. Any number of times. The knobs of its last decision stay, made to hold without budgets of single steps."""
+        with self._lock:
+            if not (self._paused or self._ended):
+                self._stand_alone()
         self._detach("detached; the knobs stay")
         if self._steering is not None:
             self._steering.join()
@@ -259,8 +259,7 @@ class Control(TellsRates):
         with self._lock:
             if self._ended:
                 return
-            knobs = self._engine.knobs
-            self._log("detach", self._regime, knobs, knobs, cause, {})
+            self._wheel.log("detach", cause)
             self._ended = True
         with contextlib.suppress(AutotuneError):
             if not self.observe_only:
@@ -268,7 +267,7 @@ class Control(TellsRates):
                 self._gate.put_back(self._lease)
         self._unsubscribe()
         self._lease.release()
-        self._decisions.close()
+        self._wheel.decisions.close()
         if self._steering is not None:
             self._steering.stop()
 
@@ -278,18 +277,6 @@ class Control(TellsRates):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _operator(self, action: str, cause: str, *, paused: bool) -> None:
-        with self._lock:
-            if self._ended:
-                raise AutotuneError("the controller has been detached")
-            if self._paused != paused:
-                self._paused = paused
-                knobs = self._engine.knobs
-                self._log(action, self._regime, knobs, knobs, cause, {})
-
-    def _log(self, action: str, regime: str, old: Knobs, new: Knobs, cause: str, evidence: Mapping[str, Any]) -> None:
-        wall = None if self._wall is None else round(self._wall(), 3)
-        at = round(self._now, 6)
-        self._decisions.add(
-            Decision(at, action, regime, old.as_dict(), new.as_dict(), self._engine.epoch, cause, evidence, wall)
-        )
+    def _check_attached(self) -> None:
+        if self._ended:
+            raise AutotuneError("the controller has been detached")

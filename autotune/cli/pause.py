@@ -10,8 +10,9 @@ from autotune.cli.connection import CODES, TARGET_HELP, tell
 from autotune.cli.exits import DONE
 
 HELP = (
-    "Have a live controller leave the knobs as they are; it goes on learning. With --kill it is switched off for good, and the "
-    f"knobs of before its attachment are put back. {CODES}"
+    "Have a live controller leave the knobs alone; it goes on learning. Budgets of single steps are off meanwhile, so it sets "
+    "the knobs once more, to what holds without them. With --kill it is switched off for good, and the knobs of before its "
+    f"attachment are put back. {CODES}"
 )
 EXAMPLES = "Examples:  autotune pause  ·  autotune pause 4711 --kill"
 RESUME_HELP = f"Have a paused controller turn the knobs again. {CODES}"

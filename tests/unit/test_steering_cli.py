@@ -125,7 +125,8 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
 def test_markup_in_a_cause_is_shown_as_it_is(
     attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attached._log("hold", "[red]", engine.knobs, engine.knobs, "[/bold] [link=x]", {})
+    attached._wheel.regime = "[red]"
+    attached._wheel.log("hold", "[/bold] [link=x]")
     assert run(["watch", "--once"]) == 0
     assert "[/bold] [link=x] [[red]]" in capsys.readouterr().out
 
