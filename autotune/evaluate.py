@@ -11,6 +11,7 @@ score, no sleep.
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -211,7 +212,9 @@ class _Sender:
     def _last_deadline(self, report: ReplayReport, slo: SLO) -> float:
         sent = self._arrivals[: report.sent]
         last = max((a.time + deadline(slo, a.output_tokens) for a in sent), default=0.0)
-        return report.start + min(last, (self._arrivals[-1].time if self._arrivals else 0.0) + MAX_DRAIN_S)
+        if last == math.inf:
+            last = self._arrivals[-1].time + MAX_DRAIN_S
+        return report.start + last
 
     def _await(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
         while self._handles.keys() - recorder.requests.keys() and clock.now() < end:

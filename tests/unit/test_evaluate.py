@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import EvaluationError, Interrupted, evaluate
+from autotune.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate
 from autotune.score import Score, deadline, score, step_stats
+from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from autotune.workload.replay import ReplayReport
 from runtime.knobs import Knobs
@@ -17,6 +18,7 @@ from runtime.llm.engine import Engine
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 from tests.building import request_record
 from tests.fakes import count_up
 from tests.unit.paced import WORKLOAD, paced
@@ -173,3 +175,28 @@ def test_step_statistics() -> None:
     assert found.mean_ms == pytest.approx(20) and found.mean_running == 3 and found.mean_tokens == 3
     assert found.limited_by == {"demand": 0.5, "slots": 0.5}
     assert step_stats([]).steps == 0
+
+
+def test_answers_that_are_kept_for_a_minute_count_however_short_the_window() -> None:
+    """400 tokens at 90 ms take 36 s and are promised within 41: the drain lasts as long as the promise."""
+    engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+    load = parse_workload("poisson:rate=5,prompt=10,output=400")
+    found = evaluate(engine, ROOMY, load, SLO.parse("ttft=1s,tpot=100ms"), vocab_size=10, seed=0, duration=4.0)
+    assert found.met == found.offered > 10 and not found.unfinished
+
+
+def test_without_a_deadline_the_drain_is_cut_short() -> None:
+    engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+    load = parse_workload("poisson:rate=5,prompt=10,output=400")
+    found = evaluate(engine, ROOMY, load, SLO.parse("ttft=1s"), vocab_size=10, seed=0, duration=4.0)
+    assert found.unfinished == found.offered and engine.clock.now() < 4.0 + MAX_DRAIN_S + 0.1
+
+
+class Steady:
+    """Every step takes 90 ms."""
+
+    def predict(self, step: StepFeatures) -> float:
+        return 0.09
+
+
+ROOMY = Knobs(512, 0, 8192, 8192)
