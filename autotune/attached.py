@@ -22,6 +22,7 @@ from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Budgeted, Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
 from autotune.gate import Gate, TellsRates
+from autotune.silence import Silence
 from autotune.status import Status
 from autotune.steering import SteeringServer
 from autotune.verdicts import Verdicts
@@ -65,6 +66,7 @@ class Control(TellsRates):
         self._interval = interval_s
         self._lock = threading.RLock()
         self._verdicts = Verdicts()
+        self._silence = Silence(engine)
         self._promised: dict[str, SLO] = {}
         self._next = -math.inf
         self._paused = self._ended = False
@@ -94,7 +96,9 @@ class Control(TellsRates):
                 return
             try:
                 self.controller.observe_step(record)
-                if not math.isfinite(record.end):
+                if not self._silence.hear(record):
+                    if self._silence.cannot_use():
+                        self._fall_back()
                     return
                 self._wheel.now = record.end
                 # time that jumps back must not silence the controller, nor time that stands still make it busy
@@ -119,12 +123,23 @@ class Control(TellsRates):
     def budget(self, view: SchedulerView) -> int:
         if self._paused or self._ended:
             return view.knobs.token_budget
+        # a batcher asks under its own lock, in which no knob can be set; in its view nothing decodes
         try:
+            if view.decoding and self._silence.begins(view.now):
+                self._fall_back()
             return int(self.controller.budget(view))  # what is no number is this controller's fault, and told as such
         except Exception as error:
             with self._lock:
                 self._give_up(error)
             return view.knobs.token_budget
+
+    def _fall_back(self) -> None:
+        """The starting knobs, until there is a record again to go by."""
+        with self._lock:
+            if not (self._silence.told or self._paused or self._ended):
+                self._silence.told = True
+                self._wheel.now = self._silence.latest
+                self._wheel.turn(self._silence.proposal(self._wheel.start), at_once=True)
 
     def _keep_promises(self) -> None:
         """Tell the controller of the promises, if they are not those it knows: the engine's may change at any time."""
@@ -155,7 +170,7 @@ class Control(TellsRates):
 
     def _stand_alone(self) -> None:
         """A last decision: its knobs were ceilings above the budgets of single steps, and must hold without these."""
-        if not self._budgets_apply(False) or not self._wheel.turned:
+        if not self._budgets_apply(False) or not self._wheel.turned or self._silence.told:
             return
         try:
             last = self.controller.decide(self._wheel.now, self._engine.knobs, self._engine.effective_limits)
@@ -244,6 +259,7 @@ class Control(TellsRates):
                 ended=self._ended,
                 latencies_ms=self._verdicts.latencies_ms(),
                 rejections=self._verdicts.rejections(),
+                silent_s=None if self._ended else self._silence.seconds,
             )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from runtime.clock import Clock
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
@@ -32,3 +33,11 @@ class Admitting(Protocol):
     def set_admission(
         self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
     ) -> None: ...
+
+
+@runtime_checkable
+class Clocked(Protocol):
+    """An engine that shows the clock of its records."""
+
+    @property
+    def clock(self) -> Clock: ...

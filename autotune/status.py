@@ -9,11 +9,14 @@ from typing import Any
 from runtime.knobs import Knobs
 from runtime.slo import SLO, Attainment
 
+SILENT_S = 1.0  # from which on it is worth a word that no record has come
+
 
 @dataclass(frozen=True)
 class Status:
     """``attainment`` is over the latest requests that have ended, and so are ``latencies_ms``, (median, 99th percentile) of each
-    metric, and ``rejections``, how many were turned away by cause."""
+    metric, and ``rejections``, how many were turned away by cause. ``silent_s``: how long the record of a step that was begun has
+    been due, s; None while none is, as of an engine with nothing to do."""
 
     knobs: Knobs
     regime: str
@@ -24,6 +27,7 @@ class Status:
     ended: bool
     latencies_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     rejections: Mapping[str, int] = field(default_factory=dict)
+    silent_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -40,6 +44,7 @@ class Status:
                 name: {"p50": round(p50, 3), "p99": round(p99, 3)} for name, (p50, p99) in self.latencies_ms.items()
             },
             "rejections": dict(self.rejections),
+            "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
         }
 
     def __str__(self) -> str:
@@ -49,4 +54,5 @@ class Status:
         knobs = (
             f"max_batch {k.max_batch_size}, budget {k.token_budget}, chunk {k.chunk_size}, wait {k.max_wait_ms:g} ms"
         )
-        return " · ".join(part for part in (share, f"regime {self.regime}", knobs, state) if part)
+        silent = "" if (self.silent_s or 0.0) < SILENT_S else f"no usable record for {self.silent_s:.1f} s"
+        return " · ".join(part for part in (share, f"regime {self.regime}", knobs, silent, state) if part)

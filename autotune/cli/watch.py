@@ -143,6 +143,7 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from autotune.status import SILENT_S
     from autotune.timeline import timeline
     from runtime.knobs import KNOBS
 
@@ -163,6 +164,8 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     for metric, found in status["latencies_ms"].items():
         facts.add_row(metric, _latency(found, status["targets_ms"].get(metric)))
     facts.add_row("regime", Text(status["regime"]))
+    if (status["silent_s"] or 0.0) >= SILENT_S:
+        facts.add_row("silent", Text(f"no usable record for {status['silent_s']:.1f} s", style="red"))
     for spec in KNOBS:
         facts.add_row(spec.name, Text(f"{status['knobs'][spec.name]:.10g} {spec.unit}"))
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in timeline(decisions, dates=False)]

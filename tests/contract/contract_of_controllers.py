@@ -25,8 +25,11 @@ def make(name: str, slo: SLO = SLOS[0], start: Knobs = VLLM) -> Controller:
 
 def explained(attached: Control) -> None:
     """Every decision says why in one line, for a person, and brings evidence that can be stored."""
-    for decision in attached.decisions:
+    for number, decision in enumerate(attached.decisions):
         assert decision.cause and "\n" not in decision.cause, decision
         assert json.loads(decision.as_json())["evidence"] == dict(decision.evidence)
-        if decision.action in ("hold", "observe") or (decision.action == "set" and decision.evidence):
+        beginning = decision.action == "set" and not decision.regime  # by the profile, or the operator's bounds
+        if beginning:
+            assert number == 1 and attached.decisions[0].action == "attach", decision
+        elif decision.action in ("set", "hold", "observe"):
             assert decision.regime and decision.evidence, decision

@@ -11,7 +11,8 @@ import pytest
 
 import autotune.controllers
 from autotune.attach import control
-from autotune.controllers.protocol import Controller, Promised
+from autotune.controllers.predictive import PredictiveController
+from autotune.controllers.protocol import Controller, Promised, Proposal
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import StepRecord
 from runtime.slo import SLO
@@ -34,6 +35,22 @@ def test_every_controller_is_in_the_registry() -> None:
     assert all(make(name).name == name for name in ALL)
     with pytest.raises(ValueError, match="controller is 'pid'; it must be one of predictive, static"):
         control(SimulatedEngine(h200), slo=SLOS[0], controller="pid")
+
+
+@pytest.mark.parametrize("lacking", ["evidence", "regime", "cause"])
+def test_a_decision_that_does_not_explain_itself_is_found(lacking: str) -> None:
+    """The check that the other tests rely on."""
+
+    class Silent(PredictiveController):
+        def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+            return super().decide(now, knobs, limits)._replace(**{lacking: {} if lacking == "evidence" else ""})
+
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLOS[0], controller=Silent(SLOS[0], VLLM, kv_tokens=760_000)) as attached:
+        engine.play(LOAD)
+        assert any(d.action == "set" for d in attached.decisions)
+        with pytest.raises(AssertionError):
+            explained(attached)
 
 
 # -- limits and progress -------------------------------------------------------------------------------------------------

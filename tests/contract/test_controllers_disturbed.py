@@ -149,5 +149,4 @@ def test_survives(name: str, what: str, sound_first: bool) -> None:
         explained(attached)
     assert all(r.completed for r in after)
     assert attainment(after, slo).share > 0.9
-    if name != "static":  # it has one regime and says so once
-        assert attached.decisions[-1].regime != "fallback"
+    assert attached.decisions[-1].regime != "fallback"

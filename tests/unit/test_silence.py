@@ -1,0 +1,131 @@
+"""An engine whose steps are not heard of, or whose times are no numbers: the starting knobs hold, and the log says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune import save_profile
+from autotune.attach import control
+from autotune.cli.main import run
+from autotune.controllers.registry import CONTROLLERS
+from autotune.decisions import Decision
+from runtime.knobs import Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO, attainment
+from runtime.tunable import Listener
+from tests.sample_profile import sample_profile
+from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+
+PROMISE = SLO(ttft_ms=500, tpot_ms=30)
+START = Knobs(128, 0, 1024, 1024)
+
+
+class Faulty(SimulatedEngine):
+    """``fault``: what becomes of the records of steps: "" for nothing, else they are lost, or their end is no number."""
+
+    fault = ""
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        engine = self
+
+        class Heard:
+            def on_step(self, record: StepRecord) -> None:
+                if engine.fault != "lost":
+                    listener.on_step(record._replace(end=math.nan) if engine.fault else record)
+
+            def on_request(self, record: RequestRecord) -> None:
+                listener.on_request(record)
+
+        return super().subscribe(Heard())
+
+    def serve_for(self, seconds: float, rate: float = 12) -> list[RequestRecord]:
+        return self.play(poisson(rate, seconds, 1500, 150, seed=int(self.now), start=self.now))
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    save_profile(sample_profile({"balanced": START}), path)
+    return path
+
+
+@pytest.mark.parametrize("fault", ["lost", "no number"])
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_the_starting_knobs_hold_until_records_come_again(name: str, fault: str, profile: Path) -> None:
+    engine = Faulty(h200)
+    with control(engine, slo=PROMISE, profile=profile, controller=name) as attached:
+        engine.serve_for(10)
+        before, began = len(attached.decisions), engine.now
+        engine.fault = fault
+        engine.serve_for(10)
+        (said,) = list(attached.decisions)[before:]
+        assert said.regime == "fallback" and said.action in ("set", "hold") and 2 <= said.at - began < 3
+        assert "starting knobs hold" in said.cause and said.evidence["steps"] >= 8 and said.evidence["silent_s"] >= 2
+        assert ("no numbers" in said.cause) == (fault == "no number")
+        assert engine.knobs == START and attached.status().regime == "fallback"
+        engine.fault = ""
+        engine.serve_for(5)
+        assert attached.decisions[-1].regime != "fallback" and attached.status().silent_s is None
+        if name == "predictive":
+            assert attainment(engine.serve_for(10), PROMISE).share > 0.98
+
+
+def test_nothing_to_do_is_no_fault() -> None:
+    engine = Faulty(h200)
+    with control(engine, slo=PROMISE) as attached:
+        for _ in range(5):
+            engine.serve_for(2, rate=5)
+            engine.wait(3600)
+            assert attached.status().silent_s is None
+        assert not any(d.regime == "fallback" for d in attached.decisions)
+
+
+def test_nor_are_steps_of_many_seconds() -> None:
+    engine = Faulty(lambda step: 500 * h200(step))
+    with control(engine, slo=PROMISE) as attached:
+        engine.serve_for(10, rate=1)
+        assert engine.now > 60
+        assert not any("not heard of" in d.cause for d in attached.decisions)
+
+
+def unheard(decisions: list[Decision]) -> list[Decision]:
+    return [d for d in decisions if "not heard of" in d.cause]
+
+
+def test_who_watches_is_told_and_who_may_not_set_does_not() -> None:
+    engine = Faulty(h200)
+    with control(engine, slo=PROMISE, observe_only=True) as attached:
+        engine.serve_for(5)
+        engine.fault = "no number"
+        engine.serve_for(5)
+        (said,) = unheard(list(attached.decisions))
+        assert said.action == "hold" and engine.knobs == VLLM
+    engine.fault = ""
+    with control(engine, slo=PROMISE) as attached:
+        engine.serve_for(5)
+        attached.set(token_budget=700)
+        engine.fault = "no number"
+        engine.serve_for(5)
+        assert engine.knobs.token_budget == 700 and not unheard(list(attached.decisions))
+
+
+def test_how_long_it_has_been_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Faulty(h200)
+    with control(engine, slo=PROMISE, steer=True) as attached:
+        engine.serve_for(5)
+        assert run(["watch", "--once"]) == 0
+        assert "no usable record" not in capsys.readouterr().out and "no usable" not in str(attached.status())
+        engine.fault, began = "lost", engine.now
+        for due, prompt, output in poisson(12, 4, 1500, 150, seed=3, start=began):
+            engine.run_until(due)
+            engine.offer_now((due, prompt, output))
+        silent = attached.status().silent_s
+        assert silent == pytest.approx(engine.now - began, abs=0.5) and silent > 3
+        assert f"no usable record for {silent:.1f} s" in str(attached.status())
+        assert attached.status().as_dict()["silent_s"] == pytest.approx(silent, abs=1e-3)
+        assert run(["watch", "--once"]) == 0
+        assert f"silent          no usable record for {silent:.1f} s" in capsys.readouterr().out
