@@ -13,7 +13,8 @@ from autotune.controllers.batching import BatchingController
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Controller
 from autotune.controllers.registry import CONTROLLERS, OF_BATCHERS
-from autotune.cost_model import serving_knowledge
+from autotune.cost_model import serving_cost, serving_knowledge
+from autotune.expected import Expected
 from autotune.profile import Profile
 from runtime.batching.decorator import Batched
 from runtime.batching.tuning import TunableBatcher
@@ -28,6 +29,13 @@ def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
     """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
     known = serving_knowledge(profile) if isinstance(profile, Profile) else None
     return None if known is None else StepLearner.warm_start(known)
+
+
+def _expected(profile: Profile | CallableProfile | None) -> Expected | None:
+    """What compares steps with those of ``profile``; None when it knows nothing of them."""
+    if not isinstance(profile, Profile) or profile.cost_model is None:
+        return None
+    return Expected(serving_cost(profile))
 
 
 def control(
@@ -81,6 +89,7 @@ def control(
         guardrails=guardrails,
         observe_only=observe_only,
         admission=AdmissionPolicy.of(admission),
+        expected=_expected(loaded),
         interval_s=interval_s,
         log_path=log,
     )

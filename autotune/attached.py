@@ -21,11 +21,12 @@ from autotune.controllable import Controllable
 from autotune.controllers.guardrails import Guardrails
 from autotune.controllers.protocol import Budgeted, Controller, check_controller
 from autotune.decisions import Decision, DecisionLog
+from autotune.expected import Expected
 from autotune.gate import Gate, TellsRates
+from autotune.kept import Kept
 from autotune.silence import Silence
 from autotune.status import Status
 from autotune.steering import SteeringServer
-from autotune.verdicts import Verdicts
 from autotune.wheel import Wheel
 from runtime.errors import AutotuneError, EngineClosedError
 from runtime.knobs import Knobs
@@ -50,6 +51,7 @@ class Control(TellsRates):
         guardrails: Guardrails,
         observe_only: bool = False,
         admission: AdmissionPolicy | None = None,
+        expected: Expected | None = None,
         interval_s: float = 0.25,
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
@@ -59,15 +61,14 @@ class Control(TellsRates):
         check_controller(controller)
         guardrails.check(engine.limits)
         self.controller = controller
-        self.slo = slo
         self.observe_only = observe_only
         self._engine = engine
         self._gate = Gate(engine, admission)
         self._interval = interval_s
         self._lock = threading.RLock()
-        self._verdicts = Verdicts()
+        self._kept = Kept(engine, slo)
+        self._expected = expected
         self._silence = Silence(engine)
-        self._promised: dict[str, SLO] = {}
         self._next = -math.inf
         self._paused = self._ended = False
         self._steering: SteeringServer | None = None
@@ -79,13 +80,16 @@ class Control(TellsRates):
             raise
         self._wheel = Wheel(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
         engine.set_slo(slo)
-        self._keep_promises()
+        self._kept.changed()
+        self._kept.tell(controller)
         self._budgets_apply(True)
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             engine.set_step_policy(self, lease=self._lease)
             self._gate.shut(self, self._lease)
-        self._wheel.log("attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo)})
+        self._wheel.log(
+            "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._kept.as_evidence()}
+        )
         self._wheel.begin(start)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
@@ -101,9 +105,12 @@ class Control(TellsRates):
                         self._fall_back()
                     return
                 self._wheel.now = record.end
+                if self._expected is not None and (found := self._expected.observe(record)) is not None:
+                    self._wheel.log("note", found.cause, found.evidence)
                 # time that jumps back must not silence the controller, nor time that stands still make it busy
                 if record.end >= self._next or record.end < self._next - 2 * self._interval:
                     self._next = record.end + self._interval
+                    self._heed_promises()
                     if not self._paused:
                         self._decide(record.end)
             except EngineClosedError:  # it drains what it had accepted, and its knobs no longer move
@@ -114,7 +121,7 @@ class Control(TellsRates):
     def on_request(self, record: RequestRecord) -> None:
         with self._lock:
             if not self._ended:
-                self._verdicts.add(record, self._engine.slos.get(record.request_class, self.slo))
+                self._kept.add(record)
                 try:
                     self.controller.observe_request(record)
                 except Exception as error:
@@ -141,13 +148,10 @@ class Control(TellsRates):
                 self._wheel.now = self._silence.latest
                 self._wheel.turn(self._silence.proposal(self._wheel.start), at_once=True)
 
-    def _keep_promises(self) -> None:
-        """Tell the controller of the promises, if they are not those it knows: the engine's may change at any time."""
-        if (slos := dict(self._engine.slos)) != self._promised:
-            self._promised = slos
-            self.slo = slos.get("default", self.slo)
-            if (promise := getattr(self.controller, "promise", None)) is not None:
-                promise(slos or {"default": self.slo})
+    def _heed_promises(self) -> None:
+        if self._kept.changed():
+            self._kept.tell(self.controller)
+            self._wheel.log("note", "promised from now on: " + self._kept.as_text(), self._kept.as_evidence())
 
     def _give_up(self, error: Exception) -> None:
         """The controller is broken: back to the knobs it started from, and out of the way."""
@@ -157,7 +161,6 @@ class Control(TellsRates):
         self._detach("detached; the starting knobs hold")
 
     def _decide(self, now: float) -> None:
-        self._keep_promises()
         self._wheel.turn(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
 
     def _budgets_apply(self, applied: bool) -> bool:
@@ -221,6 +224,11 @@ class Control(TellsRates):
             return self._engine.knobs
 
     @property
+    def slo(self) -> SLO:
+        """What is promised to requests of no class of their own."""
+        return self._kept.default
+
+    @property
     def decisions(self) -> deque[Decision]:
         """The latest decisions, newest last; :meth:`latest` copies them while the engine runs."""
         return self._wheel.decisions.recent
@@ -250,17 +258,10 @@ class Control(TellsRates):
     def status(self) -> Status:
         with self._lock:
             return Status(
-                knobs=self._engine.knobs,
-                regime=self._wheel.regime or "learning",
-                attainment=self._verdicts.attainment(),
-                slo=self.slo,
-                paused=self._paused,
-                observe_only=self.observe_only,
-                ended=self._ended,
-                latencies_ms=self._verdicts.latencies_ms(),
-                rejections=self._verdicts.rejections(),
-                silent_s=None if self._ended else self._silence.seconds,
-            )
+                self._engine.knobs, self._wheel.regime or "learning", self._kept.all.attainment(), self.slo, self._paused,
+                self.observe_only, self._ended, self._kept.fared(), self._kept.all.rejections(),
+                None if self._ended else self._silence.seconds,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Detach. Any number of times. The knobs of its last decision stay, made to hold without budgets of single steps."""

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 class Decision(NamedTuple):
     """``at``: seconds on the engine's clock; ``wall``: seconds since 1970 when it was logged, None in replays.
 
-    ``action``: ``set`` (the knobs changed), ``hold`` (the regime changed, the knobs did not), ``observe`` (would have set), or
-    what an operator did: ``pause``, ``resume``, ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
+    ``action``: ``set`` (the knobs changed), ``hold`` (the regime changed, the knobs did not), ``observe`` (would have set),
+    ``note`` (something to know: a promise that changed, a profile that is wrong), or what an operator did: ``pause``, ``resume``,
+    ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
     """
 
     at: float

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HELP = (
     "Show what a profile found: one HTML file with every plot inside it, to open from disk or to send, and the essentials "
     "here. PROFILE is a YAML file, or the name of a shipped profile; the raw runs beside it are used if they are there. "
-    "It may also be a controller's decision log: the page then tells that run. "
-    "Exit codes: 0 written, 2 PROFILE cannot be read or --out cannot be written."
+    "Given LOG, a controller's decision log, the page tells that run. "
+    "Exit codes: 0 written, 2 PROFILE or LOG cannot be read, or --out cannot be written."
 )
 EXAMPLES = (
     "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --out page.html --json"
@@ -29,7 +29,12 @@ EXAMPLES = (
 
 def report(
     profile: Annotated[
-        str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.", show_default=False)
+        str,
+        Argument(
+            metavar="PROFILE|LOG",
+            help="A profile, by file or by its name in `autotune profiles`; or a decision log.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None, Option(help="The page to write.  (default: beside the profile, .html instead of .yaml)")
@@ -41,7 +46,7 @@ def report(
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
-    """Write the page; 2 when the file is no valid profile."""
+    """Write the page; 2 when the file is neither a valid profile nor a log."""
     from autotune.cli.display import make_console
     from autotune.profile import load_profile
     from autotune.report import gather, html

@@ -161,8 +161,12 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     if status["rejections"]:
         turned_away = ", ".join(f"{count} {cause}" for cause, count in sorted(status["rejections"].items()))
         facts.add_row("turned away", Text(f"{turned_away} of the last {status['offered']}"))
-    for metric, found in status["latencies_ms"].items():
-        facts.add_row(metric, _latency(found, status["targets_ms"].get(metric)))
+    several = len(status["classes"]) > 1
+    for name, fared in status["classes"].items():
+        if several and fared["offered"]:
+            facts.add_row(name, Text(f"{fared['in_slo']:.1%} of {fared['offered']} within {fared['slo']}"))
+        for metric, found in fared["latencies_ms"].items():
+            facts.add_row(f"{name} {metric}" if several else metric, _latency(found, fared["targets_ms"].get(metric)))
     facts.add_row("regime", Text(status["regime"]))
     if (status["silent_s"] or 0.0) >= SILENT_S:
         facts.add_row("silent", Text(f"no usable record for {status['silent_s']:.1f} s", style="red"))

@@ -274,6 +274,7 @@ class PredictiveController:
             "bias": round(self.bias, 4),
             "margin": round(self.margin.value, 4),
             "trim": round(self.trim, 4),
+            "changes": self._belief.changes,
             "decodes": self._traffic.decodes.quantile(0.5),
             "context": round(self._traffic.contexts.mean, 1),
             "prompt": round(self._traffic.prompts.mean, 1),

@@ -33,3 +33,5 @@ def explained(attached: Control) -> None:
             assert number == 1 and attached.decisions[0].action == "attach", decision
         elif decision.action in ("set", "hold", "observe"):
             assert decision.regime and decision.evidence, decision
+        elif decision.action == "note":
+            assert decision.evidence, decision

@@ -213,12 +213,15 @@ def test_status_is_a_line_and_data() -> None:
         line, data = str(attached.status()), attached.status().as_dict()
         assert "in SLO" in line and "regime" in line and json.dumps(data)
         assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)
-        assert data["targets_ms"] == {n: ms for n, ms in SLO_.targets_ms.items() if ms is not None}
-        for name, found in data["latencies_ms"].items():
+        assert set(data["classes"]) == {"default"}
+        fared = data["classes"]["default"]
+        assert (fared["in_slo"], fared["offered"], fared["slo"]) == (data["in_slo"], data["offered"], data["slo"])
+        assert fared["targets_ms"] == {n: ms for n, ms in SLO_.targets_ms.items() if ms is not None}
+        for name, found in fared["latencies_ms"].items():
             seen = [getattr(r, name) for r in engine.records if name != "itl" and getattr(r, name) is not None]
             assert found["p50"] == pytest.approx(1e3 * percentile(seen, 50), abs=1e-3)
             assert found["p99"] == pytest.approx(1e3 * percentile(seen, 99), abs=1e-3)
-        assert set(data["latencies_ms"]) == {"ttft", "tpot", "e2e"}
+        assert set(fared["latencies_ms"]) == {"ttft", "tpot", "e2e"}
 
 
 def test_a_promise_changed_on_the_engine_is_the_controllers_from_then_on() -> None:

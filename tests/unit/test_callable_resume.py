@@ -32,7 +32,7 @@ def embed(texts):
     time.sleep(0.002 + 0.0002 * len(texts))
     with open("calls.log", "a") as log:
         log.write(f"{'calibrating' if calibrating else 'serving'}\\n")
-    if Path("deadly").exists() and Path("embed.journal").read_text().count('"lateness_p99_ms"') >= 2:
+    if Path("deadly").exists() and Path("embed.journal").read_text().count('"lateness_p99_ms"') >= 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return [len(t) for t in texts]
 """
@@ -53,14 +53,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_killed_while_it_measures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "deadly").touch()
+    (folder / "deadly").touch()  # after its first measurement: the first round is made however long it takes, and has a second
     done = subprocess.run(
         [sys.executable, "-m", "autotune.cli.main", *ARGUMENTS], capture_output=True, text=True, timeout=240, cwd=folder
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (folder / "embed.yaml").exists()
     kept = measured(folder / "embed.journal")
-    assert len(kept) == len(set(kept)) and sum(key.startswith("run/") for key in kept) == 2
+    assert len(kept) == len(set(kept)) and sum(key.startswith("run/") for key in kept) == 1
 
     (folder / "deadly").unlink()
     (folder / "calls.log").write_text("")
@@ -78,8 +78,9 @@ def test_killed_while_it_measures(
     assert "going on with the study of an earlier run" in capsys.readouterr().out
     assert set((folder / "calls.log").read_text().split()) == {"serving"}, "nothing is calibrated again"
     both = [point for point in made.points if point.source == "measured"]
-    assert all(len(point.seeds) == 2 for point in both)
-    assert len(runs) == 1 + 2 * len(both) - 2, "one run that nobody sees, and those that were missing"
+    seeds = sum(len(point.seeds) for point in both)
+    assert len(both) > 1 and len(both) <= seeds <= 2 * len(both), "two each where there was time"
+    assert len(runs) == 1 + seeds - 1, "one run that nobody sees, and those that were missing"
     assert made.simulated > len(made.points)
     assert sorted(path.name for path in folder.glob("embed.*")) == ["embed.yaml"], "done: the next run begins anew"
 

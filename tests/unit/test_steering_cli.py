@@ -112,7 +112,7 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
     for spec in KNOBS:
         assert f"{engine.knobs.as_dict()[spec.name]:.10g} {spec.unit}" in shown
     assert "→" in shown and "demand" in shown
-    status = attached.status().as_dict()
+    status = attached.status().as_dict()["classes"]["default"]
     for name, target in status["targets_ms"].items():
         assert f"p50 {status['latencies_ms'][name]['p50']:.4g} ms" in shown and f"target {target:g} ms" in shown
     assert "turned away" not in shown

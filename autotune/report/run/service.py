@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
 from autotune.report.run.story import Run
 from autotune.report.section import Section, Table, absent
 from autotune.report.wording import number, percent
 from runtime.records import FinishReason, RequestRecord, percentile
-from runtime.slo import attainment
+from runtime.slo import METRICS
 
 _BINS = 60
 _SHORTEST_S = 1.0
@@ -19,40 +20,60 @@ _SHORTEST_S = 1.0
 def kept(run: Run) -> Section:
     """Share of promises kept, by when requests came."""
     key, topic = "service", "Promises kept"
-    if not run.records or run.slo is None:
+    if not run.records or not run.promises:
         return absent(key, topic, run.lacking[-1] if run.lacking else "The log does not say what was promised.")
-    slo = run.slo
-    whole = attainment(run.records, slo)
-    bins = [(at, found) for at, some in binned(run) if (found := attainment(some, slo)).offered]
+    whole = run.judged(run.records)
+    bins = [(at, found) for at, some in binned(run) if (found := run.judged(some)).offered]
     x = [at for at, _ in bins]
     data: list[Trace] = [
         _band(x, [100 * f.low for _, f in bins], [100 * f.high for _, f in bins]),
         line(x, [100 * f.share for _, f in bins], colour="@accent"),
     ]
-    promised = 100 * slo.attainment
+    shares = {100 * slo.attainment for promised in run.promises for slo in promised.slos.values()}
     y = axis("% of requests", range=[-2, 103], ticksuffix="%")
-    labels = [Label(x[-1], promised, f"promised {promised:g}%", "@target")]
+    labels = [Label(x[-1], share, f"promised {share:g}%", "@target") for share in sorted(shares)]
     plot = Plot(
         "kept",
         "Requests within every target, by when they came",
         f"{percent(whole.share)} of {whole.offered} requests kept the SLO.",
-        [View("", data, layout(axis("s"), y, shapes=[rule(y=promised)]), labels)],
+        [View("", data, layout(axis("s"), y, shapes=[rule(y=share) for share in sorted(shares)]), labels)],
     )
     seconds = max(run.end - run.start, 1e-9)
-    title = f"{percent(whole.share)} of {whole.offered} requests within {slo}: {number(whole.met / seconds)} a second"
+    what = str(run.slo) if run.slo is not None else "what its class was promised when it came"
+    title = f"{percent(whole.share)} of {whole.offered} requests within {what}: {number(whole.met / seconds)} a second"
     missed = [[name, str(count)] for name, count in Counter(whole.violations).most_common()]
     tables = (Table(("target missed", "requests"), missed, numeric=frozenset({1})),) if missed else ()
+    if run.slo is None:
+        tables = (_by_promise(run), *tables)
     return Section(key, topic, title, "The band is the 95% Wilson interval of each stretch of time.", (plot,), tables)
 
 
+def _by_promise(run: Run) -> Table:
+    """A row for each promise that a class had."""
+    rows = []
+    starts = [promised.at for promised in run.promises]
+    for name in run.classes:
+        for begin, end in zip(starts, [*starts[1:], inf], strict=True):
+            some = [r for r in run.records if run.class_of(r) == name and begin <= r.arrival < end]
+            if found := run.judged(some) if some else None:
+                since = number(begin - run.start)
+                rows.append([name, since, str(run.promise_to(name, begin)), str(found.offered), percent(found.share)])
+    return Table(("class", "from s", "promise", "requests", "kept"), rows, numeric=frozenset({1, 3, 4}))
+
+
 def latencies(run: Run) -> Section:
-    """Median and 99th percentile of each promised metric, by when requests came."""
+    """Median and 99th percentile of each promised metric of each class, by when requests came."""
     key, topic = "latency", "Latencies"
-    promised = [] if run.slo is None else [(n, ms) for n, ms in run.slo.targets_ms.items() if ms is not None]
-    plots = tuple(made for name, ms in promised if (made := _latency(run, name, ms)) is not None)
+    classes = run.classes
+    plots = [
+        made
+        for index, name in enumerate(classes)
+        for metric in METRICS
+        if (made := _latency(run, name, metric, None if len(classes) == 1 else index)) is not None
+    ]
     if not plots:
         return absent(key, topic, "No request that was kept on record has the latencies that were promised.")
-    return Section(key, topic, "Latencies against what was promised", "Of requests that completed.", plots)
+    return Section(key, topic, "Latencies against what was promised", "Of requests that completed.", tuple(plots))
 
 
 def turned_away(run: Run) -> Section:
@@ -91,30 +112,48 @@ def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
         yield (index + 0.5) * width, bins[index]
 
 
-def _latency(run: Run, name: str, target: float) -> Plot | None:
+def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot | None:
+    """``index``: of the class among several; None if it is alone."""
+    target = _target(run, request_class, name)
     x: list[float] = []
     middle: list[float] = []
     high: list[float] = []
     for at, some in binned(run):
-        values = [1e3 * v for r in some if r.completed and (v := _value(r, name)) is not None]
+        mine = [r for r in some if r.completed and run.class_of(r) == request_class]
+        values = [1e3 * v for r in mine if (v := _value(r, name)) is not None]
         low_, high_ = percentile(values, 50), percentile(values, 99)
         if low_ is not None and high_ is not None and low_ > 0:
             x.append(at)
             middle.append(low_)
             high.append(high_)
-    if not x:
+    promised = [ms for _, ms in target if ms is not None]
+    if not x or not promised:
         return None
     data = [line(x, middle, colour="@accent"), line(x, high, colour="@faint")]
+    data.append(
+        line([at for at, _ in target], [ms for _, ms in target], colour="@target", width=1.5, line={"dash": "dot"})
+    )
     labels = [
         Label(x[-1], middle[-1], "median", "@accent"),
         Label(x[-1], high[-1], "p99", "@muted"),
-        Label(x[0], target, f"target {target:g} ms", "@target"),
+        Label(x[0], promised[0], f"target {promised[0]:g} ms", "@target"),
     ]
-    y = log_axis(f"{name} (ms)", [*middle, *high, target])
-    summary = f"{name}: median {number(middle[-1])} ms and p99 {number(high[-1])} ms at the end, target {target:g} ms."
-    return Plot(
-        f"over-{name}", name.upper(), summary, [View("", data, layout(axis("s"), y, shapes=[rule(y=target)]), labels)]
-    )
+    y = log_axis(f"{name} (ms)", [*middle, *high, *promised])
+    ends = f"median {number(middle[-1])} ms and p99 {number(high[-1])} ms at the end, target {promised[-1]:g} ms."
+    title = name.upper() if index is None else f"{name.upper()} of class {request_class}"
+    key = f"over-{name}" if index is None else f"over-{name}-{index}"
+    return Plot(key, title, f"{title}: {ends}", [View("", data, layout(axis("s"), y), labels)])
+
+
+def _target(run: Run, request_class: str, name: str) -> list[tuple[float, float | None]]:
+    """The line of a target over time: (seconds since the attachment, ms), None where there was none."""
+    points: list[tuple[float, float | None]] = []
+    starts = [promised.at for promised in run.promises]
+    for begin, end in zip(starts, [*starts[1:], run.end], strict=True):
+        slo = run.promise_to(request_class, begin)
+        ms = None if slo is None else slo.targets_ms[name]
+        points += [(begin - run.start, ms), (end - run.start, ms)]
+    return points
 
 
 def _value(record: RequestRecord, name: str) -> float | None:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from autotune.decisions import Decision, read_decisions
 from runtime.errors import InputError
 from runtime.records import RequestRecord
 from runtime.serving.record_log import read_records
-from runtime.slo import SLO
+from runtime.slo import SLO, Attainment, attainment
+
+
+class Promised(NamedTuple):
+    """What each class is promised from ``at`` (engine's clock, s) on; ``default`` is for classes not named."""
+
+    at: float
+    slos: Mapping[str, SLO]
 
 
 @dataclass(frozen=True)
 class Run:
-    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``slo`` as it was at first;
-    ``lacking``:
-    what is not here, in sentences."""
+    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``promises``, oldest first, as the log
+    tells them (none in a log that does not); ``lacking``: what is not here, in sentences."""
 
     name: str
     decisions: tuple[Decision, ...]
     records: tuple[RequestRecord, ...]
-    slo: SLO | None
+    promises: tuple[Promised, ...]
     lacking: tuple[str, ...]
 
     @property
@@ -34,6 +44,42 @@ class Run:
     def end(self) -> float:
         """Of what is known of it, on the engine's clock."""
         return max(self.decisions[-1].at, max((r.finished for r in self.records), default=self.start))
+
+    @property
+    def slo(self) -> SLO | None:
+        """The one promise there was; None if there were several, or none is known."""
+        every = {slo for promised in self.promises for slo in promised.slos.values()}
+        return every.pop() if len(every) == 1 else None
+
+    @property
+    def classes(self) -> list[str]:
+        """Those with a promise of their own that sent requests, by name."""
+        return sorted({self.class_of(record) for record in self.records})
+
+    def class_of(self, record: RequestRecord) -> str:
+        """The name under which the promise to ``record`` goes."""
+        return record.request_class if record.request_class in self._promised(record.arrival) else "default"
+
+    def promise_to(self, name: str, at: float) -> SLO | None:
+        """What requests of the class ``name`` that come at ``at`` (engine's clock) are promised."""
+        return self._promised(at).get(name)
+
+    def judged(self, records: Iterable[RequestRecord]) -> Attainment:
+        """Of ``records``, each by what its class was promised when it came."""
+        by_promise: dict[int, list[RequestRecord]] = {}
+        for record in records:
+            by_promise.setdefault(self._period(record.arrival), []).append(record)
+        parts = [attainment(some, self.promises[i].slos) for i, some in by_promise.items()]
+        violations = sum((Counter(part.violations) for part in parts), Counter[str]())
+        return Attainment(
+            sum(p.met for p in parts), sum(p.offered for p in parts), sum(p.cancelled for p in parts), violations
+        )
+
+    def _promised(self, at: float) -> Mapping[str, SLO]:
+        return self.promises[self._period(at)].slos if self.promises else {}
+
+    def _period(self, at: float) -> int:
+        return max(0, bisect_right([promised.at for promised in self.promises], at) - 1)
 
     @property
     def day(self) -> str:
@@ -54,8 +100,7 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     lacking = (
         [] if first == 0 else [f"The log holds earlier runs as well; this is the last, from decision {first + 1} on."]
     )
-    told = decisions[0].evidence.get("slo")
-    slo = SLO.parse(told) if isinstance(told, str) else None
+    promises = tuple(Promised(d.at, slos) for d in decisions if (slos := _slos(d, log)))
     kept: tuple[RequestRecord, ...] = ()
     if records is None:
         lacking.append("Without --records only decisions are known, and not how the requests fared.")
@@ -63,7 +108,16 @@ def read_run(log: Path, records: Path | None = None) -> Run:
         kept = tuple(r for r in _read(records) if r.arrival >= decisions[0].at)
         if not kept:
             lacking.append(f"{records.name} holds no request that came after the controller was attached.")
-    return Run(log.name, decisions, kept, slo, tuple(lacking))
+    return Run(log.name, decisions, kept, promises, tuple(lacking))
+
+
+def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
+    """The promises that a decision tells of, by class; empty if of none."""
+    told = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
+    try:
+        return {name: SLO.of(text) for name, text in told.items()}
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{log}: the promises of the {decision.action} at {decision.at:g} s: {error}") from None
 
 
 def _read(path: Path) -> list[RequestRecord]:

@@ -1,0 +1,80 @@
+"""What steps take, compared with what the profile that a controller began with says of them.
+
+A controller outgrows a wrong profile by itself; this is for the operator, who should know that it is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from runtime.records import StepRecord, percentile
+from runtime.step_model import StepFeatures, StepModel
+
+_STEPS = 24  # that are judged together
+_RARELY = 8  # of which only each so many-th is looked at after the first, so that it costs nothing
+_OFF = 1.5  # factor by which the middle step may differ
+_APART = 3.0  # factor between the 10% and the 90% step from which on the profile's shape is wrong
+_NEWS = 1.5  # factor by which what was said last must have changed
+
+
+class Finding(NamedTuple):
+    """One sentence, and the figures behind it."""
+
+    cause: str
+    evidence: Mapping[str, float]
+
+
+class Expected:
+    """``model`` is the profile's. :meth:`observe` answers when there is something new to say, and is done once the profile was
+    found wrong in a way that no speed of the machine explains."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self._ratios: list[float] = []
+        self._seen = 0
+        self._said = 1.0  # times what the profile says, as last told
+        self._apart = 0  # judgements in a row that no one speed explains
+        self._over = False  # no speed makes the profile right, and that has been told
+
+    def observe(self, record: StepRecord) -> Finding | None:
+        self._seen += 1
+        if self._over or (self._seen > _STEPS and self._seen % _RARELY):
+            return None
+        step = StepFeatures(
+            record.decodes,
+            record.decode_context,
+            record.prefill_tokens,
+            record.prefill_context,
+            record.prefill_attention,
+        )
+        predicted, seconds = self._model.predict(step), record.duration
+        if record.failed or not (0 < seconds < math.inf and 0 < predicted < math.inf):
+            return None
+        self._ratios.append(seconds / predicted)
+        if len(self._ratios) < _STEPS:
+            return None
+        low, middle, high = (percentile(self._ratios, q) or 1.0 for q in (10, 50, 90))
+        self._ratios.clear()
+        return self._told(low, middle, high)
+
+    def _told(self, low: float, middle: float, high: float) -> Finding | None:
+        speed = middle if not 1 / _OFF < middle < _OFF else 1.0
+        self._apart = self._apart + 1 if high / low > _APART else 0
+        self._over = self._apart > 1  # one may have begun before a change of speed and ended after it
+        if self._over:
+            cause = f"steps take {_times(low)} to {_times(high)} times what the profile says, by what they hold"
+        elif self._apart or 1 / _NEWS < speed / self._said < _NEWS:
+            return None
+        elif speed == 1:
+            cause = "steps take about what the profile says"
+        else:
+            cause = f"steps take {_times(middle)} times what the profile says"
+        self._said = speed
+        ratios = {"ratio_p10": low, "ratio_p50": middle, "ratio_p90": high}
+        return Finding(cause, {"steps": self._seen, **{name: round(ratio, 3) for name, ratio in ratios.items()}})
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"
