@@ -171,6 +171,7 @@ class PredictiveController:
         most = min(
             max(1, self._most), max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))
         )  # beyond what was seen the model only guesses
+        most = max(1, int(min(most, self._belief.slow.room)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised

@@ -52,7 +52,7 @@ class StepBudget:
     def budget(self, view: SchedulerView, *, held: bool) -> int:
         """Tokens that the coming step may hold; all that the knobs allow unless ``held``."""
         top = view.knobs.token_budget
-        if not (held and view.decoding and self.model.ready):
+        if not (held and view.decoding and self.model.ready) or self._belief.slow.slow(view.decoding):
             self._granted = view, math.inf
             return top
         pace = self._pace(view)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 
 from autotune.controllers.quantile import OnlineQuantile
+from autotune.controllers.slow_bands import SlowBands
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
 
@@ -36,6 +37,7 @@ class TrustedModel:
         self.bias = _RESERVE[0]
         self.trusted = True
         self.steps = 0
+        self.slow = SlowBands()
         self._wrong = 0.0  # decaying share of wrong predictions
         self._untrusted = 0  # steps since it was
         self._sums = [0.0, 0.0]  # that steps have become longer, and shorter
@@ -61,6 +63,9 @@ class TrustedModel:
             predicted = self.model.predict(step)
             if predicted > 0:
                 ratio = seconds / predicted
+                if self.slow.saw(record.decodes, ratio) and record.decodes:  # a cliff: the model is right about the rest
+                    self.steps += 1
+                    return True
                 self.margin.add(ratio)
                 self._watch(ratio)
                 # a stall speaks as loud as a step four times too long, no louder
@@ -71,6 +76,7 @@ class TrustedModel:
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % _RELEARN == 0:
             self.model = StepLearner(warm_up=0)
+            self.slow.clear()
         self.model.observe(step, seconds, predicted)
         self.steps += 1
         return True
@@ -87,6 +93,7 @@ class TrustedModel:
         middle = sorted(self._latest)[_LATEST // 2]
         if abs(math.log(middle)) > _CHANGED:  # else it was a stall or two
             self.model.rescale(middle)
+            self.slow.rescaled(middle)
             self.bias = _RESERVE[0]
             self.changes += 1
             self._latest.clear()

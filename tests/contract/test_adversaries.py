@@ -142,17 +142,47 @@ def test_records_that_are_lost_or_out_of_order_all_the_time() -> None:
     assert shares[1] > shares[0] - 0.02 and shares[1] > kept(SimulatedEngine(h200).play(load))
 
 
-def test_a_region_ten_times_slower_that_no_model_explains() -> None:
-    """Steps of 48 to 63 decodes take ten times as long: a graph that was never captured, say."""
+class InRegion:
+    """Counts the steps in the slow region."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps += 48 <= record.decodes < 64
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rate", [18, 20, 22])
+def test_a_region_ten_times_slower_that_no_model_explains(rate: float) -> None:
+    """Steps of 48 to 63 decodes take ten times as long: a graph that was never captured, say. The loads run into it."""
 
     def hidden(step: StepFeatures) -> float:
         return h200(step) * (10 if 48 <= step.decodes < 64 else 1)
 
-    load = poisson(14, 30, 800, 250, seed=8)
-    engine = SimulatedEngine(hidden)
-    with controlled(engine):
-        ours = kept(engine.play(load))
-    assert ours >= kept(SimulatedEngine(hidden).play(load))
+    ours, alone = [], []
+    for seed in (8, 9):
+        load = poisson(rate, 30, 800, 250, seed=seed)
+        engine, met = SimulatedEngine(hidden), InRegion()
+        engine.subscribe(met)
+        with controlled(engine) as attached:
+            ours.append(kept(engine.play(load)))
+        assert met.steps and engine.knobs.max_batch_size == 47 and attached.status().regime != "fallback"
+        alone.append(kept(SimulatedEngine(hidden).play(load)))
+        assert ours[-1] > alone[-1]
+    assert sum(ours) > sum(alone) + 0.25
+
+
+@pytest.mark.parametrize("times", [3.0, 5.0])
+def test_a_machine_that_becomes_slower_as_a_whole_is_no_slow_region(times: float) -> None:
+    engine = SimulatedEngine(h200)
+    plain = engine.formula.hardware
+    engine.formula.hardware = lambda step: plain(step) * (times if 10 < engine.now < 25 else 1)
+    with controlled(engine) as attached:
+        assert kept(engine.play(poisson(5, 40, 800, 250, seed=8))) > 0.99
+    assert engine.knobs.max_batch_size >= 64 and attached.status().regime != "fallback"
 
 
 def test_a_pool_too_small_for_one_prompt_and_one_that_holds_just_one() -> None:
