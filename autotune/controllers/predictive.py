@@ -4,14 +4,15 @@ Formula. With t(D, C, P) the learned time of a step of D decodes reading C token
 actual/predicted and τ the TPOT target:
 
 - per step: :mod:`autotune.controllers.step_budget`;
-- ``max_batch_size``: the largest D with b·t(D, D·c̄, 0) ≤ τ (c̄: mean context), and no more than the KV pool holds. What D
-  decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
+- ``max_batch_size``: the largest D with b·t(D, D·c̄, 0) ≤ τ (c̄: mean context), no more than the KV pool holds, than
+  four times the decodes ever seen (at least 64), or than stay below a slow region (:mod:`autotune.controllers.slow_bands`). What
+  D decodes leave of τ is shared out by the budget, step by step; slots that leave room for prompts in advance would hold back the
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
 - ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
   budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
   fits τ, or what carries the load (:mod:`autotune.controllers.full_step`);
-- ``chunk_size``: the whole budget, or with per-step ones a quarter of it when prompts are mixed (p95 > 4 × median), so that a
-  long prompt leaves room for short ones;
+- ``chunk_size``: the whole budget, or part of it where some class's long prompts may come late and another's short ones may
+  not (:mod:`autotune.controllers.chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
@@ -23,9 +24,9 @@ Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`autotune.con
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
-Failure mode: a step time that depends on something the model cannot see (another process, a slow region). Both ratios
-widen first; then the fallback takes over, and the model is learned anew until it is right again. Source: DESIGN "What the
-controller must know"; the step model in :mod:`runtime.step_model`.
+Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
+left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
+DESIGN "What the controller must know"; the step model in :mod:`runtime.step_model`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
+_LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 
 
@@ -79,6 +81,7 @@ class PredictiveController:
         self._ceiling = 0  # token_budget as of the last decision
         self._beyond = False  # whether steps exceed the pace so as to carry the load
         self._full = 8192  # tokens of a step that keeps the pace, as of the last decision
+        self._decided = math.inf  # when it last did
 
     @property
     def model(self) -> StepLearner:
@@ -148,7 +151,9 @@ class PredictiveController:
         return self._steps.prompts_abreast
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now  # nothing here depends on the time of day, only on what was seen
+        if self._traffic.idle():
+            self._trim.rest(min(max(0.0, now - self._decided), _LONG_S))
+        self._decided = now
         evidence = self._evidence()
         if not self._belief.trusted:
             held = limits.clamp(self._vouched or self.start)

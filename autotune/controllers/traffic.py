@@ -20,7 +20,6 @@ class Traffic:
         self.slots_bound = 0.0  # that max_batch_size limited,
         self.tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
         self._tokens = self._reads = self._pairs = 0.0  # decaying sums over steps with prompts
-        self._mixed = False
         self._idle = True
 
     def step(self, record: StepRecord, ceiling: int) -> None:
@@ -35,7 +34,6 @@ class Traffic:
             self.contexts.add(record.decode_context / record.decodes)
             if not record.prefill_tokens:
                 self._decode_times.add(record.duration)
-
         if record.prefill_tokens:
             self._tokens += record.prefill_tokens - 0.02 * self._tokens
             self._reads += record.prefill_context - 0.02 * self._reads
@@ -56,14 +54,7 @@ class Traffic:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
         self.outputs.add(record.output_tokens)
 
-    # both with a gap between on and off: a value that hovers at a threshold must not turn a knob at every decision
-
-    def mixed(self) -> bool:
-        """Whether prompts differ much in length."""
-        self._mixed = self.prompts.quantile(0.95) > (3 if self._mixed else 4) * max(1.0, self.prompts.quantile(0.5))
-        return self._mixed
-
     def idle(self) -> bool:
-        """Whether demand is what limits."""
+        """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
         self._idle = self.bound < (0.1 if self._idle else 0.01)
         return self._idle

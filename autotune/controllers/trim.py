@@ -9,12 +9,16 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
 - either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a twentieth with budgets and a
   hundredth without, where a step at the pace is one at the limit.
 
+While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
 k stays in 0.6 to 4. Failure mode: a pace that cannot be had whatever the setting. Then it sinks to its bound, which costs what
 a step of 0.6 of the target costs in throughput, and no more.
 """
 
 from __future__ import annotations
 
+import math
+
+_REST_S = 10.0
 _RATE = 0.02
 _LEAST, _MOST = 0.6, 4.0
 
@@ -30,6 +34,11 @@ class Trim:
     def clear(self) -> None:
         """What an old promise had taught is no longer so."""
         self.value = 1.0
+
+    def rest(self, seconds: float) -> None:
+        """So long nothing but demand has been the limit."""
+        if self.value > 1:
+            self.value = 1 + (self.value - 1) * math.exp(-seconds / _REST_S)
 
     def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""

@@ -63,7 +63,9 @@ class TrustedModel:
             predicted = self.model.predict(step)
             if predicted > 0:
                 ratio = seconds / predicted
-                if self.slow.saw(record.decodes, ratio) and record.decodes:  # a cliff: the model is right about the rest
+                if (
+                    self.slow.saw(record.decodes, ratio) and record.decodes
+                ):  # a cliff: the model is right about the rest
                     self.steps += 1
                     return True
                 self.margin.add(ratio)

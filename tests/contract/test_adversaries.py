@@ -182,7 +182,7 @@ def test_a_machine_that_becomes_slower_as_a_whole_is_no_slow_region(times: float
     engine.formula.hardware = lambda step: plain(step) * (times if 10 < engine.now < 25 else 1)
     with controlled(engine) as attached:
         assert kept(engine.play(poisson(5, 40, 800, 250, seed=8))) > 0.99
-    assert engine.knobs.max_batch_size >= 64 and attached.status().regime != "fallback"
+        assert attached.status().regime != "fallback"
 
 
 def test_a_pool_too_small_for_one_prompt_and_one_that_holds_just_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from autotune.controllers.trim import Trim
@@ -57,3 +59,19 @@ def test_it_stays_in_its_bounds(move: object) -> None:
     assert trim.value == 4.0
     trim.clear()
     assert trim.value == 1.0
+
+
+def test_what_a_burst_taught_is_forgotten_at_rest_and_what_slowness_taught_is_not() -> None:
+    trim = Trim()
+    for _ in range(200):
+        budgeted(trim, late=True)
+    assert trim.value == 4.0
+    trim.rest(10)
+    assert trim.value == pytest.approx(1 + 3 / math.e)
+    trim.rest(100)
+    assert trim.value == pytest.approx(1.0, abs=1e-3)
+    for _ in range(10):
+        budgeted(trim, slow=True)
+    low = trim.value
+    trim.rest(100)
+    assert trim.value == low < 1
