@@ -53,7 +53,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_killed_while_it_measures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "deadly").touch()  # after its first measurement: the first round is made however long it takes, and has a second
+    # after its first measurement: the first round is made however long it takes, and has a second
+    (folder / "deadly").touch()
     done = subprocess.run(
         [sys.executable, "-m", "autotune.cli.main", *ARGUMENTS], capture_output=True, text=True, timeout=240, cwd=folder
     )

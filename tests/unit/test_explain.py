@@ -110,7 +110,7 @@ def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     engine, path = SimulatedEngine(h200), tmp_path / "run.jsonl"
     with control(engine, slo=SLO(ttft_ms=500, tpot_ms=30), log=path) as attached:
         engine.play(poisson(15, 10, 1000, 200, seed=1))
-        changes = sum(len(d.changes) for d in attached.decisions)
+    changes = sum(len(d.changes) for d in attached.decisions)  # with the last one, made as it left
     assert run(["explain", str(path)]) == 0
     told = capsys.readouterr().out
     assert told.count("→") - told.partition("changes ")[2].count("→") == changes > 0
