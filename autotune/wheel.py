@@ -44,6 +44,7 @@ class Wheel:
         self.decisions = decisions
         self.now = now
         self.regime = ""
+        self._unmet = ""
         self.start = self._before
         self.turned = False
 
@@ -61,15 +62,15 @@ class Wheel:
         engine, current = self._engine, self._engine.knobs
         rails = self._at_once if at_once else self._guardrails
         wanted = rails.apply(proposal.knobs, current, engine.effective_limits)
-        new_regime = proposal.regime != self.regime
-        self.regime = proposal.regime
+        news = (proposal.regime, proposal.unmet) != (self.regime, self._unmet)
+        self.regime, self._unmet = proposal.regime, proposal.unmet
         if wanted != current and not self._observe_only:
             engine.set_knobs(wanted, lease=self._lease)
             self.turned = True
             self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
         elif self._observe_only and wanted != current and wanted != self._last:
             self.log("observe", proposal.cause, proposal.evidence, old=current, new=wanted)
-        elif new_regime:
+        elif news:
             self.log("hold", proposal.cause, proposal.evidence)
         self._last = wanted
 

@@ -19,6 +19,7 @@ class SchedulerView(NamedTuple):
     tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
     and not yet computed; ``going_on``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
+    ``dues``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due under it.
     """
 
     now: float
@@ -38,6 +39,7 @@ class SchedulerView(NamedTuple):
     effective_limits: KnobLimits
     pace: float = inf
     going_on: tuple[tuple[int, int], ...] = ()
+    dues: tuple[tuple[float, float], ...] = ()
 
     @property
     def running(self) -> int:

@@ -16,11 +16,13 @@ actual/predicted and τ the TPOT target:
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
-raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (one sequence alone is slower than τ: throughput
-is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for
-hold, those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know).
+raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`autotune.controllers.impossible`: no class
+served can have all that it was promised; what it can still have of it bounds steps as ever, and where nothing does, throughput
+is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for hold,
+those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know). A class that
+cannot have it beside others that can is named in the cause, and nothing goes by it.
 
-Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`autotune.controllers.trim`).
+Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`autotune.controllers.trim`), but for those that nothing keeps.
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
@@ -38,6 +40,7 @@ from autotune.controllers.chunks import Chunks
 from autotune.controllers.demand import Demand
 from autotune.controllers.full_step import full_step
 from autotune.controllers.galloping import largest
+from autotune.controllers.impossible import Impossible
 from autotune.controllers.promises import Promises
 from autotune.controllers.protocol import Proposal
 from autotune.controllers.quantile import OnlineQuantile
@@ -73,6 +76,7 @@ class PredictiveController:
         self._demand = Demand()
         self._chunks = Chunks()
         self._promises = Promises({"default": slo})
+        self._impossible = Impossible(self._promises, self._traffic)
         self._steps = StepBudget(self._belief, self._traffic, self._promises, self._trim)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
@@ -118,18 +122,19 @@ class PredictiveController:
             self._demand.step(record)
 
     def observe_request(self, record: RequestRecord) -> None:
-        self._promises.saw(record.request_class)
+        self._promises.saw(record.request_class, record.output_tokens if record.completed else None)
+        self._impossible.saw(record)
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
             return
         self._traffic.request(record)
         self._chunks.saw(self._promises.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
-        slo = self._promises.of(record.request_class)
-        if slo is None or slo.tpot_ms is None or record.tpot is None or self.regime == "infeasible":
+        slo, asked = self._promises.of(record.request_class), self._promises.targets(record.request_class)
+        if slo is None or asked is None or asked.tpot == math.inf or record.tpot is None:
             return
-        slow = 1e3 * record.tpot > slo.tpot_ms and not self._beyond  # steps beyond the pace are so on purpose
-        late = slo.ttft_ms is not None and record.ttft is not None and 1e3 * record.ttft > slo.ttft_ms
+        slow = self._promises.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
+        late = record.ttft is not None and 1e3 * record.ttft > asked.ttft
         loaded = self._traffic.bound > 0.1
         if self._budgeted:
             self._trim.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment)
@@ -138,7 +143,7 @@ class PredictiveController:
             self._trim.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
 
     def budget(self, view: SchedulerView) -> int:
-        return self._steps.budget(view, held=self.regime != "infeasible")
+        return self._steps.budget(view, held=self.regime != "infeasible" or self.target < math.inf)
 
     @property
     def prefill_rate(self) -> float:
@@ -159,13 +164,14 @@ class PredictiveController:
             held = limits.clamp(self._vouched or self.start)
             what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
             return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
-        if self.model.ready and (cause := self._impossible()):
+        if self.model.ready and self._impossible.judge(lambda: self._alone(1), self._first):
+            self._trim.clear()  # it was taught by promises that steps no longer go by, or did not yet
+        if self.model.ready and self._promises.all_lost and self.target == math.inf:
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
-            return self._propose("infeasible", opened, evidence, cause)
+            return self._propose("infeasible", opened, evidence, "")
         if not self.model.ready or (self._budgeted and len(self._traffic.outputs) < 4):
-            return self._propose(
-                "learning", limits.clamp(knobs), evidence, f"{self.model.samples} steps seen: too few to judge"
-            )
+            seen = f"{self.model.samples} steps seen: too few to judge"
+            return self._propose("learning", limits.clamp(knobs), evidence, seen)
         if self.target == math.inf:
             opened = _opened(limits, limits.max_batch_size)
             return self._propose(
@@ -191,10 +197,11 @@ class PredictiveController:
         budget = min(limits.token_budget, max(_FLOOR, budget))
         chunk = min(limits.chunk_size, self._chunks.size(self._promises.firsts, pace, budget))
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
+        cause = self._cause(regime, budget, decodes, batch)
+        regime = "infeasible" if self._promises.all_lost else regime
         if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
-        cause = self._cause(regime, budget, decodes, batch)
         self._vouched = Knobs(batch, 0.0, budget, chunk)
         return self._propose(regime, self._vouched, evidence, cause)
 
@@ -231,16 +238,6 @@ class PredictiveController:
         rate = math.log2((2 * full - decodes) / (full - decodes)) - math.log2(after / before)
         return min(max(rate, 0.0), 1.0)
 
-    def _impossible(self) -> str:
-        """Why no setting keeps the promise about token times; empty if one may. A step as short as that must not have been
-        seen either: a model of few steps may be wrong about smaller ones."""
-        wanted = self.target / self.trim
-        alone = self._alone(1) if wanted < self._traffic.shortest else 0.0
-        if alone <= wanted:
-            return ""
-        broken = self._promises.tightest(wanted)
-        return f"decode alone takes {alone * 1e3:.1f} ms at batch 1; {broken} cannot be met: throughput instead"
-
     def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
         pace = self.target * 1e3
         full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
@@ -248,10 +245,6 @@ class PredictiveController:
         steady = f"{batch} decodes alone take {self._alone(batch) * 1e3:.0f} ms"
         if regime == "kv-limited":
             steady = f"the KV pool holds {batch} sequences of this length"
-        prompt = int(self._traffic.prompts.quantile(0.5))
-        first = self.bias * self.model.predict(StepFeatures(0, 0, prompt, prompt, prompt * (prompt + 1) // 2))
-        if first > self._promises.first:
-            steady += f"; half of the prompts take {first * 1e3:.0f} ms alone, and their first token is promised sooner"
         return f"{text}; {steady}"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
@@ -262,6 +255,10 @@ class PredictiveController:
     def _alone(self, decodes: int) -> float:
         return self.model.predict(self._mix(decodes, 0))
 
+    def _first(self, prompt: int) -> float:
+        """Seconds until the first token of a prompt of so many tokens that has the machine to itself."""
+        return self.bias * self.model.predict(StepFeatures(0, 0, prompt, prompt, prompt * (prompt + 1) // 2))
+
     def _kv_bound(self, top: int) -> int:
         """Sequences that the KV pool holds without preempting; only asked of it once it has preempted."""
         if self._traffic.preemptions < 0.05:
@@ -271,7 +268,8 @@ class PredictiveController:
 
     def _propose(self, regime: str, knobs: Knobs, evidence: dict[str, float], cause: str) -> Proposal:
         self.regime = regime
-        return Proposal(knobs, regime, cause, evidence)
+        told = self._impossible.told(cause, self.target / self.trim)
+        return Proposal(knobs, regime, told, evidence, self._impossible.unmet)
 
     def _evidence(self) -> dict[str, float]:
         return {

@@ -16,12 +16,14 @@ from runtime.tunable import SchedulerView
 
 
 class Proposal(NamedTuple):
-    """What a controller wants. ``cause`` is one sentence for a person; ``evidence`` the figures behind it."""
+    """What a controller wants. ``cause`` is one sentence for a person; ``evidence`` the figures behind it; ``unmet`` names the
+    promises that no knobs can keep, and is told in the log when it changes although nothing else does."""
 
     knobs: Knobs
     regime: str
     cause: str
     evidence: dict[str, Any]
+    unmet: str = ""
 
 
 class Controller(Protocol):

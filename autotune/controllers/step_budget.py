@@ -4,7 +4,8 @@ Formula. With t(D, C, P) the learned time of a step of D decodes reading C token
 actual/predicted, m its 90% quantile and τ the TPOT target: the largest P with b·t(D, C, P) ≤ a, where a = τ + ½·(slack − τ)
 shares out what the tightest decoding request is ahead of its schedule; behind schedule, a = slack, unless the waiting prompts
 would then miss their TTFT: then a = τ. For an ITL target, m·t ≤ that target as well. (TPOT is a mean over steps, so a mean is
-what it needs in reserve; a gap is a single step.)
+what it needs in reserve; a gap is a single step.) Where the end of an answer (E2E) asks for a shorter pace than any TPOT does,
+being ahead of the latter is nothing to share out: a = τ. Decoding requests with a promise that nothing can keep are not asked.
 
 Where prompts had better come together (:mod:`autotune.controllers.full_step` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a lump costs nearly as much as a whole one.
@@ -52,6 +53,7 @@ class StepBudget:
     def budget(self, view: SchedulerView, *, held: bool) -> int:
         """Tokens that the coming step may hold; all that the knobs allow unless ``held``."""
         top = view.knobs.token_budget
+        view = self._of_those_that_count(view)
         if not (held and view.decoding and self.model.ready) or self._belief.slow.slow(view.decoding):
             self._granted = view, math.inf
             return top
@@ -64,7 +66,10 @@ class StepBudget:
         allowed = pace
         if view.decode_slack < math.inf:
             ahead = view.decode_slack - pace
-            allowed = pace + 0.5 * ahead if ahead > 0 else max(view.decode_slack, 0.5 * pace)
+            if ahead > 0:
+                allowed = pace + 0.5 * ahead if view.pace <= self._promises.pace_of(self._traffic.outputs) else pace
+            else:
+                allowed = max(view.decode_slack, 0.5 * pace)
             if ahead < 0 and self._queue_suffers(view, allowed):
                 allowed = pace
         gap = self._promises.gap
@@ -74,6 +79,16 @@ class StepBudget:
             return top
         room = self._room(view, allowed)
         return top if room >= top else min(top, view.decoding + max(0, int(room)))
+
+    def _of_those_that_count(self, view: SchedulerView) -> SchedulerView:
+        """Without the pace and the slack of decodes whose promise nothing can keep."""
+        if not (left_out := self._promises.left_out):
+            return view
+        dues = [(target, left) for target, left in view.dues if target not in left_out]
+        return view._replace(
+            pace=min((target for target, _ in dues), default=math.inf),
+            decode_slack=min((left for _, left in dues), default=math.inf),
+        )
 
     def _lump_or_nothing(self, view: SchedulerView, pace: float) -> int:
         whole = self._seconds(view, self.lump)

@@ -119,19 +119,21 @@ class SlackTracker:
         """The tightest TPOT target of those that decode, s; inf if none has one."""
         return min((pace for pace, heap in self._pace.items() if len(heap)), default=inf)
 
-    def least(self, now: float, step: int, last_end: float) -> float:
-        """Seconds from ``now`` until the first target is missed; negative if one is, inf if there is none."""
-        return min(self._fixed.least() - now, self.decodes(now, step, last_end))
+    def fixed(self, now: float) -> float:
+        """Seconds from ``now`` until the first TTFT or E2E target is missed; negative if one is, inf if there is none."""
+        return self._fixed.least() - now
 
-    def decodes(self, now: float, step: int, last_end: float) -> float:
-        """The same for the next tokens of the decoding sequences alone (TPOT and ITL).
+    def dues(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
+        """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode.
 
         One that is further behind than :data:`GIVE_UP` token times no longer counts: it is late whatever is done, and
         would hold up all others.
         """
-        due = inf
+        found = []
         for pace, heap in self._pace.items():
-            due = min(due, heap.least(now - pace * (step + GIVE_UP)) + pace * step)
+            due = heap.least(now - pace * (step + GIVE_UP)) + pace * step
+            if due < inf:
+                found.append((pace, due - now))
         if self._gaps:
-            due = min(due, last_end + min(self._gaps))
-        return due - now
+            found.extend((gap, last_end + gap - now) for gap in self._gaps)
+        return tuple(found)

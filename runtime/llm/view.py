@@ -14,6 +14,8 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
     oldest, decodes, slack = scheduler.waiting.oldest(), scheduler.decodes, scheduler.slack
     going_on = tuple((s.computed, s.target - s.computed) for s in scheduler.prefills)
     last_end = now if decodes.last_end is None else decodes.last_end
+    dues = slack.dues(now, decodes.step, last_end)
+    decode_slack = min((left for _, left in dues), default=inf)
     return SchedulerView(
         now=now,
         decoding=len(decodes),
@@ -25,11 +27,12 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
         kv_free_blocks=scheduler.kv.free,
         kv_total_blocks=scheduler.kv.total,
         oldest_arrival=inf if oldest is None else oldest.request.arrival,
-        least_slack=slack.least(now, decodes.step, last_end),
-        decode_slack=slack.decodes(now, decodes.step, last_end),
+        least_slack=min(slack.fixed(now), decode_slack),
+        decode_slack=decode_slack,
         knobs=knobs,
         epoch=epoch,
         effective_limits=limits,
         pace=slack.pace,
         going_on=going_on,
+        dues=dues,
     )

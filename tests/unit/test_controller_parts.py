@@ -60,7 +60,10 @@ def test_all_four_metrics_say_something_of_a_step() -> None:
         outputs.add(n)
     assert promises.pace_of(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
     assert promises.tightest(0.04) == "E2E 6000 ms"
-    assert Promises({"default": SLO(e2e_ms=6000, tpot_ms=50)}).pace_of(outputs) == math.inf, "TPOT says it better"
+    both = Promises({"default": SLO(e2e_ms=6000, tpot_ms=50)})
+    assert (both.step, both.pace_of(outputs)) == (0.05, pytest.approx(0.04)), (
+        "kept jointly: the tighter one bounds a step"
+    )
 
 
 def test_a_window_counts_what_can_break_a_promise() -> None:

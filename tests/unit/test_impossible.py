@@ -1,0 +1,191 @@
+"""Promises that no setting can keep: they are named, and cost nobody else anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pytest
+
+from autotune import simulate
+from autotune.attach import control
+from autotune.attached import Control
+from autotune.controllers.predictive import PredictiveController
+from autotune.controllers.promises import Promises
+from autotune.controllers.recent import Recent
+from autotune.workload import Arrival
+from runtime.records import RequestRecord
+from runtime.slo import SLO, RequestClass, attainment
+from tests.unit.control_world import VLLM, Formula, SimulatedEngine, h200, poisson
+
+CHAT = SLO(ttft_ms=1000, tpot_ms=20)
+MAIN = poisson(17, 25, 1500, 150, seed=1)
+FEW = poisson(1, 25, 200, 50, seed=2)
+
+
+class Served(simulate.SimulatedEngine):
+    """Two classes, ``default`` and ``other``; a decode alone takes 4.7 ms."""
+
+    def __init__(self, slo: SLO, other: SLO) -> None:
+        self.formula = Formula(h200)
+        self.records: list[RequestRecord] = []
+        super().__init__(
+            self.formula, kv_tokens=760_000, knobs=VLLM, slo=slo, classes=[RequestClass("other", other)], prefix_cache=False,
+            max_queue=10**9,
+        )  # fmt: skip
+        self.subscribe(self)
+
+    def on_step(self, record: object) -> None:
+        pass
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+    def play(self, main: Iterable[tuple[float, int, int]], other: Iterable[tuple[float, int, int]]) -> None:
+        asked = [(*a, "default") for a in main] + [(*a, "other") for a in other]
+        made = (Arrival(t, p, o, ((n, p),), name) for n, (t, p, o, name) in enumerate(sorted(asked)))
+        self.serve(made, start=self.clock.now(), label="", shared=False)
+        self.run()
+
+    def share(self, name: str, slo: SLO) -> float:
+        return attainment([r for r in self.records if r.request_class == name], slo).share
+
+
+def said(attached: Control) -> list[str]:
+    return [d.cause for d in attached.decisions if "cannot be met" in d.cause]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (SLO(ttft_ms=1000, tpot_ms=2), "decode alone takes 4.7 ms at batch 1; TPOT 2 ms of class other cannot be met"),
+        (SLO(itl_ms=2, tpot_ms=30), "decode alone takes 4.7 ms at batch 1; ITL 2 ms of class other cannot be met"),
+        (SLO(e2e_ms=60), "decode alone takes 4.7 ms at batch 1; E2E 60 ms of class other cannot be met"),
+        (SLO(ttft_ms=2, tpot_ms=8), "ms or more alone; TTFT 2 ms of class other cannot be met"),
+    ],
+    ids=["tpot", "itl", "e2e", "ttft"],
+)
+def test_a_class_that_cannot_be_kept_costs_the_others_nothing(other: SLO, words: str) -> None:
+    engine = Served(CHAT, other)
+    with control(engine, slo=CHAT) as attached:
+        engine.play(MAIN, FEW)
+        assert any(words in cause for cause in said(attached)), attached.decisions
+        assert not any(d.regime == "infeasible" for d in attached.decisions)
+    assert engine.share("other", other) == 0
+    assert engine.share("default", CHAT) > 0.97
+
+
+def test_a_class_counts_again_once_it_can_be_kept() -> None:
+    """The machine becomes five times as fast; then the promise becomes one that takes no such machine."""
+    other = SLO(ttft_ms=1000, tpot_ms=2)
+    engine = Served(CHAT, other)
+    with control(engine, slo=CHAT) as attached:
+        engine.play(poisson(10, 10, 800, 80, seed=3), poisson(2, 10, 200, 50, seed=4))
+        assert said(attached)
+        target = attached.controller.target  # type: ignore[attr-defined]
+        assert 0.012 <= target <= 0.021
+        before = len(said(attached))
+        engine.formula.hardware = lambda step: h200(step) / 5
+        engine.records.clear()
+        start = engine.clock.now()
+        engine.play(poisson(10, 15, 800, 80, seed=5), poisson(2, 15, 200, 50, seed=6))
+        assert attached.controller.target <= 0.0021, "the tightest again"  # type: ignore[attr-defined]
+        assert "cannot be met" not in attached.decisions[-1].cause
+        late = [r for r in engine.records if r.request_class == "other" and r.arrival > start + 5]
+        assert attainment(late, other).share > 0.9
+        engine.formula.hardware = h200
+        engine.play([], poisson(60, 12, 50, 10, seed=7))
+        assert len(said(attached)) > before and attached.status().regime == "infeasible", (
+            "nobody else is served any more"
+        )
+        engine.set_slo(SLO(tpot_ms=10), request_class="other")
+        engine.play([], poisson(60, 3, 50, 10, seed=8))
+        assert attached.status().regime != "infeasible"
+        assert attached.controller.target <= 0.0101  # type: ignore[attr-defined]
+
+
+def test_a_first_token_that_cannot_come_in_time_is_said_and_leaves_the_pace_of_tokens_held() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO(ttft_ms=3, tpot_ms=30)) as attached:
+        records = engine.play(poisson(6, 20, 1500, 150, seed=4))
+        found = [d for d in attached.decisions if d.regime == "infeasible"]
+        assert found and found[0].at < 3
+        assert "TTFT 3 ms cannot be met; TPOT 30 ms is held nevertheless" in found[0].cause
+        assert attached.controller.target <= 0.03, "such misses do not loosen it"  # type: ignore[attr-defined]
+        assert attached.status().regime == "infeasible"
+    assert attainment(records, SLO(tpot_ms=30)).share > 0.99
+
+
+def test_a_first_token_that_cannot_come_in_time_alone_opens_the_step() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO(ttft_ms=3), admission=True) as attached:  # nearly all of them are turned away
+        engine.play(poisson(6, 20, 1500, 150, seed=4))
+        found = [d for d in attached.decisions if d.regime == "infeasible"]
+    assert found and "TTFT 3 ms cannot be met: throughput instead" in found[0].cause
+    assert engine.knobs.token_budget == engine.limits.token_budget
+
+
+def test_an_end_that_cannot_come_in_time_is_said_beside_a_pace_that_can_be_kept() -> None:
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=SLO(tpot_ms=30, e2e_ms=50)) as attached:
+        records = engine.play(poisson(6, 10, 1500, 150, seed=4))
+        found = [d for d in attached.decisions if d.regime == "infeasible"]
+    assert found and found[0].at < 3
+    assert "E2E 50 ms cannot be met; TPOT 30 ms is held nevertheless" in found[0].cause
+    assert attainment(records, SLO(tpot_ms=30)).share > 0.99
+
+
+def test_of_a_loose_pace_and_a_tight_end_both_are_kept() -> None:
+    slo = SLO(ttft_ms=1000, tpot_ms=100, e2e_ms=5000)
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=slo):
+        ours = attainment(engine.play(poisson(18, 40, 1500, 150, seed=3)), slo).share
+    alone = attainment(SimulatedEngine(h200).play(poisson(18, 40, 1500, 150, seed=3)), slo).share
+    assert ours > 0.97 > alone + 0.05
+
+
+def test_promises_leave_out_what_cannot_be_kept_and_take_it_back() -> None:
+    fast, chat = SLO(ttft_ms=500, tpot_ms=2, itl_ms=30), SLO(ttft_ms=1000, tpot_ms=20, itl_ms=60)
+    promises = Promises({"default": chat, "fast": fast})
+    assert promises.give_up({"fast": frozenset({"tpot"})}) and not promises.give_up({"fast": frozenset({"tpot"})})
+    assert (promises.step, promises.gap, promises.first) == (0.02, 0.06, 1.0)
+    assert promises.left_out == {0.002, 0.03} and not promises.all_lost
+    assert promises.targets("fast") is None and promises.targets("chat") is not None
+    for _ in range(300):
+        promises.saw("fast")
+    assert promises.all_lost, "nobody else is served"
+    assert (promises.step, promises.gap, promises.first) == (0.03, 0.03, 0.5), "what can be kept of it, is"
+    assert promises.left_out == {0.002}
+    assert promises.give_up({}) and (promises.step, promises.left_out) == (0.002, frozenset())
+
+
+def test_ends_go_by_the_answers_of_their_own_class() -> None:
+    outputs = Recent(64)
+    promises = Promises({"default": SLO(tpot_ms=30), "short": SLO(e2e_ms=600)})
+    for _ in range(40):
+        promises.saw("short", 10)
+        promises.saw("default", 1000)
+        outputs.add(10)
+        outputs.add(1000)
+    assert promises.pace_of(outputs) == pytest.approx(0.04), "and not 0.4 ms"
+
+
+def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> None:
+    engine = Served(CHAT, SLO(tpot_ms=2, itl_ms=3))
+    for number, name in enumerate(("default", "other")):
+        engine.offer(Arrival(0.0, 50, 100, ((number, 50),), name), name, due=0.0, shared=False)
+    engine.run_until(0.03)
+    view = engine.view()
+    assert view.decoding == 2 and view.pace == 0.002
+    assert {target for target, _ in view.dues} == {0.02, 0.002, 0.003}
+    assert view.decode_slack == min(left for _, left in view.dues) < 0
+    made = PredictiveController(CHAT, VLLM, kv_tokens=10_000)
+    made.promise({"default": CHAT, "other": SLO(tpot_ms=2, itl_ms=3)})
+    steps, promises = made._steps, made._promises
+    assert steps._of_those_that_count(view) is view
+    promises.give_up({"other": frozenset({"tpot", "itl"})})
+    counted = steps._of_those_that_count(view)
+    assert counted.pace == 0.02 and counted.decode_slack == dict(view.dues)[0.02] > 0
+    promises.give_up({"other": frozenset({"tpot"}), "default": frozenset({"ttft"})})
+    assert steps._of_those_that_count(view).pace == 0.003, "of those lost, what can be kept"
+    assert math.isfinite(made.target)
