@@ -197,13 +197,12 @@ class PredictiveController:
         budget = min(limits.token_budget, max(_FLOOR, budget))
         chunk = min(limits.chunk_size, self._chunks.size(self._promises.firsts, pace, budget))
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
-        cause = self._cause(regime, budget, decodes, batch)
-        regime = "infeasible" if self._promises.all_lost else regime
         if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
+        cause = self._cause(regime, budget, decodes, batch)
         self._vouched = Knobs(batch, 0.0, budget, chunk)
-        return self._propose(regime, self._vouched, evidence, cause)
+        return self._propose("infeasible" if self._promises.all_lost else regime, self._vouched, evidence, cause)
 
     def _ceiling_for(self, decodes: int, pace: float, top: int) -> int:
         """Tokens of a step that fits the pace, or that carries the load where such a one does not."""
