@@ -77,13 +77,16 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             for seed in seeds
         ]
         found: dict[tuple[str, str], dict[int, Outcome]] = {}
+        left = len(tasks)
         for task, outcome in workers.runs(tasks):
             found.setdefault((task.scenario, task.contender), {})[task.seed] = outcome
             best = oracles[task.scenario].plain.by_seed[task.seed].met
+            left -= 1
             say(
                 f"{task.scenario:<10}{task.contender:<18}seed {task.seed:<4}{outcome.met / outcome.offered:>7.1%} in SLO,"
                 f" {outcome.met / best:.3f} of the oracle's goodput, phases "
                 + " ".join(f"{met / max(1, offered):.2f}" for offered, met in outcome.phases)
+                + f"  ({left} left)"
             )
     comparison = Comparison(found, oracles)
     say(f"\n{comparison.tables()}\n\nseeds {', '.join(map(str, seeds))}; {time.monotonic() - begun:.0f} s")
@@ -120,6 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; oracles and peaks found so far are kept", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.simulate import SimulatedEngine
+from autotune.writing import write_whole
 from benchmarks.controller.contenders import CONTENDERS, STATIC
 from benchmarks.controller.oracle import Best
 from benchmarks.controller.run import Bench, Outcome, run, serve
@@ -81,10 +82,11 @@ class Cache:
 
     def __init__(self, path: Path, *, use: bool = True) -> None:
         self.path = path
-        self._entries: dict[str, dict[str, Any]] = {}
-        if path.is_file():
-            self._entries = json.loads(path.read_text(encoding="utf-8"))
+        self._entries = self._read()
         self._use = use
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        return dict(json.loads(self.path.read_text(encoding="utf-8"))) if self.path.is_file() else {}
 
     def get(self, name: str, digest: str) -> dict[str, Any] | None:
         """The entry, if it is of this digest and may be used."""
@@ -92,14 +94,14 @@ class Cache:
         return entry if self._use and entry is not None and entry["digest"] == digest else None
 
     def put(self, name: str, digest: str, entry: dict[str, Any]) -> None:
-        """Keep ``entry``, on disk at once."""
-        self._entries[name] = {"digest": digest, **entry}
+        """Keep ``entry``, on disk at once, beside what another run has put there meanwhile."""
+        self._entries = self._read() | {name: {"digest": digest, **entry}}
         lines = ",\n".join(
             f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
             for key, value in sorted(self._entries.items())
         )
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        write_whole(self.path, f"{{\n{lines}\n}}\n")
 
 
 def to_entry(best: Best) -> dict[str, Any]:

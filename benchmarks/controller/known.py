@@ -53,6 +53,11 @@ def seed_set(seeds: Sequence[int]) -> tuple[int, ...]:
     return next((known for known in (TUNED, REPORTED) if set(seeds) <= set(known)), tuple(seeds))
 
 
+def _seeds_text(seeds: Sequence[int]) -> str:
+    first, last = seeds[0], seeds[-1]
+    return f"{first}-{last}" if list(seeds) == list(range(first, last + 1)) else ",".join(map(str, seeds))
+
+
 class OracleStore:
     """Oracles of scenarios on a set of seeds; those with early rejection only if ``reject``."""
 
@@ -70,7 +75,7 @@ class OracleStore:
 
     def _best(self, scenario: Scenario, *, reject: bool) -> Best:
         contender = STATIC_REJECT if reject else STATIC
-        name = f"{scenario.name} {contender} {self._seeds[0]}-{self._seeds[-1]}"
+        name = f"{scenario.name} {contender} {_seeds_text(self._seeds)}"
         digest = scenario_digest(scenario, contender, self._workers.bench)
         entry = self._cache.get(name, digest)
         if entry is not None:

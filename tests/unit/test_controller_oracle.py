@@ -145,6 +145,18 @@ class TestCache:
             assert found["tiny"].plain.by_seed[21].offered > 100
         assert sum(f"tiny {STATIC} 21-22" in line for line in said) == 1
 
+    def test_seeds_with_a_gap_are_others_than_the_range(self, tiny: Scenario, tmp_path: Path) -> None:
+        with Workers(1, BENCH) as workers:
+            for seeds in ((21, 23), (21, 22, 23)):
+                found = OracleStore(Cache(tmp_path / "c.json"), workers, seeds, print, reject=False).one(tiny)
+                assert tuple(found.plain.by_seed) == seeds
+
+    def test_two_runs_at_once_lose_nothing_of_each_other(self, tmp_path: Path) -> None:
+        one, other = Cache(tmp_path / "c.json"), Cache(tmp_path / "c.json")
+        one.put("a", "1", {"n": 1})
+        other.put("b", "2", {"n": 2})
+        assert Cache(tmp_path / "c.json").get("a", "1") and Cache(tmp_path / "c.json").get("b", "2")
+
     def test_oracles_of_part_of_a_set_are_those_of_the_set(self) -> None:
         assert seed_set((101, 102)) == REPORTED
         assert seed_set((3,)) == TUNED
