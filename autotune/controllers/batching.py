@@ -43,6 +43,7 @@ from runtime.tunable import SchedulerView
 
 _WARM_UP = 1  # calls left out: the first is for caches and lazy initialisation
 _READY = 8  # calls to judge by
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9  # a call that claims less or more counts as that: ratios of times stay finite
 _MEMORY = 0.02  # weight of the newest call in the shares of what binds
 _BINDS = 0.05  # share of calls cut short from which on a ceiling binds
 _DISTRUST, _TRUST = 0.5, 0.25  # mean relative error that ends the trust in the model, and that restores it
@@ -77,6 +78,7 @@ class BatchingController:
         seconds, n, c = record.duration, record.chunks, record.prefill_tokens
         if record.failed or n < 1 or c < 1 or not (0 < seconds < math.inf):
             return
+        seconds = min(max(seconds, _SHORTEST_S), _LONGEST_S)
         self._calls += 1
         if self._calls <= _WARM_UP:
             return
