@@ -71,6 +71,7 @@ class Control(TellsRates):
         self._silence = Silence(engine)
         self._next = -math.inf
         self._paused = self._ended = False
+        self._broken: Exception | None = None  # what a budget raised
         self._steering: SteeringServer | None = None
         decisions, now = DecisionLog(log_path), engine.view().now
         try:
@@ -99,6 +100,8 @@ class Control(TellsRates):
             if self._ended:
                 return
             try:
+                if self._broken is not None:
+                    raise self._broken
                 self.controller.observe_step(record)
                 if not self._silence.hear(record):
                     if self._silence.cannot_use():
@@ -128,16 +131,14 @@ class Control(TellsRates):
                     self._give_up(error)
 
     def budget(self, view: SchedulerView) -> int:
-        if self._paused or self._ended:
+        if self._paused or self._ended or self._broken:
             return view.knobs.token_budget
-        # a batcher asks under its own lock, in which no knob can be set; in its view nothing decodes
         try:
-            if view.decoding and self._silence.begins(view.now):
+            if view.decoding and self._silence.begins(view.now):  # never so in a batcher's view
                 self._fall_back()
             return int(self.controller.budget(view))  # what is no number is this controller's fault, and told as such
         except Exception as error:
-            with self._lock:
-                self._give_up(error)
+            self._broken = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
             return view.knobs.token_budget
 
     def _fall_back(self) -> None:

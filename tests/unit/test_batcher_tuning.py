@@ -141,3 +141,20 @@ def test_it_is_measured_like_an_engine() -> None:
 def test_inputs_are_needed_to_measure() -> None:
     with Batcher(same) as b, pytest.raises(ValueError, match="inputs is empty"):
         ServedInputs(b, [])
+
+
+class Raising(StaticController):
+    """A controller whose budget is no use."""
+
+    def budget(self, view: SchedulerView) -> int:
+        raise ZeroDivisionError("no budget")
+
+
+def test_a_controller_whose_budget_raises_is_detached_and_holds_nothing_up() -> None:
+    """It is asked under the batcher's own lock, in which no knob can be put back: that waits for the record of the call."""
+    with Batcher(same) as b:
+        before = b.knobs
+        control = autotune.control(b, slo="e2e=30s", controller=Raising(before))
+        assert [b.submit(n).result(timeout=60) for n in range(3)] == [0, 1, 2]
+    assert control.status().ended and b.knobs == before
+    assert any("ZeroDivisionError: no budget" in d.cause for d in control.decisions)
