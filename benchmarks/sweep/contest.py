@@ -68,7 +68,7 @@ class CaseResult:
 
 
 def ours(machine: Machine, seed: int, *, measured: int = _MEASURED, sim_trials: int = SIM_TRIALS) -> Choice:
-    """What ``autotune profile --rate … --slo …`` does, on a machine in virtual time."""
+    """The stages of ``autotune profile --rate … --slo …``, in virtual time; windows are the case's, of 500 requests."""
     case = machine.case
     model = ModelFacts(
         name=case.name, architecture="formula", parameters=1, dtype="bfloat16", random_weights=True, seed=None,
