@@ -64,12 +64,11 @@ class Control(TellsRates):
         self.observe_only = observe_only
         self._engine = engine
         self._gate = Gate(engine, admission)
-        self._interval = interval_s
+        self._interval, self._next = interval_s, -math.inf
         self._lock = threading.RLock()
         self._kept = Kept(engine, slo)
         self._expected = expected
         self._silence = Silence(engine)
-        self._next = -math.inf
         self._paused = self._ended = False
         self._broken: Exception | None = None  # what a budget raised
         self._steering: SteeringServer | None = None
@@ -125,6 +124,7 @@ class Control(TellsRates):
         with self._lock:
             if not self._ended:
                 self._kept.add(record)
+                self._silence.ends()
                 try:
                     self.controller.observe_request(record)
                 except Exception as error:
@@ -134,7 +134,7 @@ class Control(TellsRates):
         if self._paused or self._ended or self._broken:
             return view.knobs.token_budget
         try:
-            if view.decoding and self._silence.begins(view.now):  # never so in a batcher's view
+            if view.decoding and self._silence.begins(view):  # never so in a batcher's view
                 self._fall_back()
             return int(self.controller.budget(view))  # what is no number is this controller's fault, and told as such
         except Exception as error:

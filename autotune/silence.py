@@ -12,6 +12,7 @@ from autotune.controllable import Clocked, Controllable
 from autotune.controllers.protocol import Proposal
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
+from runtime.tunable import SchedulerView
 
 _STEPS = 8  # steps in a row, and
 _SECONDS = 2.0  # seconds, that are silence
@@ -28,11 +29,19 @@ class Silence:
         self._since: float | None = None
         self._begun = 0  # steps begun since the last usable record
         self._unusable = 0  # records since then
+        self._served = 0  # requests there were at the last step, and have not ended
 
-    def begins(self, now: float) -> bool:
+    def begins(self, view: SchedulerView) -> bool:
         """A step begins. True if those before it have been silent for long."""
         self._begun += 1
-        return self._lasts(now)
+        self._served = view.running + view.waiting
+        return self._lasts(view.now)
+
+    def ends(self) -> None:
+        """A request has ended. After the last one no step is due any more."""
+        self._served -= 1
+        if self._served == 0:
+            self._since, self._begun, self._unusable = None, 0, 0
 
     def hear(self, record: StepRecord) -> bool:
         """False for a record that cannot be used, and that :meth:`cannot_use` is to be told of."""

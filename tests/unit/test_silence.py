@@ -84,6 +84,21 @@ def test_nothing_to_do_is_no_fault() -> None:
         assert not any(d.regime == "fallback" for d in attached.decisions)
 
 
+@pytest.mark.parametrize("fault", ["lost", "no number"])
+def test_nor_is_it_after_a_fault(fault: str) -> None:
+    """The last steps before an hour of nothing were not heard of: that is no hour of silence."""
+    engine = Faulty(h200)
+    with control(engine, slo=PROMISE) as attached:
+        engine.serve_for(5)
+        engine.fault = fault
+        engine.play([(engine.now, 100, 20)])
+        engine.wait(3600)
+        assert attached.status().silent_s is None
+        engine.fault = ""
+        engine.serve_for(5)
+        assert not unheard(list(attached.decisions))
+
+
 def test_nor_are_steps_of_many_seconds() -> None:
     engine = Faulty(lambda step: 500 * h200(step))
     with control(engine, slo=PROMISE) as attached:
