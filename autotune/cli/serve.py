@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from autotune.cli.class_options import request_classes
 from autotune.cli.knob_options import checked_knobs, with_knobs
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
@@ -37,6 +38,14 @@ def serve(
     slo: Annotated[
         str | None,
         Option(help="The promise to keep: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
+    ] = None,
+    classes: Annotated[
+        list[str] | None,
+        Option(
+            "--class",
+            metavar="NAME:SLO[*WEIGHT]",
+            help="Requests that say request_class NAME have a promise of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.",
+        ),
     ] = None,
     host: Annotated[
         str, Option(help="Address to listen on. There is no authentication yet: think twice.")
@@ -91,6 +100,9 @@ def serve(
         )
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
+    promised = request_classes(classes or [])
+    if promised and promise is None:
+        raise InputError("--class is beside the promise to all others: add --slo ttft=500ms,tpot=50ms")
     _need_extra()
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=promise is not None and controlled is not False)
@@ -120,6 +132,7 @@ def serve(
                 knobs=setting,
                 limits=limits,
                 slo=promise,
+                classes=promised,
                 kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
                 block_size=facts.kv_pool.block_size if facts else 16,
                 prefix_cache=facts.prefix_cache if facts else True,

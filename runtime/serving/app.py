@@ -89,6 +89,9 @@ class Api:
         if body.model not in (None, self.name):
             message = f"model is {body.model!r}; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        if body.request_class not in (known := {"default", *self.engine.slos}):
+            message = f"request_class is {body.request_class!r}; the classes are {', '.join(sorted(known))}"
+            raise ApiError(400, message, param="request_class")
 
     async def _submit(self, body: GenerationRequest, prompts: Sequence[Prompt], answer_id: str) -> list[Stream]:
         """One request for each prompt, or none at all. Their ids begin with that of the answer."""
@@ -100,7 +103,13 @@ class Api:
                 long = isinstance(prompt, str) and len(prompt) > LONG_TEXT
 
                 def submit(prompt: Prompt = prompt, request_id: str = request_id) -> Stream:
-                    return self.engine.submit(prompt, params, priority=body.priority, request_id=request_id)
+                    return self.engine.submit(
+                        prompt,
+                        params,
+                        priority=body.priority,
+                        request_class=body.request_class,
+                        request_id=request_id,
+                    )
 
                 streams.append(await _aside(long, submit))
         except BaseException as error:

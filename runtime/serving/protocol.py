@@ -106,7 +106,8 @@ class Message(Part):
 
 
 class GenerationRequest(Part):
-    """What both endpoints understand. ``model`` may be left out: there is one. ``priority``: higher ones go first."""
+    """What both endpoints understand. ``model`` may be left out: there is one. ``priority``: higher ones go first.
+    ``request_class``: whose promise holds for it, one of the engine's."""
 
     model: str | None = None
     stream: bool = False
@@ -122,6 +123,7 @@ class GenerationRequest(Part):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     priority: int = 0
+    request_class: str = "default"
 
     @model_validator(mode="before")
     @classmethod

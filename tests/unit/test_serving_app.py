@@ -14,6 +14,7 @@ import pytest
 
 from runtime.request import Sequence
 from runtime.serving.app import Api, create_app
+from runtime.slo import SLO, RequestClass
 from tests.engines import Bench, bench
 from tests.fakes import EOS, FakeModel, count_up
 
@@ -281,3 +282,14 @@ async def test_priorities_reach_the_engine() -> None:
             await client.complete(priority=priority)
             assert b.heard.request().priority == priority
         assert (await client.complete(priority="high")).json()["error"]["param"] == "priority"
+
+
+async def test_classes_reach_the_engine_and_others_are_refused() -> None:
+    classes = [RequestClass("chat", SLO(ttft_ms=300), 2.0)]
+    async with served(slo="ttft=500ms", classes=classes) as (client, b):
+        for name in ("chat", "default"):
+            await client.complete(request_class=name)
+            assert b.heard.request().request_class == name
+        answer = await client.complete(request_class="caht")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_class"
+        assert "'caht'; the classes are chat, default" in answer.json()["error"]["message"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli.class_options import request_classes
 from autotune.cli.main import run
 from autotune.cli.serve import _setting
 from autotune.profile import save_profile
@@ -21,6 +22,7 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import FinishReason
 from runtime.serving.record_log import RecordLog, read_records
 from runtime.serving.run import bind, url_of
+from runtime.slo import SLO
 from tests.building import request_record
 from tests.unit.profiles import profile
 
@@ -57,6 +59,13 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         ((), "name a model, such as tiny"),
+        (("tiny", "--class", "chat"), "--class is 'chat'; it must be NAME:SLO or NAME:SLO*WEIGHT"),
+        (("tiny", "--class", "chat:tpot=30"), '--class chat: "tpot=30" has no unit'),
+        (("tiny", "--class", "chat:tpot=30ms*much"), "--class chat: could not convert string to float: 'much'"),
+        (("tiny", "--class", "chat:tpot=30ms*0"), "--class chat: weight of class chat is 0.0; it must be above 0"),
+        (("tiny", "--class", "default:tpot=30ms"), "--class default: the promise to it is --slo"),
+        (("tiny", "--class", "a:tpot=30ms", "--class", "a:tpot=3ms"), "--class a: it is given twice"),
+        (("tiny", "--class", "chat:tpot=30ms"), "--class is beside the promise to all others: add --slo"),
         (("tiny", "--slo", "tpot=50"), '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (("tiny", "--token-budget", "0"), "--token-budget is 0; it must be a whole number between 1 and"),
         (("tiny", "--max-wait-ms", "nan"), "--max-wait-ms is nan; it must be between 0 and 60000 ms"),
@@ -147,3 +156,9 @@ def test_records_can_be_read_back(tmp_path: Path) -> None:
         log.on_request(first)
     assert [r.reason for r in read_records(path)] == [first.reason, second.reason, first.reason]
     assert json.loads(path.read_text().splitlines()[1])["reason"] == "rejected"
+
+
+def test_classes_are_spelt_name_promise_weight() -> None:
+    chat, batch = request_classes(["chat:ttft=300ms,tpot=30ms@95%*2", "batch:e2e=60s"])
+    assert (chat.name, chat.slo, chat.weight) == ("chat", SLO(ttft_ms=300, tpot_ms=30, attainment=0.95), 2.0)
+    assert (batch.name, batch.slo.e2e_ms, batch.weight) == ("batch", 60_000, 1.0)
