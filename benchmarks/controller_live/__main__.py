@@ -36,7 +36,7 @@ from typing import NamedTuple
 from autotune.bench import Contender, Result, defaults
 from autotune.cost_model import CostModel
 from autotune.evaluate import Interrupted
-from autotune.profiling.setup import typical_step
+from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, Case, cases
@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two fixed settings, shorter turns: within ten minutes")
     parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 13, quick 8)")
     parser.add_argument("--calibrate", type=_seconds, help="seconds of calibration (default: 40, quick 15)")
+    parser.add_argument(
+        "--load", type=_share, default=LOAD, help=f"of what the engine completes when kept full ({LOAD})"
+    )
     parser.add_argument("--keep", type=_counts, help="fixed settings in each round (default: 8,4,4,2, quick 2,2)")
     parser.add_argument(
         "--case", action="append", choices=[*STEADY, *SHIFTS], help="one of the loads alone; may be given several times"
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             cost, slower = _learn(machine, plan, args.seed, stop.is_set)
             simulation = partial(simulated, cost, machine.facts, slower)
-            loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case)
+            loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load)
         except Interrupted:
             say("stopped before anything was measured")
             return INTERRUPTED
@@ -166,10 +169,11 @@ def prepare(
     plan: Plan,
     everywhere: Sequence[Contender],
     only: Sequence[str] | None,
+    load: float = LOAD,
     grid: Sequence[Knobs] = GRID,
 ) -> Loads:
     """The loads for this machine, and which fixed settings will take part."""
-    chosen = [case for case in cases(machine, cost, slower, plan.duration) if not only or case.name in only]
+    chosen = [case for case in cases(machine, cost, slower, plan.duration, load) if not only or case.name in only]
     screened = {}
     for case in chosen:
         say(f"{case.name}: {case.said}; SLO {case.slo}")
@@ -224,6 +228,16 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not 1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} s; it must be 1 to 3600")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 2:
+        raise argparse.ArgumentTypeError(f"{text}; it must be 0.1 to 2, such as 0.9")
     return value
 
 

@@ -87,10 +87,11 @@ class Changing:
             yield arrival._replace(time=self.at + arrival.time)
 
 
-def cases(machine: Machine, cost: CostModel, slowdown: float, duration: float) -> list[Case]:
-    """The loads for this machine; ``slowdown``: how many times as long steps take beside the process that takes a core."""
+def cases(machine: Machine, cost: CostModel, slowdown: float, duration: float, load: float = LOAD) -> list[Case]:
+    """The loads for this machine. ``slowdown``: how many times as long steps take beside the process that takes a core;
+    ``load``: the rate, as a share of what the engine completes when it is kept full."""
     alone = _alone(cost)
-    found = [_steady(name, machine, cost, alone) for name in STEADY]
+    found = [_steady(name, machine, cost, alone, load) for name in STEADY]
     conversation, code = found[0], found[1]
     workload, slo = conversation.workload, conversation.slo
     halves = workload.at_rate(workload.rate / 2), code.workload.at_rate(code.workload.rate / 2)
@@ -117,16 +118,16 @@ def promise(cost: CostModel, context: float) -> SLO:
     return SLO(ttft_ms=TTFT_FACTOR * tpot, tpot_ms=tpot)
 
 
-def _steady(name: str, machine: Machine, cost: CostModel, alone: Alone) -> Case:
+def _steady(name: str, machine: Machine, cost: CostModel, alone: Alone, load: float) -> Case:
     parsed = parse_workload(STEADY[name])
     setup = _setup(machine, machine.facts, parsed, cost, alone)
     slo = promise(cost, setup.mean_prompt + setup.mean_output / 2)
     full = setup.calibration.saturated_rate
     said = (
-        f"{LOAD * full:.1f} requests/s, {LOAD:.0%} of {full:.1f}; lengths × {setup.length_scale:g}: on average "
+        f"{load * full:.1f} requests/s, {load:.0%} of {full:.1f}; lengths × {setup.length_scale:g}: on average "
         f"{setup.mean_prompt:.0f} in, {setup.mean_output:.0f} out"
     )
-    return Case(name, setup.apply(parsed).at_rate(LOAD * full), slo, said)
+    return Case(name, setup.apply(parsed).at_rate(load * full), slo, said)
 
 
 def _setup(machine: Machine, facts: ModelFacts, workload: Workload, cost: CostModel, alone: Alone) -> Setup:

@@ -65,6 +65,8 @@ def test_all_loads_follow_from_the_machine_by_the_same_rules(machine: Machine, l
     assert loads[CORE].workload.rate == pytest.approx(loads["conversation"].workload.rate * (1 + 1 / SLOWER) / 2)
     assert f"{LOAD:.0%} of" in loads["code"].said
     assert loads[PROMPTS].slo == loads[CORE].slo == loads["conversation"].slo
+    lighter = cases(machine, COST, SLOWER, SECONDS, 0.5 * LOAD)
+    assert [c.workload.rate / loads[c.name].workload.rate for c in lighter] == pytest.approx([0.5] * 5)
 
 
 def test_long_prompts_join_in_the_middle(loads: dict[str, Case]) -> None:
@@ -194,7 +196,7 @@ def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
     plan = Rounds((2, 1), SECONDS, 1.0)
-    made = prepare(machine, SIMULATION, COST, SLOWER, plan, [vllm, control], None, GRID[::14])
+    made = prepare(machine, SIMULATION, COST, SLOWER, plan, [vllm, control], None, grid=GRID[::14])
     statics = {name: [s.contender for s in found] for name, found in made.screened.items()}
     assert all(len(found) == 2 for found in statics.values())
     run = contest(machine, made.cases, [vllm, control], statics=statics, plan=plan.keep)
