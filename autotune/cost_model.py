@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autotune.cost_fit import Fitted, fit
+from autotune.cost_fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
 from autotune.profile.parts import CostFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
@@ -128,7 +128,10 @@ class CostModel:
             tuple(value * a * b for value, b in zip(row, factors, strict=True))
             for row, a in zip(self.facts.covariance, factors, strict=True)
         )
-        update = {"coefficients": coefficients, "covariance": covariance, "learner": None}
+        update: dict[str, object] = {"coefficients": coefficients, "covariance": covariance, "learner": None}
+        if (planned := self.facts.planned) is not None:
+            faster = CostModel(planned).scaled(compute=compute, bandwidth=bandwidth, overhead=overhead)
+            update["planned"] = faster.facts
         return CostModel(self.facts.model_copy(update=update))
 
     def _grow(self, least: int) -> None:
@@ -176,6 +179,13 @@ def fit_cost_model(points: Sequence[StepPoint], *, seconds: float = 0.0) -> Cost
 
     ``seconds``: what measuring them took. Raises ``ValueError`` for too few points to tell anything.
     """
+    planned = [p for p in points if p.region != SERVED]
+    if not FEWEST <= len(planned) < len(points):
+        return _fit(points, seconds, None)
+    return _fit(points, seconds, _fit(planned, seconds, None).facts)
+
+
+def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None) -> CostModel:
     fitted = fit(points)
     values = dict(zip(fitted.shape.names, fitted.coefficients.tolist(), strict=True))
     covariance = fitted.covariance.tolist()
@@ -192,6 +202,7 @@ def fit_cost_model(points: Sequence[StepPoint], *, seconds: float = 0.0) -> Cost
             error=statistics.median(errors(points, fitted)),
             regions=_regions(points, fitted),
             learner=_learner(points),
+            planned=planned,
         )
     )
 

@@ -81,6 +81,10 @@ class CostFacts(Part):
     error: Amount = Field(description="median of the cross-validated relative error over all points")
     regions: tuple[RegionError, ...]
     learner: LearnerFacts | None
+    planned: CostFacts | None = Field(
+        default=None,
+        description="the same fitted to planned steps alone, which cost less than served ones: what `autotune check` goes by",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:
@@ -88,6 +92,8 @@ class CostFacts(Part):
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):
             raise ValueError(f".regions are {', '.join(names)}; each may be there once")
+        if self.planned is not None and self.planned.planned is not None:
+            raise ValueError(".planned.planned must be null: planned steps have no others among them")
         return self
 
     def region_error(self, region: str) -> float:

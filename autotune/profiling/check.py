@@ -7,7 +7,9 @@ region (decode, prefill, …); the median over the rounds is the difference. It 
 - the distribution-free 99% interval of a median over the rounds (order statistics; few rounds: all of them), and
 - the cost model's own cross-validated error in that region, smaller the more kinds of steps are averaged over,
 
-added as squares. With ``threshold`` as what matters:
+added as squares. Steps are held against the model that was fitted to planned ones alone, as these are: serving costs more, and
+the model that simulations go by says so. A profile that has no such model is off by that everywhere, so there the error is
+not averaged out. With ``threshold`` as what matters:
 
 - *stale*: the difference is above the threshold, and less its doubt still above half of it;
 - *fits*: neither the difference nor the doubt is above the threshold;
@@ -25,6 +27,7 @@ from typing import Any, Literal
 
 from scipy.stats import binom
 
+from autotune.cost_fit import SERVED
 from autotune.cost_model import CostModel
 from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import CostFacts, ModelFacts
@@ -168,7 +171,7 @@ def check_steps(
     Raises ``ValueError`` for facts that are no cost model, :class:`EvaluationError` when a request fails,
     :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
     """
-    cost = CostModel.from_facts(facts)
+    cost = CostModel.from_facts(facts.planned or facts)
     begun = clock.now()
     room = min(model.max_model_len, engine.kv_tokens // 2)
     driver = StepDriver(engine, model.vocab_size, room, seed=seed, clock=clock, stop=stop or (lambda: False))
@@ -196,7 +199,7 @@ def check_steps(
 def compare(
     rounds: Sequence[Sequence[Sample]], cost: CostModel, threshold: float, seconds: float, taken: float = 0.0
 ) -> Check:
-    """The rounds held against ``cost``. Raises :class:`EvaluationError` when they hold no step."""
+    """The rounds held against ``cost``, of planned steps if there is one. Raises :class:`EvaluationError` when they hold no step."""
     regions: dict[str, list[list[tuple[float, float, Sample]]]] = {}
     for number, samples in enumerate(rounds):
         for sample in samples:
@@ -223,6 +226,7 @@ def _region(
     threshold: float,
     crowded: bool,
 ) -> RegionCheck:
+    served = any(r.region == SERVED for r in facts.regions)  # then what it says of planned steps is off to one side
     medians = [statistics.median(ratio for ratio, _, _ in one) for one in rounds if one]
     everything = [entry for one in rounds for entry in one]
     middle = statistics.median(medians)
@@ -237,7 +241,7 @@ def _region(
         predicted_ms=typical * 1000,
         difference=middle - 1,
         noise=max(middle - low, high - middle),
-        model=facts.region_error(name) / math.sqrt(len(kinds)),
+        model=facts.region_error(name) / (1 if served else math.sqrt(len(kinds))),
         threshold=threshold,
         crowded=crowded,
     )

@@ -44,7 +44,13 @@ def engine(hardware: Callable[[StepFeatures], float], noise: float = 0.03, seed:
 def facts() -> CostFacts:
     """The cost model of the formula's hardware, as calibration fits it to 3% noise."""
     measured = engine(slow_cpu, seed=7)
-    return fit_cost_model(measure_steps(measured, MODEL, budget_s=12, seed=0, clock=measured.clock)).facts
+    return fit_cost_model(measure_steps(measured, MODEL, budget_s=40, seed=0, clock=measured.clock)).facts
+
+
+def planned(facts: CostFacts) -> CostFacts:
+    """What check goes by."""
+    assert facts.planned is not None
+    return facts.planned
 
 
 def checked(facts: CostFacts, hardware: Callable[[StepFeatures], float], noise: float = 0.03, **options: Any) -> Check:
@@ -71,6 +77,51 @@ def test_an_engine_that_is_cold_at_first_fits(facts: CostFacts) -> None:
 
     found = checked(facts, cold)
     assert found.verdict == "fits", found.sentence
+
+
+class Serving(SimulatedEngine):
+    """Hardware whose steps with prompts in them take longer while it serves than while the calibration plans them."""
+
+    dearer = 1.0
+
+    def serve(self, *arguments: Any, **options: Any) -> Any:
+        self.dearer = 1.15
+        return super().serve(*arguments, **options)
+
+    def submit(self, *arguments: Any, **options: Any) -> Any:  # by the calibration's scripts
+        self.dearer = 1.0
+        return super().submit(*arguments, **options)
+
+
+def serving_engine(planned: float = 1.0, seed: int = 1) -> Serving:
+    def seconds(step: StepFeatures) -> float:
+        return slow_cpu(step) * (made.dearer if step.prefill_tokens else 1.0) * (planned if step.prefill_tokens else 1.0)
+
+    made = Serving(Formula(seconds), kv_tokens=65536, noise=0.03, seed=seed)
+    return made
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_serving_that_costs_more_than_planned_steps_is_no_change_of_the_machine(seed: int) -> None:
+    """The model is fitted to what serving costs, and check measures planned steps: 10% is what it is to tell."""
+    then, now, slower = serving_engine(seed=7 + seed), serving_engine(), serving_engine(planned=1.2)
+    known = fit_cost_model(measure_steps(then, MODEL, budget_s=40, seed=seed, clock=then.clock)).facts
+    assert known.planned is not None and known.planned.coefficients != known.coefficients
+    found = check_steps(now, MODEL, known, budget_s=10, seed=seed, clock=now.clock)
+    assert found.verdict == "fits", found.sentence
+    assert max(abs(r.difference) for r in found.regions) < 0.04
+    off = check_steps(slower, MODEL, known, budget_s=10, seed=seed, clock=slower.clock)
+    assert {r.region for r in off.regions if r.verdict == "stale"} == {"prefill", "prefix", "mixed"}, off.sentence
+
+
+def test_of_a_profile_without_a_model_of_planned_steps_the_error_is_not_averaged_out(facts: CostFacts) -> None:
+    """As profiles were before: its steps are all off to one side by what serving costs more."""
+    rough = tuple(r.model_copy(update={"median": 0.12, "p90": 0.2}) for r in facts.regions)
+    old = facts.model_copy(update={"regions": rough, "planned": None})
+    found = checked(old, lambda s: 1.15 * slow_cpu(s))
+    assert found.verdict == "unclear" and all(r.model == 0.12 for r in found.regions)
+    none_served = old.model_copy(update={"regions": tuple(r for r in rough if r.region != "served")})
+    assert checked(none_served, lambda s: 1.15 * slow_cpu(s)).verdict == "stale"
 
 
 def test_decode_steps_14_percent_slower(facts: CostFacts) -> None:
@@ -136,9 +187,8 @@ def test_slower_while_others_work_is_no_verdict(facts: CostFacts) -> None:
 
 
 def test_a_cost_model_too_rough_to_compare_with(facts: CostFacts) -> None:
-    rough = facts.model_copy(
-        update={"error": 0.9, "regions": tuple(r.model_copy(update={"median": 0.9, "p90": 1.0}) for r in facts.regions)}
-    )
+    everywhere = tuple(r.model_copy(update={"median": 0.9, "p90": 1.0}) for r in planned(facts).regions)
+    rough = planned(facts).model_copy(update={"error": 0.9, "regions": everywhere})
     found = checked(rough, slow_cpu)
     assert found.sentence.startswith("cannot tell: the profile's cost model is too rough (decode steps ")
 
@@ -147,7 +197,7 @@ def test_a_region_that_the_cost_model_hardly_knows_is_left_out(facts: CostFacts)
     def rough(r: Any) -> Any:
         return r.model_copy(update={"median": 0.9, "p90": 1.0}) if r.region == "mixed" else r
 
-    known = facts.model_copy(update={"regions": tuple(rough(r) for r in facts.regions)})
+    known = planned(facts).model_copy(update={"regions": tuple(rough(r) for r in planned(facts).regions)})
     found = checked(known, slow_cpu)
     assert found.verdict == "fits" and found.sentence.endswith("(of mixed steps its cost model knows too little)")
     assert checked(known, lambda s: slow_cpu(s) * (1.0 if s.prefill_tokens else 1.14)).verdict == "stale"
