@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Option
 
 from autotune.cli.budget import seconds
-from autotune.cli.exits import FELL_SHORT, INTERRUPTED
-from autotune.version import __version__
+from autotune.cli.exits import FELL_SHORT
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from autotune.cli.files import Files
     from autotune.cli.profiled import Subject
-    from autotune.profiling.findings import Findings, Question
+    from autotune.profiling.findings import Findings
 
 HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
 EXAMPLES = (
@@ -121,7 +115,8 @@ def profile(
     from autotune.cli.display import make_console
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.profiled import Subject, finish
+    from autotune.cli.profile_study import Asked, stem, work
+    from autotune.cli.profiled import finish
     from autotune.cli.target import device_kind, heading, model_facts, with_threads
     from autotune.evaluate import EvaluationError
     from autotune.price import parse_price
@@ -160,10 +155,9 @@ def profile(
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
     kind = device_kind(cpu, gpu)
-    files = Files.of(out or Path(f"{_stem(model)}-{kind}.yaml"), None if storage else study)
+    files = Files.of(out or Path(f"{stem(model)}-{kind}.yaml"), None if storage else study)
     found_machine = machine(gpu=kind == "gpu")
     with stop_on_interrupt() as stop:
-        from runtime.llm.engine import Engine
         from runtime.torch_backend.loading import load_model
 
         if not sys.stderr.isatty():
@@ -173,73 +167,21 @@ def profile(
         device = "cuda" if kind == "gpu" else "cpu"
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
         console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
-        facts = model_facts(loaded, seed)
-        with Engine(loaded, limits=limits, seed=seed) as engine:
-            subject = Subject(engine, facts, with_threads(found_machine), workload, price_per_hour)
-            command = shlex.join(["autotune", *without_passwords(context.obj)])
+        asked = Asked(
+            loaded, model_facts(loaded, seed), with_threads(found_machine), workload, price_per_hour, question
+        )
+        command = shlex.join(["autotune", *without_passwords(context.obj)])
 
-            def write(found: Findings) -> int:
-                return finish(found, question, files, subject, console, command, as_json)
+        def write(found: Findings, subject: Subject) -> int:
+            return finish(found, question, files, subject, console, command, as_json)
 
-            try:
-                return _study(subject, question, files, storage, study, console, fresh, stop, write)
-            except EvaluationError as error:  # it ran, and nothing could be measured
-                print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
-                return FELL_SHORT
-
-
-def _study(
-    subject: Subject,
-    question: Question,
-    files: Files,
-    storage: str | None,
-    name: Path | None,
-    console: Console,
-    fresh: bool,
-    stop: Any,
-    write: Callable[[Findings], int],
-) -> int:
-    """Work on the study until it is done or stopped, and have what was found written; the exit code."""
-    from autotune.cli.display import Display
-    from autotune.profiling.session import Session
-    from autotune.profiling.study import SharedStorage, open_study, study_name
-
-    facts = subject.model
-    weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {subject.spec}"
-    display = Display(console, head)
-    identity = {
-        "model": facts.model_dump(mode="json"),
-        "machine": subject.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
-        "workload": subject.spec,
-        "rate": question.rate,
-        "slo": None if question.slo is None else str(question.slo),
-        "seed": question.seed,
-        "space": question.space.as_dict(),
-        "autotune": __version__,
-    }
-    place: Path | SharedStorage = files.journal
-    if storage is not None:
-        place = SharedStorage.of(storage, str(name) if name else study_name(_stem(facts.name), identity))
-        display.note(str(place))
-    with open_study(place, identity, fresh=fresh) as study:
-        if study.exhausted(question.trials, question.budget_s) and not study.shared:  # others may be reading it
-            display.note(f"{place} holds a finished study; measuring anew (a larger --budget or --trials extends it)")
-            study = study.restarted(identity)
-        session = Session(subject.engine, facts, question, study, display, stop=stop.is_set)
         try:
-            found = session.run()
-        finally:
-            display.close()
-        if not found.settings():
-            console.print(
-                f"stopped before the first trial was done; nothing written to {files.profile}. Run the same command to go on."
+            return work(
+                asked, files, storage, study, console, limits=limits, fresh=fresh, stop=stop.is_set, write=write
             )
-            return INTERRUPTED
-        code = write(found)
-        if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
-            study.finish(question.trials, question.budget_s)
-        return code
+        except EvaluationError as error:  # it ran, and nothing could be measured
+            print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
+            return FELL_SHORT
 
 
 def _checked(option: str, parse: Any, text: str) -> Any:
@@ -247,12 +189,3 @@ def _checked(option: str, parse: Any, text: str) -> Any:
         return parse(text)
     except ValueError as error:
         raise InputError(f"{option}: {error}") from None
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
-
-
-def _stem(model: str) -> str:
-    """``./models/My Model/`` → ``My-Model``."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.rstrip("/")).name).strip("-.") or "model"

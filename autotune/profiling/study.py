@@ -148,16 +148,30 @@ class SweepStudy:
         self.put(f"count/{name}", number + 1)
         return number
 
-    def finish(self, trials: int | None, budget_s: float | None) -> None:
+    def finish(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> None:
         """All that was asked is done."""
-        self.put("finished", {"trials": trials, "budget_s": budget_s})
+        self.put("finished", {"trials": trials, "budget_s": budget_s, "sim_trials": sim_trials})
 
-    def exhausted(self, trials: int | None, budget_s: float | None) -> bool:
+    def exhausted(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> bool:
         """Whether it was finished under bounds as wide as these, so that going on with it would measure nothing."""
         finished = self.get("finished")
         if finished is None:
             return False
-        return _no_wider(trials, finished["trials"]) and _no_wider(budget_s, finished["budget_s"])
+        bounds = (
+            (trials, finished["trials"]),
+            (budget_s, finished["budget_s"]),
+            (sim_trials, finished.get("sim_trials")),
+        )
+        return all(_no_wider(asked, before) for asked, before in bounds)
+
+    def extend(self, budget_s: float | None, sim_trials: int) -> None:
+        """More trials than it was finished with are asked of it: those, and what they show, have a budget of their own."""
+        finished = self.get("finished")
+        if finished is None or _no_wider(sim_trials, finished.get("sim_trials")):
+            return
+        if _no_wider(budget_s, finished["budget_s"]):
+            self.put("spent", None)
+        self.put("finished", None)
 
     # -- measurements on the hardware -----------------------------------------------------------------------------------
 

@@ -99,13 +99,8 @@ def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
     available memory and never more than ``MAX_CPU_POOL_BYTES``. Never more than 4096 sequences of the model's full context.
     Raises ``ValueError`` when not even one block fits.
     """
-    if loaded.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(loaded.device)
-        # memory that torch's caching allocator holds but does not use is free to us as well
-        free += torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)
-        budget = int(free * CUDA_SHARE)
-    else:
-        budget = min(int(psutil.virtual_memory().available * CPU_SHARE), MAX_CPU_POOL_BYTES)
+    free = free_bytes(loaded)
+    budget = int(free * CUDA_SHARE) if loaded.device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_POOL_BYTES)
     blocks = budget // (loaded.kv_bytes_per_token * block_size)
     if blocks < 1:
         raise ValueError(
@@ -113,6 +108,15 @@ def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
             f"one block of {block_size} tokens takes {loaded.kv_bytes_per_token * block_size}"
         )
     return int(min(blocks, 4096 * -(-loaded.max_model_len // block_size)))
+
+
+def free_bytes(loaded: Loaded) -> int:
+    """Memory of the model's device that nobody uses now."""
+    if loaded.device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.cuda.mem_get_info(loaded.device)
+    # memory that torch's caching allocator holds but does not use is free to us as well
+    return int(free + torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device))
 
 
 def check_pool(loaded: Loaded, tokens: int) -> None:

@@ -62,7 +62,7 @@ def profile(journal: Path, log: Path) -> None:
     with open_study(journal, {"q": 1}) as study:
         found = Session(engine, FACTS, question, study, Silent(), schedule=schedule).run()
         assert not found.stopped and found.runs and found.capacity is not None
-        study.finish(question.trials, question.budget_s)
+        study.finish(question.trials, question.budget_s, question.sim_trials)
 
 
 def small_model(folder: Path) -> Path:

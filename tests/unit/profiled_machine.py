@@ -93,5 +93,5 @@ def session(
         host = host or VirtualClock()  # stands still: what the host takes to simulate must show nowhere
         found = Session(engine or machine(), FACTS, asked, study, told, stop=stop, schedule=schedule, host=host).run()
         if not found.stopped:
-            study.finish(asked.trials, asked.budget_s)
+            study.finish(asked.trials, asked.budget_s, asked.sim_trials)
     return found, told

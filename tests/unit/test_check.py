@@ -95,7 +95,9 @@ class Serving(SimulatedEngine):
 
 def serving_engine(planned: float = 1.0, seed: int = 1) -> Serving:
     def seconds(step: StepFeatures) -> float:
-        return slow_cpu(step) * (made.dearer if step.prefill_tokens else 1.0) * (planned if step.prefill_tokens else 1.0)
+        return (
+            slow_cpu(step) * (made.dearer if step.prefill_tokens else 1.0) * (planned if step.prefill_tokens else 1.0)
+        )
 
     made = Serving(Formula(seconds), kv_tokens=65536, noise=0.03, seed=seed)
     return made

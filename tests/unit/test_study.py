@@ -245,3 +245,18 @@ def test_a_finished_study_goes_on_only_if_more_is_asked(
 
 def test_differences_of_equals() -> None:
     assert differences(IDENTITY, dict(IDENTITY)) == []
+
+
+def test_more_simulated_trials_extend_a_finished_study(journal: Path) -> None:
+    with open_study(journal, IDENTITY) as study:
+        measure(study, 2)
+        study.put("spent", {"hardware_s": 9.0, "simulating_s": 9.0})
+        study.finish(None, 60.0, 240)
+        assert study.exhausted(None, 60.0, 240) and study.exhausted(None, 30.0, 100)
+        study.extend(60.0, 240)
+        assert study.get("finished") is not None and study.get("spent")["hardware_s"] == 9.0
+        assert not study.exhausted(None, 60.0, 400)
+        study.extend(60.0, 400)
+        assert study.get("spent") is None, "what it spent on the trials before is not taken from those to come"
+    with open_study(journal, IDENTITY) as study:
+        assert not study.exhausted(None, 60.0, 400) and len(measured(study)) == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profiling.points import Run
@@ -71,7 +74,7 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
             context.study,
             objective,
             space,
-            identity={"rate": setup.rate, "window": objective.simulator.window(setup.rate)},
+            identity=_identity(objective),
             starting=starting,
             trials=question.sim_trials,
             seed=question.seed,
@@ -95,6 +98,19 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     context.reporter.stage_done(
         f"{len(found.simulated)} trials", f"best {top.goodput:.1f} of {top.offered_rate:.1f} req/s in SLO"
     )
+
+
+def _identity(objective: GoodputObjective) -> dict[str, Any]:
+    """What tells its values from those of another machine or load."""
+    scenario = objective.simulator.scenario
+    cost = json.dumps(scenario.cost.facts.coefficients, sort_keys=True)
+    return {
+        "rate": objective.rate,
+        "window": objective.simulator.window(objective.rate),
+        "kv_tokens": scenario.kv_tokens,
+        "block_size": scenario.block_size,
+        "cost": f"{scenario.cost.facts.family} {hashlib.sha256(cost.encode()).hexdigest()[:12]}",
+    }
 
 
 def _keep(context: Context, trials: Sequence[SimulatedTrial]) -> None:

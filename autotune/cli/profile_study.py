@@ -1,0 +1,155 @@
+"""The study behind ``autotune profile``: opened, gone on with or begun anew, and worked on with the engine it was begun with."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.cli.display import Display
+from autotune.cli.exits import INTERRUPTED
+from autotune.cli.files import Files
+from autotune.cli.profiled import Subject
+from autotune.profile import Machine, ModelFacts
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.journal import unwritable
+from autotune.profiling.session import Session
+from autotune.profiling.study import SharedStorage, SweepStudy, open_study, study_name
+from autotune.version import __version__
+from runtime.errors import InputError
+from runtime.knobs import KnobLimits
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from runtime.torch_backend.loading import LoadedModel
+
+_POOL = "pool"
+_BLOCK = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be profiled, and what is asked of it. ``spec``: the workload as it was written; ``price``: per hour."""
+
+    loaded: LoadedModel
+    model: ModelFacts
+    machine: Machine
+    spec: str
+    price: float | None
+    question: Question
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes a study this one and no other. Its KV pool belongs to it, too, and is kept in it (:func:`pool_of`)."""
+        question = self.question
+        return {
+            "model": self.model.model_dump(mode="json"),
+            "machine": self.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
+            "workload": self.spec,
+            "rate": question.rate,
+            "slo": None if question.slo is None else str(question.slo),
+            "seed": question.seed,
+            "space": question.space.as_dict(),
+            "autotune": __version__,
+        }
+
+
+def work(
+    asked: Asked,
+    files: Files,
+    storage: str | None,
+    name: Path | None,
+    console: Console,
+    *,
+    limits: KnobLimits,
+    fresh: bool,
+    stop: Callable[[], bool],
+    write: Callable[[Findings, Subject], int],
+) -> int:
+    """Work on the study until it is done or stopped, and have what was found written; the exit code."""
+    from runtime.llm.engine import Engine
+
+    facts, question, identity = asked.model, asked.question, asked.identity
+    weights = "random weights, " if facts.random_weights else ""
+    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {asked.spec}"
+    display = Display(console, head)
+    place: Path | SharedStorage = files.journal
+    if storage is not None:
+        place = SharedStorage.of(storage, str(name) if name else study_name(stem(facts.name), identity))
+        display.note(str(place))
+    before = files.journal.with_name(f"{files.journal.name}.old")
+    with open_study(place, identity, fresh=fresh) as study:
+        bounds = question.trials, question.budget_s, question.sim_trials
+        if study.exhausted(*bounds) and not study.shared:  # others may be reading it
+            display.note(
+                f"{place} holds a finished study; measuring anew (a larger --budget, --trials or --sim-trials extends it). "
+                f"Until the new profile is written the old study is kept as {before}"
+            )
+            _copy(files.journal, before)
+            study = study.restarted(identity)
+        study.extend(question.budget_s, question.sim_trials)
+        with Engine(
+            asked.loaded,
+            limits=limits,
+            seed=question.seed,
+            kv_tokens=pool_of(study, asked.loaded, place),
+            block_size=_BLOCK,
+        ) as engine:
+            subject = Subject(engine, facts, asked.machine, asked.spec, asked.price)
+            session = Session(engine, facts, question, study, display, stop=stop)
+            try:
+                found = session.run()
+            finally:
+                display.close()
+            if not found.settings():
+                console.print(
+                    f"stopped before the first trial was done; nothing written to {files.profile}. "
+                    "Run the same command to go on."
+                )
+                return INTERRUPTED
+            code = write(found, subject)
+            if not found.stopped:  # with its profile written: until then it is gone on with, and nothing measured anew
+                study.finish(*bounds)
+                before.unlink(missing_ok=True)
+            return code
+
+
+def pool_of(study: SweepStudy, loaded: LoadedModel, place: Path | SharedStorage) -> int:
+    """Tokens of the KV pool that everything in ``study`` was measured with, on whichever machine; now chosen if it is new.
+
+    How many fit hangs on what memory is free just then, and settings measured with another pool are not to be compared.
+    Raises :class:`InputError` where there is no longer, or not here, room for it.
+    """
+    from runtime.torch_backend.kv_pool import default_kv_blocks, free_bytes
+
+    kept = study.measurements.find(_POOL)
+    pool = kept or study.measured(_POOL, lambda: {"kv_tokens": default_kv_blocks(loaded, _BLOCK) * _BLOCK})
+    tokens = int(pool["kv_tokens"])
+    needed, free = tokens * loaded.kv_bytes_per_token, free_bytes(loaded)
+    if needed > free:
+        raise InputError(
+            f"{place}: this study was begun with a KV pool of {tokens} tokens ({needed / 2**30:.2g} GiB), and "
+            f"{free / 2**30:.2g} GiB of memory are free here; free some, or --fresh begins anew with a smaller pool"
+        )
+    return tokens
+
+
+def stem(model: str) -> str:
+    """``./models/My Model/`` → ``My-Model``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.rstrip("/")).name).strip("-.") or "model"
+
+
+def _copy(journal: Path, to: Path) -> None:
+    try:
+        shutil.copyfile(journal, to)
+    except OSError as error:
+        to.unlink(missing_ok=True)
+        raise unwritable(to, error) from None
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
