@@ -7,12 +7,21 @@ import re
 
 from runtime.errors import InputError
 
-_PRICE = re.compile(r"^\s*(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*/\s*(?P<unit>h|hour|day|month)\s*$")
-_HOURS = {"h": 1.0, "hour": 1.0, "day": 24.0, "month": 730.0}  # a month as cloud price lists count it: 8760 h / 12
+_PRICE = re.compile(r"^\s*[$€£]?\s*(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*/\s*(?P<unit>h|hr|hour|day|month)\s*$")
+_HOURS = {
+    "h": 1.0,
+    "hr": 1.0,
+    "hour": 1.0,
+    "day": 24.0,
+    "month": 730.0,
+}  # a month as cloud price lists count it: 8760 h / 12
 
 
 def parse_price(text: str) -> float:
-    """``2.50/h``, ``40/day`` or ``900/month`` as money per hour. Raises :class:`InputError` that quotes the text."""
+    """``2.50/h``, ``$2.50/hr``, ``40/day`` or ``900/month`` as money per hour, whichever the currency.
+
+    Raises :class:`InputError` that quotes the text.
+    """
     match = _PRICE.match(text)
     if match is None:
         hint = f"; write {text.strip()}/h" if _is_number(text) else ", such as 2.50/h, 40/day or 900/month"

@@ -93,7 +93,8 @@ def capacity(
         if endless is not None:
             console.print(endless, markup=False, highlight=False, soft_wrap=True)
     if best is not None and asked.price is not None:
-        console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
+        told = cheapest_sentence(best, scenario.slo, asked.price, len(asked.settings) + len(asked.others))
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         settings = [capacity_data(one, asked.price) for one in known.values()]
         cheapest = None if best is None else capacity_data(best, asked.price)

@@ -100,7 +100,8 @@ def simulate(
             style="dim", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if best is not None and asked.price is not None:
-        console.print(cheapest_sentence(best, scenario.slo, asked.price), markup=False, highlight=False, soft_wrap=True)
+        told = cheapest_sentence(best, scenario.slo, asked.price, len(asked.settings) + len(asked.others))
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = [point_data(p, asked.price) for p in points]
         cheapest = None if best is None else capacity_data(best, asked.price)

@@ -63,6 +63,7 @@ class Asked:
         self.price = self.profile.price_per_hour if money is None else money
         self.controller = controller
         self.scale = scale
+        self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}))
         scenario = checked(
             "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
@@ -115,6 +116,7 @@ class Asked:
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
         doubtful = f"\n{profile.doubtful}" if profile.doubtful else ""
+        doubtful += "".join(f"\ndoubtful: {text}" for text in self.doubts[len(profile.doubts) :])
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
             f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
@@ -136,8 +138,19 @@ class Asked:
             "scale": self.scale,
             "controller": self.controller,
             "price_per_hour": self.price,
-            "doubts": list(self.profile.doubts),
+            "doubts": list(self.doubts),
         }
+
+
+def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
+    """What of ``speeds`` the profile's cost model cannot tell apart, a clause."""
+    cost = profile.cost_model
+    if cost is None or speeds.get("bandwidth", 1.0) == 1.0 or "weights_s" in cost.coefficients:
+        return ()
+    return (
+        f"--scale bandwidth={speeds['bandwidth']:g} does not act on reading the weights: in a cost model of family {cost.family} "
+        "that is part of the overhead (overhead= scales both)",
+    )
 
 
 def capacity_words(found: SettingCapacity) -> str:

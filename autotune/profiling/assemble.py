@@ -7,7 +7,18 @@ import json
 import statistics
 from pathlib import Path
 
-from autotune.profile import EngineFacts, LoadFacts, Machine, ModelFacts, Point, Profile, SimulationFacts, Software
+from autotune.profile import (
+    Confidence,
+    EngineFacts,
+    LoadFacts,
+    Machine,
+    ModelFacts,
+    Point,
+    Profile,
+    SimulationFacts,
+    Software,
+)
+from autotune.profiling.coverage import lacking
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import pareto, points
@@ -81,9 +92,19 @@ def assemble(
         cost_model=None if findings.cost is None else findings.cost.facts,
         simulation=simulation_facts(findings),
         simulated=(*twin_points(findings), *pareto_points(findings)),
-        confidence=findings.confidence,
+        confidence=sure_of(findings),
         price_per_hour=price_per_hour,
         doubts=doubts(findings),
+    )
+
+
+def sure_of(findings: Findings) -> Confidence | None:
+    """The confidence, with what the calibration did not see: the choice rests on simulations of it."""
+    found, unseen = findings.confidence, lacking(findings.steps) if findings.steps else ()
+    if found is None or not unseen:
+        return found
+    return found.model_copy(
+        update={"sentence": f"{found.sentence}; less sure than that, for the calibration saw {', '.join(unseen)}"}
     )
 
 

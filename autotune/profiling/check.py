@@ -199,7 +199,7 @@ def check_steps(
 def compare(
     rounds: Sequence[Sequence[Sample]], cost: CostModel, threshold: float, seconds: float, taken: float = 0.0
 ) -> Check:
-    """The rounds held against ``cost``, that of planned steps if there is one. Raises :class:`EvaluationError` when they hold none."""
+    """The rounds held against ``cost``, of planned steps if there is one. Raises :class:`EvaluationError` without any step."""
     regions: dict[str, list[list[tuple[float, float, Sample]]]] = {}
     for number, samples in enumerate(rounds):
         for sample in samples:

@@ -1,9 +1,10 @@
-"""What makes a profiling run doubtful: a cost model that fits badly, a speed that moved, other programs on the machine."""
+"""What makes a profiling run doubtful: a cost model that is rough or saw little, another speed, other programs."""
 
 from __future__ import annotations
 
 import os
 
+from autotune.profiling.coverage import lacking
 from autotune.profiling.findings import Findings
 
 ROUGH = 0.1
@@ -21,6 +22,10 @@ def doubts(found: Findings) -> tuple[str, ...]:
     told = []
     if found.cost is not None and found.cost.facts.error > ROUGH:
         told.append(f"the cost model's error is {found.cost.facts.error:.0%}")
+    if found.steps and (unseen := lacking(found.steps)):
+        told.append(
+            f"the calibration saw {', '.join(unseen)}, so what is simulated is guessed there (a longer --budget sees more)"
+        )
     speed = 1.0 if found.setup is None else found.setup.speed
     if not 1 / MOVED <= speed <= MOVED:
         told.append(f"the machine served at {speed:.0%} of the speed it was calibrated at")

@@ -50,6 +50,7 @@ _SERVED = (
 _SERVED_CHUNKS = (4, 0.5, 0.125)  # of the mean prompt, in turn
 _SERVED_OUTPUT = 64
 _SERVED_S = 1.5  # seconds that a mix is served for at least
+_FEW, _FEW_OUTPUT = (16, 16, 16, 32), 8  # prompts and answers where the time is short
 _UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
 
 Filling = Generator[None, StepRecord, list[str]]
@@ -122,6 +123,20 @@ class StepPlan:
             made.append(Mix(rate, prompt, output, each, min(chunk, self._piece, self._chunk)))
         fit = max(1, int(share / each))
         return [made[(number * fit + i) % len(made)] for i in range(min(fit, len(made)))] if made else []
+
+    def least(self) -> list[Callable[[], Script] | Mix]:
+        """A little of all that serving does, where a round has no room for it. After :meth:`scripts`."""
+        several = [max(1, min(n, self._longest)) for n in _FEW]
+        few = several[: max(1, self._fit(len(several), max(several)))]
+        long, chunk = max(1, min(3 * _FEW[-1], self._longest)), max(1, min(_FEW[-1] // 2, self._chunk))
+        beside: list[Wave] = [([min(_FEW[-1], chunk)], chunk), ([long], chunk)]
+        batch = min(2, self._slots)
+        rate = batch / (_FEW_OUTPUT * self._pilot.step + batch * few[0] * self._pilot.token)
+        seconds = max(_SERVED_S, 4 / rate)
+        made: list[Callable[[], Script] | Mix] = [
+            partial(self._ladder, few), partial(self._ladder, [long]), partial(self._mixed, few[:2], beside)
+        ]  # fmt: skip
+        return [*made, Mix(rate, few[0], min(_FEW_OUTPUT, self._output), seconds, chunk)]
 
     def _ladders(self) -> list[Callable[[], Script]]:
         contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]

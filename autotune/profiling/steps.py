@@ -20,6 +20,7 @@ from autotune.cost_fit import FEWEST, SERVED
 from autotune.cost_model import fit_cost_model, with_predictions
 from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import ModelFacts, StepPoint
+from autotune.profiling.coverage import lacking
 from autotune.profiling.served_steps import served_steps
 from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
@@ -100,9 +101,10 @@ def measure_steps_and_pace(
 ) -> MeasuredSteps:
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 
-    ``budget_s``: seconds on ``clock``, the engine's, within which it ends, or soon after; a slow machine gets
-    more for a first round. ``advance``: told the share that is done, and how. The engine is left idle, its knobs changed. Raises
-    :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on ``stop``.
+    ``budget_s``: seconds on ``clock``, the engine's, within which it ends, or soon after; a slow machine gets more for a first
+    round, and up to as much again for what that had no room for (:mod:`autotune.profiling.coverage`). ``advance``: told the
+    share that is done, and how. The engine is left idle, its knobs changed. Raises :class:`EvaluationError` when a request
+    fails or too few kinds of steps came about, :class:`Interrupted` on ``stop``.
     """
     begun = clock.now()
     driver = StepDriver(
@@ -122,23 +124,33 @@ def measure_steps_and_pace(
     points: list[StepPoint] = []
     probes: list[StepFeatures] = []
     told: list[float] = []
+
+    def measure(task: Mix | Callable[[], Script], number: int) -> None:
+        at = clock.now()
+        if isinstance(task, Mix):
+            steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
+        else:
+            steps = driver.run(task())
+        stretches.append(_Stretch(at < warm, at, steps, isinstance(task, Mix)))
+
     for number in range(_MOST_ROUNDS):
         tasks: list[Mix | Callable[[], Script]] = [*scripts, *plan.mixes(number)]
         for task in rng.sample(tasks, len(tasks)):
             if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
                 anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
-            at = clock.now()
-            if isinstance(task, Mix):
-                steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
-            else:
-                steps = driver.run(task())
-            stretches.append(_Stretch(at < warm, at, steps, isinstance(task, Mix)))
+            measure(task, number)
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
                 break
         anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
         points = step_points(stretches, anchors)
+        if number == 0 and lacking(points):  # on a slow machine
+            cut = clock.now()
+            for least in plan.least():
+                if clock.now() - cut < budget_s:
+                    measure(least, number)
+            points = step_points(stretches, anchors)
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)

@@ -125,12 +125,13 @@ def cheapest(profile: Profile) -> str | None:
         return None
     tried = profile.capacity.tried if profile.capacity is not None else ()
     held = [p for p in (*(point for _, point, _ in rows(profile)), *tried) if not refuted(p, profile.slo)]
+    known = len({p.knobs for p in (*(point for _, point, _ in rows(profile)), *tried)})
     best = max(held, key=lambda p: p.throughput.mean, default=None)
     cost = None if best is None else per_million(profile.price_per_hour, best.throughput.mean)
     if best is None or cost is None:
-        return f"at {money(profile.price_per_hour)} per hour, no setting measured here holds the SLO"
+        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known holds the SLO"
     return (
-        f"cheapest that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"cheapest of the {known} settings known that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
         f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
     )
 

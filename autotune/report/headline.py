@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point
+from autotune.profiling.choice import tells
 from autotune.profiling.fingerprint import describe
 from autotune.profiling.table import cheapest, doubts
 from autotune.report.evidence import Evidence, Target, targets, trial_of
@@ -86,6 +87,8 @@ def _status(evidence: Evidence) -> tuple[str, str]:
     kept, missed = limit(evidence)
     if kept is not None and missed:
         return f"SLO kept at {number(kept.offered_rate)} req/s, missed at {number(missed[0].offered_rate)}", "unsure"
+    if kept is not None and not tells(kept, profile.slo):
+        return f"SLO perhaps kept up to {number(kept.offered_rate)} req/s: too few requests to tell", "unsure"
     return ("SLO kept" if kept is None else f"SLO kept up to {number(kept.offered_rate)} req/s"), "good"
 
 

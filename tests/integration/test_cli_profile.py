@@ -132,15 +132,15 @@ def test_a_model_that_cannot_be_measured_is_one_line(
     def broken(self: TorchExecutor, *args: object, **options: object) -> None:
         raise ArithmeticError("the weights melted")
 
-    import autotune.cli.profile as verb
+    from autotune.profiling.session import Session
 
-    real = verb.__dict__["_study"]
+    real = Session.run
 
-    def melting(*args: object, **options: object) -> object:
+    def melting(self: Session) -> object:
         monkeypatch.setattr(TorchExecutor, "execute", broken)
-        return real(*args, **options)
+        return real(self)
 
-    monkeypatch.setattr(verb, "_study", melting)
+    monkeypatch.setattr(Session, "run", melting)
     assert run(["profile", "--model", model, *QUICK, "--budget", "10s"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: nothing could be measured: ") and error.count("\n") == 1

@@ -9,6 +9,7 @@ import pytest
 from autotune.cost_model import fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
+from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples
 from autotune.profiling.steps import measure_steps, measure_steps_and_pace
 from autotune.simulate import SimulatedEngine
@@ -197,6 +198,33 @@ def test_a_slow_machine_still_gets_a_whole_round() -> None:
     points = measured(engine, budget_s=30.0)
     assert {p.region for p in points} >= {"decode", "prefill", "mixed"}
     assert fit_cost_model(points).facts.error < 0.05
+
+
+@pytest.mark.parametrize("budget_s", [15.0, 22.4])
+def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budget_s: float) -> None:
+    """90 ms a step and 12 ms a prompt token: a round has room for a few prompts and one decode at a time."""
+
+    class Sluggish(Formula):
+        def truth(self, step: StepFeatures) -> float:
+            return 0.09 + 0.012 * step.prefill_tokens + 0.004 * step.decodes + 1e-5 * step.decode_context
+
+    points = measured(machine(Sluggish(noise=0.01)), budget_s=budget_s)
+    assert lacking(points) == ()
+    fitted = fit_cost_model(points)
+    for step in (StepFeatures(4, 200, 0, 0, 0), StepFeatures(2, 60, 24, 24, 300, 1)):
+        assert fitted.predict(step) == pytest.approx(Sluggish().truth(step), rel=0.1)
+
+
+def test_what_a_calibration_has_not_seen_is_named() -> None:
+    points = measured(machine(Formula()), budget_s=20.0)
+    assert lacking(points) == ()
+    assert lacking([p for p in points if p.region != "served"]) == ("no served load",)
+    assert lacking([p for p in points if p.decodes < 2]) == ("no batch of decodes",)
+    one = [p for p in points if p.prefill_tokens or p.decodes == 4]
+    assert lacking(one) == ("less than two batch sizes at two contexts",)
+    assert lacking([p for p in points if not (p.decodes and p.prefill_tokens)]) == ("no prompt beside decodes",)
+    whole = [p for p in points if p.prefill_context <= p.prefill_tokens]
+    assert lacking(whole) == ("no chunk behind computed tokens",)
 
 
 def test_it_stops_when_asked_and_says_when_requests_fail() -> None:

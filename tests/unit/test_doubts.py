@@ -10,7 +10,10 @@ from rich.console import Console
 
 from autotune import save_profile
 from autotune.cli.main import run
+from autotune.profile.parts import StepPoint
 from autotune.profiling import table
+from autotune.profiling.assemble import sure_of
+from autotune.profiling.confidence import confidence
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings
 from autotune.profiling.space import make_space
@@ -32,6 +35,31 @@ def test_a_bad_fit_and_a_busy_machine_are_doubts() -> None:
     rough, busy = doubts(found)
     assert rough == "the cost model's error is 32%"
     assert busy == f"other programs used {0.33 * cores:.1f} cores while it was measured"
+
+
+def test_a_thin_calibration_is_a_doubt_and_makes_the_choice_less_sure() -> None:
+    found = Findings(space=make_space(LIMITS), cost=h200())
+    found.steps = [
+        StepPoint(
+            region="decode", decodes=1, decode_context=n, prefill_tokens=0, prefill_context=0, prefill_attention=0,
+            seconds=0.1, spread=0.0, repeats=3,
+        )
+        for n in (11, 30)
+    ]  # fmt: skip
+    (thin,) = doubts(found)
+    assert thin.startswith(
+        "the calibration saw no batch of decodes, no prompt beside decodes, no chunk behind computed tokens"
+    )
+    assert "no served load" in thin and "a longer --budget" in thin
+    found.confidence = confidence(0.97, 0.01, None, 0.02, 3)
+    made = sure_of(found)
+    assert (
+        made is not None
+        and made.best == 0.97
+        and "less sure than that, for the calibration saw no batch" in made.sentence
+    )
+    found.steps = []
+    assert sure_of(found) is found.confidence
 
 
 def test_they_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

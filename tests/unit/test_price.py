@@ -9,7 +9,16 @@ from runtime.errors import InputError
 
 
 @pytest.mark.parametrize(
-    ("text", "hourly"), [("2.50/h", 2.5), ("2/hour", 2.0), (" 48 / day ", 2.0), ("730/month", 1.0), ("0.4/h", 0.4)]
+    ("text", "hourly"),
+    [
+        ("2.50/h", 2.5),
+        ("2/hour", 2.0),
+        (" 48 / day ", 2.0),
+        ("730/month", 1.0),
+        ("0.4/h", 0.4),
+        ("$2.50/h", 2.5),
+        ("2.50/hr", 2.5),
+    ],
 )
 def test_a_price_is_money_for_a_time(text: str, hourly: float) -> None:
     assert parse_price(text) == pytest.approx(hourly)

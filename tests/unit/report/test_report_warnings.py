@@ -105,6 +105,35 @@ def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -
     assert head.tone == "unsure" and f"missed at {missed}" in head.status
 
 
+def test_a_limit_that_too_few_requests_tell_of_is_not_promised(evidence: Evidence) -> None:
+    found = evidence.profile.capacity
+    assert found is not None and evidence.profile.slo.attainment == 0.99
+    top = max(found.tried, key=lambda p: p.offered_rate)
+
+    low = top.model_copy(update={"offered_rate": 0.1, "rate": 0.1, "met": top.offered, "attainment": 1.0})
+
+    def of(offered: int, met: int) -> Evidence:
+        share = {
+            "offered": offered,
+            "met": met,
+            "attainment": met / offered,
+            "attainment_low": 0.0,
+            "attainment_high": 1.0,
+        }
+        only = top.model_copy(update=share)
+        capacities = Capacity(knobs=found.knobs, rate=top.rate, tried=(only, low))
+        return replace(evidence, profile=evidence.profile.model_copy(update={"capacity": capacities, "slo_met": True}))
+
+    sure, rate = headline(of(400, 399)), number(top.offered_rate)
+    assert (sure.status, sure.tone) == (f"SLO kept up to {rate} req/s", "good")
+    for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than promised though not refuted
+        few = of(offered, met)
+        assert headline(few).tone == "unsure" and headline(few).status.startswith(
+            f"SLO perhaps kept up to {rate} req/s"
+        )
+        assert "perhaps" in capacity.section(few).title
+
+
 def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
     class Doubted(Profile):
         doubts: tuple[str, ...] = ()

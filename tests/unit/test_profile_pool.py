@@ -1,0 +1,67 @@
+"""The KV pool belongs to a study: chosen once, kept, and refused where it no longer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from autotune.cli.profile_study import pool_of
+from autotune.profiling.study import open_study
+from runtime.errors import InputError
+from runtime.torch_backend import kv_pool
+from tests.unit.profiled_machine import machine, question, session
+
+pytestmark = pytest.mark.unit
+IDENTITY = {"q": 1}
+LOADED = cast(
+    Any, SimpleNamespace(name="m", device=torch.device("cpu"), kv_bytes_per_token=1 << 10, max_model_len=65536)
+)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def now(size: int) -> None:
+        monkeypatch.setattr(kv_pool.psutil, "virtual_memory", lambda: SimpleNamespace(available=size, total=size))
+
+    return now
+
+
+def test_a_study_goes_on_with_the_pool_it_was_begun_with(tmp_path: Path, free: Callable[[int], None]) -> None:
+    journal = tmp_path / "a.journal"
+    free(1 << 30)
+    with open_study(journal, IDENTITY) as study:
+        begun = pool_of(study, LOADED, journal)
+    assert begun == int((1 << 30) * kv_pool.CPU_SHARE) // (16 << 10) * 16
+    for memory in (1 << 32, 1 << 29):  # more is free, and less
+        free(memory)
+        with open_study(journal, IDENTITY) as study:
+            assert pool_of(study, LOADED, journal) == begun
+    free(1 << 27)
+    with open_study(journal, IDENTITY) as study, pytest.raises(InputError) as refused:
+        pool_of(study, LOADED, journal)
+    said = str(refused.value)
+    assert said.startswith(f"{journal}: this study was begun with a KV pool of {begun} tokens (0.3 GiB), and 0.12 GiB")
+    assert "--fresh" in said and "\n" not in said
+    with open_study(journal, IDENTITY) as study:
+        assert pool_of(study.restarted(IDENTITY), LOADED, journal) < begun
+
+
+def test_simulated_trials_of_another_pool_are_not_gone_on_with(tmp_path: Path) -> None:
+    asked, calls = question(), 0
+
+    def stop() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 400
+
+    found, _ = session(tmp_path / "a.journal", asked, stop=stop)
+    while not found.simulated:  # stopped behind the first simulated trials, wherever that is
+        calls = 0
+        found, _ = session(tmp_path / "a.journal", asked, stop=stop)
+    with pytest.raises(InputError, match=r"objective\.kv_tokens was 60000, is now 30000"):
+        session(tmp_path / "a.journal", asked, engine=machine(kv_tokens=30_000))
