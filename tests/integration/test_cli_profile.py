@@ -147,6 +147,37 @@ def test_a_model_that_cannot_be_measured_is_one_line(
     assert not Path("small-cpu.yaml").exists()
 
 
+def test_a_finished_study_is_kept_until_a_new_profile_is_written(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autotune.evaluate import EvaluationError
+    from autotune.profiling.session import Session
+    from autotune.profiling.study import SweepStudy
+
+    studies: list[SweepStudy] = []
+
+    def ends(self: Session) -> None:
+        study: SweepStudy = self._context.study
+        study.put("ran", len(studies))
+        studies.append(study)
+        study.finish(None, 10.0, 240)
+        raise EvaluationError("that is all")
+
+    monkeypatch.setattr(Session, "run", ends)
+    command = ["profile", "--model", model, *QUICK, "--budget", "10s"]
+    assert run(command) == 1
+    first = Path("small-cpu.journal").read_bytes()
+    assert "measuring anew" not in "".join(capsys.readouterr())
+    assert run([*command, "--sim-trials", "300"]) == 1  # goes on
+    assert "measuring anew" not in "".join(capsys.readouterr())
+    longer = Path("small-cpu.journal").read_bytes()
+    assert longer.startswith(first) and not Path("small-cpu.journal.old").exists()
+    assert run(command) == 1
+    captured = capsys.readouterr()
+    assert "measuring anew" in captured.out + captured.err and "small-cpu.journal.old" in captured.out + captured.err
+    assert Path("small-cpu.journal.old").read_bytes() == longer
+
+
 def start(model: str, *options: str) -> subprocess.Popen[str]:
     command = [
         sys.executable,

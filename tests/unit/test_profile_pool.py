@@ -65,3 +65,17 @@ def test_simulated_trials_of_another_pool_are_not_gone_on_with(tmp_path: Path) -
         found, _ = session(tmp_path / "a.journal", asked, stop=stop)
     with pytest.raises(InputError, match=r"objective\.kv_tokens was 60000, is now 30000"):
         session(tmp_path / "a.journal", asked, engine=machine(kv_tokens=30_000))
+
+
+def test_more_simulated_trials_go_on_with_a_finished_study(tmp_path: Path) -> None:
+    journal, fewer, more = tmp_path / "a.journal", question(), question(sim_trials=18)
+    before, _ = session(journal, fewer)
+    with open_study(journal, IDENTITY) as study:
+        assert study.exhausted(fewer.trials, fewer.budget_s, fewer.sim_trials)
+        assert not study.exhausted(more.trials, more.budget_s, more.sim_trials)
+        study.extend(more.budget_s, more.sim_trials)
+    after, _ = session(journal, more)
+    assert len(before.simulated) == 12 and len(after.simulated) == 18
+    assert after.simulated[:12] == before.simulated
+    both = before.measured.keys() & after.measured.keys()
+    assert both and all(before.measured[key] == after.measured[key] for key in both), "nothing is measured again"

@@ -14,7 +14,7 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.price import per_million
-from autotune.profile import save_profile
+from autotune.profile import load_profile, save_profile
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 from tests.unit.simulated_profile import EVEN, profiled
@@ -83,6 +83,27 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     out = capsys.readouterr().out
     assert "/M tokens" in out and "at this rate" in out and "…" not in out and "at its own capacity of" in out
     assert re.search(r"cheapest of the \d+ settings known that holds ttft=500ms,tpot=30ms@99%: ", out)
+
+
+def test_bandwidth_that_cannot_act_on_the_weights_is_said(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile(path)
+    assert profile.cost_model is not None
+    values = {n: v for n, v in profile.cost_model.coefficients.items() if n != "weights_s"}
+    known = len(values)
+    covariance = tuple(tuple(float(i == j) for i in range(known)) for j in range(known))
+    facts = {"family": "sum", "coefficients": values, "covariance": covariance, "planned": None}
+    save_profile(
+        profile.model_copy(update={"cost_model": profile.cost_model.model_copy(update=facts)}), tmp_path / "sum.yaml"
+    )
+    words = ["capacity", str(tmp_path / "sum.yaml"), "--workload", EVEN, "--token-budget", "512"]
+    assert told(capsys, *words)["doubts"] == []
+    (doubt,) = told(capsys, *words, "--scale", "bandwidth=2")["doubts"]
+    assert doubt.startswith("--scale bandwidth=2 does not act on reading the weights: in a cost model of family sum ")
+    run([*words, "--scale", "bandwidth=2", *QUICK])
+    assert f"doubtful: {doubt}" in capsys.readouterr().out
+    assert told(capsys, *words, "--scale", "compute=2")["doubts"] == []
 
 
 def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +211,7 @@ def test_no_rate_at_all_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[
     found = told(capsys, "capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", code=1)
     assert all(s["capacity"] is None and s["price_per_million"] is None for s in found["settings"])
     assert run(["capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", *QUICK]) == 1
-    assert "no setting holds tpot=2ms@99%" in capsys.readouterr().out
+    assert re.search(r"none of the \d+ settings known holds tpot=2ms@99%", capsys.readouterr().out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
