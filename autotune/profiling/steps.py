@@ -62,8 +62,8 @@ class _Anchor(NamedTuple):
 class MeasuredSteps(NamedTuple):
     """``points``: one for each kind of step, at the machine's usual pace. ``pace``: what an anchor took then, s.
 
-    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock. ``served``: what all steps of a
-    served load took, over what a model fitted to the points says; the median over the loads, 1 where there were none.
+    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock. ``served``: what the steps of served loads
+    took together, stalls and all, over what a model fitted to the points says; 1 where none were served.
     """
 
     points: list[StepPoint]
@@ -208,14 +208,13 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
 
 
 def _served_over_told(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor], told: StepModel) -> float:
-    """The median over served loads: one that met with a stall of the machine does not speak for the others."""
     usual = statistics.median(anchor.pace for anchor in anchors)
-    found = []
+    took = expected = 0.0
     for stretch in stretches:
-        if stretch.served and stretch.steps and not stretch.cold:
-            took = sum(s.seconds for s in stretch.steps) * usual / _pace_at(stretch.begun, anchors)
-            found.append(took / sum(told.predict(features(s.record)) for s in stretch.steps))
-    return statistics.median(found) if found else 1.0
+        if stretch.served and not stretch.cold:
+            took += sum(s.seconds for s in stretch.steps) * usual / _pace_at(stretch.begun, anchors)
+            expected += sum(told.predict(features(s.record)) for s in stretch.steps)
+    return took / expected if expected else 1.0
 
 
 def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:

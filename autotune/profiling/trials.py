@@ -14,6 +14,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autotune.profiling.slots import AGAIN, CAUSE, LIVE, RESULT, VALUE, Retry, by_slot, first_attempt, settled, slot_of
+from runtime.errors import InputError
 
 _LOST = (optuna.exceptions.UpdateFinishedTrialError, ValueError)  # what Optuna raises for a trial already finished
 
@@ -110,6 +111,8 @@ class Trials:
             trial.set_user_attr(VALUE, value)
             trial.set_user_attr(RESULT, dict(result))
             self._study.tell(trial, value)
+        except InputError:  # a place that cannot be written is no sign of others
+            raise
         except _LOST:
             return False
         finally:
@@ -123,6 +126,8 @@ class Trials:
             if again:
                 trial.set_user_attr(AGAIN, True)
             self._study.tell(trial, state=TrialState.FAIL)
+        except InputError:
+            raise
         except _LOST:
             return
         finally:

@@ -40,25 +40,33 @@ def metrics(score: Score) -> dict[str, float]:
 
 
 class StepPair(NamedTuple):
-    """A served step: the seconds predicted of it, and those it took."""
+    """A served step: the seconds that the cost model says such a step usually takes, those it takes in a simulation, which
+    goes by means, and those it took."""
 
     told: float
+    simulated: float
     real: float
 
 
-def step_pairs(records: Sequence[StepRecord], cost: CostModel) -> list[StepPair]:
-    """Every step, the idle time before it left out."""
+def step_pairs(records: Sequence[StepRecord], cost: CostModel, slower: float) -> list[StepPair]:
+    """Every step, the idle time before it left out; ``slower``: how much longer they take in a simulation than usually."""
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
-    return [StepPair(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
+    told = [(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
+    return [StepPair(usual, slower * usual, real) for usual, real in told]
 
 
 def median_error(steps: Sequence[StepPair]) -> float:
+    """Of what steps usually take."""
     return statistics.median(abs(s.told / s.real - 1) for s in steps)
 
 
+def median_error_simulated(steps: Sequence[StepPair]) -> float:
+    return statistics.median(abs(s.simulated / s.real - 1) for s in steps)
+
+
 def bias(steps: Sequence[StepPair]) -> float:
-    """Of all steps together."""
-    return sum(s.told for s in steps) / sum(s.real for s in steps) - 1
+    """Of all steps together, as simulated."""
+    return sum(s.simulated for s in steps) / sum(s.real for s in steps) - 1
 
 
 def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
@@ -83,12 +91,14 @@ def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[
             print(f"outside: {c.metric} of {c.case}: {c.error:+.1%}, the real runs within {c.spread:.1%} of each other")
     tpot = [abs(c.error) for c in found if c.metric.startswith("TPOT")]
     throughput = [abs(c.error) for c in found if c.metric == "throughput"]
+    every = [step for each in steps.values() for step in each]
     print(
         f"worst: TPOT {max(tpot):.1%}, throughput {max(throughput):.1%}, step {max(map(median_error, steps.values())):.1%}"
     )
     return {
-        "step_error": round(median_error([step for each in steps.values() for step in each]), 4),
+        "step_error": round(median_error(every), 4),
         "tpot_error": round(statistics.median(tpot), 4),
         "throughput_error": round(statistics.median(throughput), 4),
         "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
+        "step_error_simulated": round(median_error_simulated(every), 4),
     }

@@ -272,7 +272,7 @@ def test_a_hundred_requests_leave_nothing(engine: Engine, live: tuple[Api, str])
             answer = client.post(path, json={**prompt, "max_tokens": 2, "stream": n % 3 == 0})
             assert answer.status_code == 200
     until = time.monotonic() + 30
-    while live[0].lifecycle.active and time.monotonic() < until:  # the client has its last byte before the server is done
+    while live[0].lifecycle.active and time.monotonic() < until:  # a client has its last byte before the server is done
         time.sleep(0.01)
     assert live[0].lifecycle.active == 0
     assert engine.view().kv_free_blocks == engine.view().kv_total_blocks
