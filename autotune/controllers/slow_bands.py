@@ -32,7 +32,7 @@ class _Band:
 class SlowBands:
     """Which bands are slow. See the module."""
 
-    __slots__ = ("_bands", "_last", "_steps")
+    __slots__ = ("_bands", "_last", "_steps", "_suspects")
 
     def __init__(self) -> None:
         self.clear()
@@ -40,6 +40,7 @@ class SlowBands:
     def clear(self) -> None:
         """The model is another one."""
         self._bands: dict[int, _Band] = {}
+        self._suspects: set[int] = set()  # bands that were entered often enough
         self._last = -1, 0.0  # band and logarithm of the step before
         self._steps = 0
 
@@ -56,17 +57,22 @@ class SlowBands:
         off = min(max(math.log(ratio), -4.0), 4.0)
         band = self._bands.setdefault(number, _Band())
         came_from, before = self._last
-        band.entries += 0 <= came_from < number and off - before > _SLOW
+        if 0 <= came_from < number and off - before > _SLOW:
+            band.entries += 1
+            if band.entries >= _ENTRIES:
+                self._suspects.add(number)
         band.steps, band.seen = band.steps + 1, self._steps
         band.mean += max(_RATE, 1 / band.steps) * (off - band.mean)
         self._last = number, off
-        return bool(self._suspects()) and self.slow(decodes)
+        return bool(self._suspects) and self.slow(decodes)
 
     def slow(self, decodes: int) -> bool:
         """Whether steps of so many decodes are."""
         number = decodes // _WIDTH
-        band = self._bands.get(number)
-        if band is None or band.entries < _ENTRIES or band.steps < _FEW or self._steps - band.seen > _AGE:
+        if number not in self._suspects:
+            return False
+        band = self._bands[number]
+        if band.steps < _FEW or self._steps - band.seen > _AGE:
             return False
         below = [b for n, b in self._bands.items() if n < number and self._steps - b.seen <= _AGE]
         weight = sum(min(b.steps, _WEIGHT) for b in below)
@@ -75,7 +81,4 @@ class SlowBands:
     @property
     def room(self) -> float:
         """Decodes that stay below all slow bands; inf if there is none."""
-        return min((n * _WIDTH - 1 for n in self._suspects() if self.slow(n * _WIDTH)), default=math.inf)
-
-    def _suspects(self) -> list[int]:
-        return [number for number, band in self._bands.items() if band.entries >= _ENTRIES]
+        return min((n * _WIDTH - 1 for n in self._suspects if self.slow(n * _WIDTH)), default=math.inf)
