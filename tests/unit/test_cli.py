@@ -15,7 +15,7 @@ from autotune import __version__
 from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
-from autotune.cli.profile import _stem
+from autotune.cli.profile_study import stem
 from autotune.cli.profiled import NEXT
 from autotune.profile import save_profile
 from autotune.profiling.table import rows, show, table
@@ -187,7 +187,7 @@ def test_no_times(text: str) -> None:
 
 
 def test_names_made_from_models() -> None:
-    assert [_stem(m) for m in ("tiny", "meta-llama/Llama-3.1-8B", "./models/My Model/", "/")] == [
+    assert [stem(m) for m in ("tiny", "meta-llama/Llama-3.1-8B", "./models/My Model/", "/")] == [
         "tiny", "Llama-3.1-8B", "My-Model", "model"
     ]  # fmt: skip
 
