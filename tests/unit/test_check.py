@@ -6,24 +6,18 @@ import json
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.cli.check import share
-from autotune.cli.main import run
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import EvaluationError, Interrupted
-from autotune.profile import save_profile
 from autotune.profile.parts import CostFacts
 from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval
-from autotune.profiling.fingerprint import OtherWork, machine, measured_elsewhere
 from autotune.profiling.steps import measure_steps, region_of
 from autotune.simulate import SimulatedEngine
-from runtime.errors import InputError
 from runtime.step_model import StepFeatures
-from tests.sample_profile import full_profile, sample_model, sample_profile
+from tests.sample_profile import sample_model
 from tests.unit.control_world import slow_cpu
 
 MODEL = sample_model(name="tiny", max_model_len=8192, vocab_size=32000)
@@ -276,76 +270,3 @@ def test_it_is_told_as_one_object(facts: CostFacts) -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert run(["check", *words]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1
-    return error.removeprefix("error: ").rstrip("\n")
-
-
-def test_a_profile_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "h200.yaml"
-    save_profile(full_profile(), path)
-    said = refused(capsys, str(path))
-    assert said.startswith("profile was measured on NVIDIA H200, ") and said.endswith(
-        "pass --anyway to check it all the same"
-    )
-    here = machine()
-    save_profile(full_profile(machine=here.model_copy(update={"cores": here.cores + 1})), path)
-    assert refused(capsys, str(path)) == (
-        f"profile was measured on {here.cores + 1} cores, this machine has {here.cores}; pass --anyway to check it all the same"
-    )
-
-
-def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "old.yaml"
-    save_profile(sample_profile(machine=machine()), path)
-    assert refused(capsys, str(path)) == (
-        f"{path}: holds no cost model to compare with; profile again: autotune profile --gpu --model llama-3.1-8b"
-    )
-
-
-def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "p.yaml"
-    save_profile(full_profile(machine=machine()), path)
-    assert refused(capsys, "nothing.yaml") == "nothing.yaml: cannot be read (No such file or directory)"
-    assert refused(capsys, str(path), "--budget", "0.5s") == "--budget is 0.5s; it must be at least 1s"
-    assert refused(capsys, str(path), "--threshold", "10").startswith('--threshold: "10" is not a share')
-    assert refused(capsys, str(path), "--model", "./nowhere").startswith("model ./nowhere: no such directory")
-    for text, value in (("10%", 0.1), ("0.05", 0.05), (" 7.5 % ", 0.075)):
-        assert share(text) == pytest.approx(value)
-    for text in ("0", "100%", "-5%", "nan", "inf", "", "%"):
-        with pytest.raises(InputError):
-            share(text)
-
-
-def test_how_a_machine_is_another() -> None:
-    here = machine()
-    assert measured_elsewhere(here, gpu=False) == ""
-    assert measured_elsewhere(here.model_copy(update={"memory_gib": 1.0, "os": "Linux 1"}), gpu=False) == ""
-    other = here.model_copy(update={"cpu": "Old CPU"})
-    assert measured_elsewhere(other, gpu=False) == f"profile was measured on Old CPU, this machine has {here.cpu}"
-    h200 = sample_profile().machine
-    assert measured_elsewhere(h200, gpu=False) == "profile was measured on NVIDIA H200, here the CPU is used"
-
-
-def test_work_of_others_is_seen_and_ones_own_is_not() -> None:
-    import subprocess
-    import sys
-    import time
-
-    work = OtherWork()
-    end = time.process_time() + 0.3
-    while time.process_time() < end:
-        pass
-    mine = work.cores()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        time.sleep(0.1)  # the interpreter's start
-        with_other = OtherWork()
-        time.sleep(0.6)
-        theirs = with_other.cores()
-        busy.kill()
-    assert theirs > 0.3 and theirs > mine - 1.0
-    assert work.taken(10**6) > work.taken(1) >= 0
