@@ -131,9 +131,13 @@ class PredictiveController:
         self._traffic.request(record)
         self._chunks.saw(self._promises.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
         slo, asked = self._promises.of(record.request_class), self._promises.targets(record.request_class)
-        if slo is None or asked is None or asked.tpot == math.inf or record.tpot is None:
+        gaps = (
+            not self._budgeted and asked is not None and asked.itl < math.inf
+        )  # nothing else holds a single step then
+        if slo is None or asked is None or not (asked.tpot < math.inf or gaps) or record.tpot is None:
             return
         slow = self._promises.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
+        slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > asked.itl
         late = record.ttft is not None and 1e3 * record.ttft > asked.ttft
         loaded = self._traffic.bound > 0.1
         if self._budgeted:
@@ -207,6 +211,11 @@ class PredictiveController:
     def _ceiling_for(self, decodes: int, pace: float, top: int) -> int:
         """Tokens of a step that fits the pace, or that carries the load where such a one does not."""
         demand = self._demand.per_second
+        if (
+            self._promises.gap < math.inf and not self._budgeted
+        ):  # a gap is a single step, the fullest one too, and no mean
+            pace = min(pace, min(self.trim, 1.0) * self._promises.gap / self.margin.value)
+            decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
         if self._budgeted:
             room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), pace)
             if room >= demand * pace:  # nearly always, and cheaper to find out than how large a step may be

@@ -4,8 +4,9 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
 
 - where each step has a budget of its own: up by 1 for a TTFT that was missed, else down by 1 for a TPOT. A request lost to its
   queue is as lost as one that decoded too slowly, and the budgets already hold every step to the pace;
-- where knobs alone hold: down by 1 for a TPOT missed. A TTFT missed moves it up by ``relief`` (0 to 1), how much faster, as a
-  share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help no queue;
+- where knobs alone hold: down by 1 for a TPOT missed, or an ITL. A TTFT missed moves it up by ``relief`` (0 to 1), how much
+  faster, as a share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help
+  no queue;
 - either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a twentieth with budgets and a
   hundredth without, where a step at the pace is one at the limit.
 
