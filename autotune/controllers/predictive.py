@@ -183,19 +183,15 @@ class PredictiveController:
             )
         pace = self.target / self.bias
         self._most = largest(lambda decodes: self._alone(decodes) <= pace, limits.max_batch_size, self._most)
-        most = min(
-            max(1, self._most), max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))
-        )  # beyond what was seen the model only guesses
-        most = max(1, int(min(most, self._belief.slow.room)))
+        known = max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))  # beyond that the model only guesses
+        most = max(1, int(min(max(1, self._most), known, self._belief.slow.room)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
         decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
         budget = self._ceiling_for(decodes, pace, limits.token_budget)
-        if (
-            self._budgeted
-        ):  # at a typical load the ceiling leaves the per-step budget room to spend what requests are ahead
+        if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
             room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
         budget = min(limits.token_budget, max(_FLOOR, budget))
