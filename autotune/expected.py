@@ -42,13 +42,7 @@ class Expected:
         self._seen += 1
         if self._over or (self._seen > _STEPS and self._seen % _RARELY):
             return None
-        step = StepFeatures(
-            record.decodes,
-            record.decode_context,
-            record.prefill_tokens,
-            record.prefill_context,
-            record.prefill_attention,
-        )
+        step = StepFeatures.of(record)
         predicted, seconds = self._model.predict(step), record.duration
         if record.failed or not (0 < seconds < math.inf and 0 < predicted < math.inf):
             return None

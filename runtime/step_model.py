@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from runtime.least_squares import RecursiveLeastSquares
+from runtime.records import StepRecord
 
 __all__ = ["DOUBT", "Knowledge", "RecursiveLeastSquares", "StepFeatures", "StepLearner", "StepModel"]
 
@@ -35,6 +36,18 @@ class StepFeatures(NamedTuple):
     prefill_context: int
     prefill_attention: int
     chunks: int = 0
+
+    @classmethod
+    def of(cls, record: StepRecord) -> Self:
+        """Those of a step that was made."""
+        return cls(
+            record.decodes,
+            record.decode_context,
+            record.prefill_tokens,
+            record.prefill_context,
+            record.prefill_attention,
+            record.chunks,
+        )
 
 
 class StepModel(Protocol):

@@ -51,13 +51,7 @@ class TrustedModel:
         seconds = record.duration
         if record.failed or not (math.isfinite(seconds) and seconds > 0):
             return False
-        step = StepFeatures(
-            record.decodes,
-            record.decode_context,
-            record.prefill_tokens,
-            record.prefill_context,
-            record.prefill_attention,
-        )
+        step = StepFeatures.of(record)
         predicted = None
         if self.model.ready:
             predicted = self.model.predict(step)

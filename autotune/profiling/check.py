@@ -33,7 +33,7 @@ from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
-from autotune.profiling.steps import features, region_of
+from autotune.profiling.steps import region_of
 from runtime.clock import Clock
 from runtime.step_model import StepFeatures
 
@@ -203,7 +203,7 @@ def compare(
     regions: dict[str, list[list[tuple[float, float, Sample]]]] = {}
     for number, samples in enumerate(rounds):
         for sample in samples:
-            predicted = cost.predict(features(sample.record))
+            predicted = cost.predict(StepFeatures.of(sample.record))
             found = regions.setdefault(region_of(sample.record), [[] for _ in rounds])
             found[number].append((sample.seconds / predicted, predicted, sample))
     if not regions:

@@ -154,7 +154,7 @@ def measure_steps_and_pace(
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)
-        probes = probes or [features(record) for stretch in stretches for record, _ in stretch.steps]
+        probes = probes or [StepFeatures.of(record) for stretch in stretches for record, _ in stretch.steps]
         before, told = told, [fitted.predict(step) for step in probes]
         moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
         if clock.now() - begun > budget_s or moved < _SETTLED:
@@ -171,18 +171,6 @@ def measure_steps_and_pace(
 
 def _room(engine: Served, model: ModelFacts) -> int:
     return min(model.max_model_len, engine.kv_tokens // 2)
-
-
-def features(record: StepRecord) -> StepFeatures:
-    """What the step's time depends on."""
-    return StepFeatures(
-        record.decodes,
-        record.decode_context,
-        record.prefill_tokens,
-        record.prefill_context,
-        record.prefill_attention,
-        record.chunks,
-    )
 
 
 def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> list[StepPoint]:
@@ -213,7 +201,7 @@ def _served_over_told(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor],
     for stretch in stretches:
         if stretch.served and not stretch.cold:
             took += sum(s.seconds for s in stretch.steps) * usual / _pace_at(stretch.begun, anchors)
-            expected += sum(told.predict(features(s.record)) for s in stretch.steps)
+            expected += sum(told.predict(StepFeatures.of(s.record)) for s in stretch.steps)
     return took / expected if expected else 1.0
 
 
@@ -246,7 +234,7 @@ def _served(found: list[Sample]) -> StepPoint:
 def _summed_up(region: str, seconds: float, found: Sequence[Sample]) -> StepPoint:
     times = [s.seconds for s in found]
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 3 else (min(times), seconds, max(times))
-    kinds = [features(s.record) for s in found]
+    kinds = [StepFeatures.of(s.record) for s in found]
     means = {name: round(statistics.fmean(getattr(k, name) for k in kinds)) for name in StepFeatures._fields}
     return StepPoint(region=region, seconds=seconds, spread=(high - low) / seconds, repeats=len(times), **means)
 

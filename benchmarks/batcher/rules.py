@@ -95,38 +95,35 @@ class WhenFree(_Queued):
         self._line.learn(sum(item.cost for item in batch), now - began)
 
 
-class Aimd(_Queued):
+class _Limited(_Queued):
+    """Call when free, at most ``limit`` items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = 1.0
+
+    def choose(self, now: float, free: int, running: int) -> Choice:
+        return Choice(self._take(int(self._limit))) if free else Choice()
+
+
+class Aimd(_Limited):
     """Call when free, at most ``limit`` items; + 1 after a call whose oldest item was in time, halved after one that was not.
 
     TCP's additive increase and multiplicative decrease (Chiu and Jain, Computer Networks and ISDN Systems 17, 1989) on what
     clients see, queueing included.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._limit = 1.0
-
-    def choose(self, now: float, free: int, running: int) -> Choice:
-        return Choice(self._take(int(self._limit))) if free else Choice()
-
     def finished(self, batch: Sequence[Item], began: float, now: float) -> None:
         late = now > batch[0].deadline
         self._limit = max(1.0, self._limit / 2) if late else min(LARGEST, self._limit + 1)
 
 
-class Clipper(_Queued):
+class Clipper(_Limited):
     """Clipper's rule: at most ``limit`` items; + 4 until a call itself takes longer than the promise, then − 10%.
 
     Crankshaw et al., "Clipper: A Low-Latency Online Prediction Serving System", NSDI 2017, section 4.3 (its step is "a fixed
     amount"; its delayed batching is off by default).
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._limit = 1.0
-
-    def choose(self, now: float, free: int, running: int) -> Choice:
-        return Choice(self._take(int(self._limit))) if free else Choice()
 
     def finished(self, batch: Sequence[Item], began: float, now: float) -> None:
         over = now - began > batch[0].deadline - batch[0].arrival

@@ -13,13 +13,14 @@ from autotune.bench import fixed
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import Recorder
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import features, measure_steps_and_pace
+from autotune.profiling.steps import measure_steps_and_pace
 from benchmarks.controller_live.cases import cases
 from benchmarks.controller_live.machine import Machine, taking
 from benchmarks.controller_live.serving import turn
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 
 _MIDDLING = Knobs(32, 0, 512, 512)
 """The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
@@ -52,7 +53,7 @@ def served(machine: Machine, cost: CostModel, seconds: float, stop: Callable[[],
         idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
         for record, span in samples(log.steps, idle, whole=True):
             took += span
-            told += cost.predict(features(record))
+            told += cost.predict(StepFeatures.of(record))
     speed = told / took
     return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
 

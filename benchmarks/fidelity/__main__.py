@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.cost_model import CostModel, fit_cost_model
-from autotune.evaluate import evaluate
+from autotune.evaluate import Recorder, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps_and_pace
 from autotune.workload import Workload, parse_workload
@@ -53,23 +53,9 @@ from benchmarks.fidelity.table import Compared, StepPair, bias, median_error, me
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
-from runtime.records import RequestRecord, StepRecord
 
 WARM_UP = 20.0  # seconds of each engine before anything counts
 _TOGETHER = 60  # requests sent at once meanwhile
-
-
-class StepLog:
-    """Keeps every step's record."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        pass
 
 
 class Timed(NamedTuple):
@@ -130,7 +116,7 @@ class Bench:
 
     def run(self, number: int, case: Case, workload: Workload, cost: CostModel) -> None:
         """One real run and its simulation. ``number`` 0 does not count; its arrivals are others, if not from a trace."""
-        (engine, clock, paces), log = self.tight if case.tight else self.roomy, StepLog()
+        (engine, clock, paces), log = self.tight if case.tight else self.roomy, Recorder()
         busy, looked = others(), len(paces)
         unsubscribe = engine.subscribe(log)
         try:
@@ -155,12 +141,12 @@ class Bench:
         for name, value in metrics(real).items():
             self.real.setdefault((case.name, name), []).append(value)
             self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
-        steps = step_pairs(log.records, self.usual or cost, self.slower)
+        steps = step_pairs(log.steps, self.usual or cost, self.slower)
         self.steps.setdefault(case.name, []).extend(steps)
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
-            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.records):5} steps, "
-            f"{sum(r.preemptions for r in log.records):3} preemptions, pace {_range(paces[looked:])}, "
+            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
+            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, "
             f"step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, "
             f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
             flush=True,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from autotune.cost_model import CostModel
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import features
 from autotune.score import Score
 from runtime.records import StepRecord
+from runtime.step_model import StepFeatures
 
 CLOSE, SPREADS = 0.15, 1.5
 TIGHT_METRICS = ("TPOT p50", "TPOT p99", "throughput")
@@ -51,7 +51,7 @@ class StepPair(NamedTuple):
 def step_pairs(records: Sequence[StepRecord], cost: CostModel, slower: float) -> list[StepPair]:
     """Every step, the idle time before it left out; ``slower``: how much longer they take in a simulation than usually."""
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
-    told = [(cost.predict(features(s.record)), s.seconds) for s in samples(records, idle)]
+    told = [(cost.predict(StepFeatures.of(s.record)), s.seconds) for s in samples(records, idle)]
     return [StepPair(usual, slower * usual, real) for usual, real in told]
 
 

@@ -10,40 +10,31 @@ from collections.abc import Sequence
 import pytest
 
 from autotune.cost_model import CostModel, fit_cost_model
+from autotune.evaluate import Recorder
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import features, measure_steps_and_pace
+from autotune.profiling.steps import measure_steps_and_pace
 from benchmarks.clocks.undisturbed import UndisturbedClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import StepRecord
 from runtime.request import SamplingParams
+from runtime.step_model import StepFeatures
 from tests.integration.small_model import CONTEXT, VOCABULARY, small_model
 
 pytestmark = pytest.mark.integration
 
 
-class Steps:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        pass
-
-
 def serve(engine: Engine, lengths: Sequence[int]) -> list[StepRecord]:
     """The steps of prompts of these lengths, all at once."""
-    log, rng = Steps(), random.Random(9)
+    log, rng = Recorder(), random.Random(9)
     unsubscribe = engine.subscribe(log)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths]
     streams = [engine.submit(p, SamplingParams(max_tokens=4 + i % 9, ignore_eos=True)) for i, p in enumerate(prompts)]
     for stream in streams:
         stream.result(60)
     unsubscribe()
-    return log.records
+    return log.steps
 
 
 def test_served_steps_take_what_the_calibrated_model_says() -> None:
@@ -69,11 +60,11 @@ def test_served_steps_take_what_the_calibrated_model_says() -> None:
     assert cost.facts.learner is not None
     # a machine that does other work: what a typical step takes is as told, within what such work does to it
     assert cost.facts.error < 0.25
-    ratios = [cost.predict(features(s.record)) / s.seconds for s in samples(records, set())]
+    ratios = [cost.predict(StepFeatures.of(s.record)) / s.seconds for s in samples(records, set())]
     assert 0.6 < statistics.median(ratios) < 1.6
     # and it tells small steps from large ones
     ordered = sorted(samples(records, set()), key=lambda s: s.record.tokens)
     few, many = ordered[: len(ordered) // 4], ordered[-len(ordered) // 4 :]
-    assert statistics.median(cost.predict(features(s.record)) for s in few) < statistics.median(
-        cost.predict(features(s.record)) for s in many
+    assert statistics.median(cost.predict(StepFeatures.of(s.record)) for s in few) < statistics.median(
+        cost.predict(StepFeatures.of(s.record)) for s in many
     )
