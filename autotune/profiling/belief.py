@@ -6,7 +6,8 @@ arrivals, which is most of the noise of a short window. The truth about setting 
     goodput(x) = simulated(x) + μ + δ(x),     d = μ + δ(x) + ε,    ε ~ N(0, σ²),    δ ~ GP(0, τ² k),
 
 with one error μ common to all, and an error δ that settings share the more alike they behave in the simulation (the
-discrepancy of Kennedy and O'Hagan, J. R. Stat. Soc. B 63, 2001). σ comes from repeats, τ from the spread of d (its
+discrepancy of Kennedy and O'Hagan, J. R. Stat. Soc. B 63, 2001). A part of δ is shared only by settings that behave nearly the
+same: hardware goes in steps (tiles, graphs) that no smooth model has. σ comes from repeats, τ from the spread of d (its
 marginal likelihood). What to measure next is told by the knowledge gradient for correlated beliefs (Frazier, Powell and
 Dayanik, INFORMS J. Comput. 21, 2009): the goodput by which one more measurement is expected to improve the choice.
 
@@ -22,13 +23,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr
 
 Vector = NDArray[np.floating[Any]]
 
 _COMMON = 0.25  # sd of μ: the simulator may be off by a quarter, the same for all
 _SCALES = np.geomspace(0.003, 0.2, 18)  # candidates for τ
 _USUAL = 0.03  # τ and σ are around here unless the measurements say otherwise
-_LENGTH = 1.0  # octaves of simulated behaviour over which errors are shared
+_LENGTH, _NEAR = (
+    1.0,
+    0.05,
+)  # octaves of simulated behaviour over which errors are shared, and over which those of steps are
+_STEPS = 0.25  # share of the latter in δ's variance
 _DRAWS = 4096
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 
@@ -61,7 +67,9 @@ class Belief:
         self._prior = np.asarray(simulated, dtype=float)
         rows = np.asarray(behaviour, dtype=float)
         squares = ((rows[:, None, :] - rows[None, :, :]) ** 2).sum(axis=2)
-        self._alike: Vector = np.exp(-squares / (2 * _LENGTH**2))
+        self._alike: Vector = (1 - _STEPS) * np.exp(-squares / (2 * _LENGTH**2)) + _STEPS * np.exp(
+            -squares / (2 * _NEAR**2)
+        )
         self._quantum = quantum
         self.observations: list[Observation] = []
         self.mean: Vector = self._prior.copy()
@@ -90,7 +98,11 @@ class Belief:
 
     def choice(self) -> int:
         """The best of those measured, by what is believed now."""
-        return max(self.measured, key=lambda i: self.mean[i])
+        return max(self.measured, key=self.expected)
+
+    def expected(self, index: int) -> float:
+        """The share that a finalist is expected to serve: of a belief, only what lies in 0 … 1 can be."""
+        return float(_bounded(self.mean[index], self._cov[index, index]))
 
     def next(self, allowed: Sequence[int]) -> tuple[int, float]:
         """Which of ``allowed`` to measure next, and the share by which that is expected to improve the choice."""
@@ -121,8 +133,10 @@ class Belief:
         """The knowledge gradient: the expected rise of the best of what will have been measured."""
         among = sorted({*self.measured, k})
         moved = self._cov[among, k] / np.sqrt(self._cov[k, k] + self.noise**2 / repeats)
-        after = (self.mean[among][:, None] + moved[:, None] * _NODES[None, :]).max(axis=0)
-        now = max((self.mean[i] for i in self.measured), default=-np.inf)
+        means = self.mean[among][:, None] + moved[:, None] * _NODES[None, :]
+        left = np.diag(self._cov)[among] - moved**2
+        after = _bounded(means, left[:, None]).max(axis=0)
+        now = max(map(self.expected, self.measured), default=-np.inf)
         return float(after @ _WEIGHTS / _WEIGHTS.sum() - now)
 
     def _covariance(self, error: float) -> Vector:
@@ -147,6 +161,17 @@ class Belief:
             logs.append(-0.5 * (size + found @ np.linalg.solve(seen, found)) - 0.5 * np.log(error / _USUAL) ** 2)
         weights = np.exp(np.array(logs) - max(logs))
         return float(weights @ _SCALES / weights.sum())
+
+
+def _bounded(mean: Any, variance: Any) -> Vector:
+    """The mean of min(1, max(0, x)), x ~ N(``mean``, ``variance``): nobody serves more than was offered."""
+    sd = np.sqrt(np.maximum(variance, 1e-12))
+    return np.asarray(mean - _excess((mean - 1) / sd) * sd + _excess(-mean / sd) * sd)
+
+
+def _excess(u: Any) -> Any:
+    """The mean of max(0, z + u), z ~ N(0, 1)."""
+    return np.exp(-(u**2) / 2) / np.sqrt(2 * np.pi) + u * ndtr(u)
 
 
 def repeat_noise(runs: Sequence[tuple[object, float]]) -> float | None:

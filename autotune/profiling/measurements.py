@@ -30,6 +30,10 @@ class Measurements(Trials):
         done = next((t for t in self._of(key) if t.state is TrialState.COMPLETE), None)
         return None if done is None else dict(done.user_attrs[RESULT])
 
+    def known(self, key: str) -> bool:
+        """Whether ``key`` was measured or failed for good: asking for it again takes no time."""
+        return any(settled(t) for t in self._of(key))
+
     def measure(
         self,
         key: str,

@@ -75,7 +75,7 @@ class Session:
             found.setup = settle_rate(context, found.setup, space)
             context.reporter.ready(found.setup)
             simulate(context, found.setup, space)
-            found.setup = to_knee(context, found.setup)
+            found.setup = to_knee(context, found.setup, space)
             validate(context, found.setup)
             find_capacity(context, found.setup)
         except Interrupted:

@@ -39,7 +39,8 @@ class Setup(Part):
     offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of what the cost model says.
     ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
     that of the search; ``simulated_requests``: in each;
-    ``at_knee``: the setting that kept its promise up to ``rate`` before the search began.
+    ``candidates``: settings found in simulation beside the trials; that which keeps its promise up to ``rate``, or, where the
+    rate was given, those that serve the most at it.
     """
 
     length_scale: float
@@ -54,7 +55,7 @@ class Setup(Part):
     validation_seeds: tuple[int, ...] = ()
     simulated_seeds: tuple[int, ...] = ()
     simulated_requests: int = 2000
-    at_knee: KnobsField | None = None
+    candidates: tuple[KnobsField, ...] = ()
     slo: SLOField
     slo_from: str
     fitted: KnobsField
@@ -169,6 +170,21 @@ def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, 
         return round(abs(met / requests - 1) + abs(brought / tokens - 1), 3), seed
 
     return sorted(loads, key=off)[:count]
+
+
+def spread_seeds(workload: Workload, first: int, count: int, warmup_s: float, window_s: float) -> list[int]:
+    """``count`` seeds from ``first`` on whose windows are as unlike in load as the workload's are.
+
+    One from the middle of each of ``count`` equal strata of the tokens that windows bring. Goodput falls faster in heavy windows
+    than it rises in light ones: under mean loads alone a bursty workload looks easier than it is.
+    """
+    seeds = range(first, first + _SEEDS_TRIED * count)
+    tokens = {
+        seed: sum(a.prompt_tokens + a.output_tokens for a in in_window(workload, seed, warmup_s, window_s))
+        for seed in seeds
+    }
+    ordered = sorted(seeds, key=lambda seed: (tokens[seed], seed))
+    return ordered[_SEEDS_TRIED // 2 :: _SEEDS_TRIED]
 
 
 def in_window(workload: Workload, seed: int, warmup_s: float, window_s: float) -> list[Arrival]:

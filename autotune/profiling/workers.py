@@ -21,7 +21,10 @@ from runtime.errors import InputError
 from runtime.knobs import Knobs
 
 SEARCH_LABEL = "search"
-_RANDOM_TRIALS = 10  # settings tried before TPE models the results; the starting points count among them
+_FEWEST_RANDOM, _MOST_RANDOM = (
+    10,
+    48,
+)  # settings tried before TPE models the results; the starting points count among them
 _TICK_S = 0.1
 _POLL_S = 0.5
 
@@ -102,7 +105,7 @@ class _Run:
             self._distributions,
             seed,
             starting=[space.params(knobs) for _, knobs in starting],
-            random_trials=_RANDOM_TRIALS,
+            random_trials=min(_MOST_RANDOM, max(_FEWEST_RANDOM, trials // 5)),
             several=several,
         )
         self._begun: dict[int, Trial] = {}

@@ -33,7 +33,7 @@ from benchmarks.sweep.rivals import (
 from benchmarks.sweep.truth import Truth
 
 OURS = "ours"
-_MEASURED = 4  # settings ours measures on the machine, some of them more than once
+_MEASURED = 8  # settings ours measures on the machine, some of them more than once
 _CALIBRATION, _CALIBRATION_S = 0.6, 20.0  # what its calibration may take: of a measurement's window, and at least, s
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autotune.evaluate import EvaluationError, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
 from runtime.knobs import Knobs
-from tests.unit.profiled_machine import LIMITS, question, session
+from tests.unit.profiled_machine import LIMITS, SCHEDULE, question, session
 from tests.unit.profiles import profile
 
 VLLM = LIMITS.clamp(Knobs(1024, 0, 8192, 8192))
@@ -105,6 +106,21 @@ def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: py
     assert first.capacity is not None and last.capacity is not None
     assert len(last.capacity.tried) > len(first.capacity.tried)
     assert all(run in last.runs for run in first.runs) and len(asked) == len(last.runs)  # nothing measured twice
+
+
+@pytest.mark.parametrize("budget", [20.0, 45.0])
+def test_who_comes_when_the_time_is_over_finds_all_that_was_found(
+    journal: Path, budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time ends among the measurements; a second session has none left, and counts every repeat all the same."""
+    schedule = replace(SCHEDULE, budget_s=budget)
+    first, _ = session(journal, question(rate=None, budget_s=budget), schedule=schedule)
+    asked = counted(monkeypatch)
+    again, _ = session(journal, question(rate=None, budget_s=budget), schedule=schedule)
+    assert not asked and len(first.runs) >= 3
+    assert again.measured == first.measured
+    assert (again.expected, again.confidence, again.capacity) == (first.expected, first.confidence, first.capacity)
+    assert again.settings() == first.settings()
 
 
 def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:

@@ -6,7 +6,7 @@ from autotune.profile.parts import Capacity
 from autotune.profiling.choice import highest_held, refuted
 from autotune.profiling.points import point
 from autotune.profiling.setup import Setup, balanced_seeds, rounded
-from autotune.profiling.stages.context import Context
+from autotune.profiling.stages.context import Asked, Context
 from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATION, TARGET_OF_CAPACITY, VALIDATION
 from runtime.knobs import Knobs
 
@@ -31,13 +31,13 @@ def find_capacity(context: Context, setup: Setup) -> None:
     rate = _expected(context, setup, choice.knobs) or rate
     end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY)
     for number in range(_CHECKS):
-        if not context.in_time(end) and (number or context.meter.late(context.schedule.budget_s)):
-            break  # a first one is worth what is left of the budget
         rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
         if any(p.rate == rate for p in tried):
             break
-        seed = _seed(context, setup, rate, number)
-        run = context.measured("capacity", choice.point.label, choice.knobs, setup, rate, seed)
+        asked = Asked("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
+        if not context.in_time(end, asked) and (number or context.meter.late(context.schedule.budget_s)):
+            break  # a first one is worth what is left of the budget
+        run = context.measured(asked, setup, choice.point.label)
         if run is None:
             break
         tried.append(point([run]))

@@ -20,6 +20,25 @@ from runtime.clock import Clock
 from runtime.knobs import Knobs
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A measurement to be made: ``knobs`` under the arrivals of ``rate`` requests/s and ``seed``.
+
+    ``repeat`` tells apart measurements of one setting under one rate and seed.
+    """
+
+    stage: Stage
+    knobs: Knobs
+    rate: float
+    seed: int
+    repeat: int = 0
+
+    @property
+    def key(self) -> str:
+        """What the study keeps it under."""
+        return f"run/{self.stage}/{self.knobs}/{self.rate:g}/{self.seed}/{self.repeat}"
+
+
 @dataclass
 class Context:
     """One session's engine, question, study and what it has found so far."""
@@ -60,9 +79,9 @@ class Context:
         self.keep_time()
         return found
 
-    def in_time(self, end: float | None) -> bool:
-        """Whether one more measurement fits before ``end`` seconds are spent."""
-        return self.meter.fits(end, self.run_guess)
+    def in_time(self, end: float | None, asked: Asked) -> bool:
+        """Whether that fits before ``end`` seconds are spent. What the study has already always does."""
+        return self.meter.fits(end, self.run_guess) or self.study.measurements.known(asked.key)
 
     def within(self, share: float) -> Callable[[], bool]:
         """Says when ``share`` of the budget has been spent from now on."""
@@ -75,20 +94,17 @@ class Context:
         """Seconds a measurement takes, before one has been made."""
         return self.schedule.window_s + 2 * self.schedule.warmup_s
 
-    def measured(
-        self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int, repeat: int = 0
-    ) -> Run | None:
-        """A measurement on the hardware: from the study if it is there, None if it failed.
+    def decided(self, key: str, decide: Callable[[], bool]) -> bool:
+        """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
+        return bool(self.study.measured(key, lambda: {"yes": decide()}, stop=self.stop)["yes"])
 
-        ``repeat`` tells apart measurements of one setting under one rate and seed.
-        """
-        key = f"run/{stage}/{knobs}/{rate:g}/{seed}/{repeat}"
+    def measured(self, asked: Asked, setup: Setup, label: str) -> Run | None:
+        """A measurement on the hardware: from the study if it is there, None if it failed."""
+        stage, knobs, key = asked.stage, asked.knobs, asked.key
         self.check()
         try:
             found = self.study.measured(
-                key,
-                lambda: self._measure(stage, label, knobs, setup, rate, seed).model_dump(mode="json"),
-                stop=self.stop,
+                key, lambda: self._measure(asked, setup, label).model_dump(mode="json"), stop=self.stop
             )
         except Interrupted:
             raise
@@ -107,26 +123,26 @@ class Context:
             if key.startswith("run/"):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
-    def _measure(self, stage: Stage, label: str, knobs: Knobs, setup: Setup, rate: float, seed: int) -> Run:
+    def _measure(self, asked: Asked, setup: Setup, label: str) -> Run:
         begun, work = self.clock.now(), OtherWork()
         serial = self.study.count("measurements")
-        load = setup.model_copy(update={"rate": rate}).apply(self.question.workload)
+        load = setup.model_copy(update={"rate": asked.rate}).apply(self.question.workload)
         with self.meter.hardware():
             found = evaluate(
                 self.engine,
-                knobs,
+                asked.knobs,
                 load,
                 setup.slo,
                 vocab_size=self.model.vocab_size,
-                seed=seed,
+                seed=asked.seed,
                 duration=setup.window_s,
                 warmup=setup.warmup_s,
                 prompt_seed=(self.question.seed << 20) + serial,  # other tokens each time: no prefix of an earlier run
-                label=f"{stage}-{serial}",
+                label=f"{asked.stage}-{serial}",
                 stop=self.stop,
                 clock=self.clock,
             )
         if not isinstance(self.engine, Simulated):
             self.found.others.append((self.clock.now() - begun, work.cores()))
-        found = found.model_copy(update={"rate": rate})  # as asked, to the last digit: runs are compared by it
-        return Run(stage=stage, label=label, trial=-1, score=found)
+        found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
+        return Run(stage=asked.stage, label=label, trial=-1, score=found)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autotune.evaluate import EvaluationError, Interrupted
+from autotune.profiling.choice import alike
 from autotune.profiling.points import points
-from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded
+from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds
 from autotune.profiling.simulator import requests_of
 from autotune.profiling.space import SearchSpace
 from autotune.profiling.stages.context import Context
@@ -20,10 +22,12 @@ from runtime.errors import InputError
 from runtime.knobs import Knobs
 
 SETTLED = "rate"
-FRESH_SEEDS = 2
+FRESH_SEEDS = 6
 VALIDATION_SEEDS = 6
+_FRESH = 1101  # the first of them
 _REFINEMENTS = 3
 _TO_RAISE = 10
+_CLIMBS, _CANDIDATES = 8, 4
 
 
 def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
@@ -31,9 +35,10 @@ def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     return context.settled(SETTLED, lambda: _settle(context, setup, space))
 
 
-def to_knee(context: Context, setup: Setup) -> Setup:
-    """``setup`` at the rate up to which the best of the trials keep their promise."""
-    return context.settled("knee", lambda: _raised(context, setup, _best(context, setup), KNEE))
+def to_knee(context: Context, setup: Setup, space: SearchSpace) -> Setup:
+    """``setup`` at the rate up to which the best of the trials keep their promise; at a rate given, those near them are tried."""
+    around = None if context.question.rate is None else space
+    return context.settled("knee", lambda: _raised(context, setup, _best(context, setup), KNEE, around))
 
 
 def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
@@ -72,8 +77,9 @@ def _settle(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     count = requests_of(load, question.sim_trials, context.schedule.simulate_s)
     setup = setup.model_copy(update={"simulated_requests": count})
     warmup, window = context.simulator(setup).window(setup.rate)
-    seeds = balanced_seeds(load, question.seed + 1001, 1 + FRESH_SEEDS, warmup, window)
-    setup = setup.model_copy(update={"simulated_seeds": tuple(seeds)})
+    first = balanced_seeds(load, question.seed + 1001, 1, warmup, window)
+    fresh = spread_seeds(load, question.seed + _FRESH, FRESH_SEEDS, warmup, window)
+    setup = setup.model_copy(update={"simulated_seeds": (*first, *fresh)})
     return _raised(context, setup, panel(space, setup.fitted), RATE, space)
 
 
@@ -82,13 +88,16 @@ def _raised(
 ) -> Setup:
     """``setup`` at the highest rate that one of ``settings`` (and, given a ``space``, of those around the best) keeps.
 
-    ``share``: of the budget, to look for it.
+    ``share``: of the budget, to look for it. Where the rate was given, with the settings that serve the most at it.
     """
+    late = context.within(share)
     if context.question.rate is None:
-        found = _highest(context, setup, settings, context.within(share), space)
+        found = _highest(context, setup, settings, late, space)
         if found is not None:
             rate = rounded(min(found.rate, setup.most_rate))
-            setup = setup.model_copy(update={"rate": rate, "at_knee": found.knobs})
+            setup = setup.model_copy(update={"rate": rate, "candidates": (found.knobs,)})
+    elif space is not None:
+        setup = setup.model_copy(update={"candidates": _climbed(context, setup, settings, late, space)})
     return with_seeds(context, setup)
 
 
@@ -106,6 +115,32 @@ def _highest(
     return best
 
 
+def _climbed(
+    context: Context, setup: Setup, settings: Sequence[Knobs], late: Callable[[], bool], space: SearchSpace
+) -> tuple[Knobs, ...]:
+    """The best few of ``settings``, and of those around the best as long as one there is better, at ``setup.rate``."""
+    attained, known = _attained(context, setup), dict[Knobs, float]()
+
+    def ask(settings: Sequence[Knobs]) -> Knobs:
+        for knobs in settings:
+            if known and late():
+                break
+            if knobs not in known:
+                known[knobs] = attained(knobs, setup.rate)
+        return max(known, key=lambda knobs: known[knobs])
+
+    best = ask(settings)
+    for _ in range(_CLIMBS):
+        before, best = best, ask(neighbours(space, best))
+        if best == before:
+            break
+    chosen: list[Knobs] = []
+    for knobs in sorted(known, key=lambda knobs: -known[knobs]):
+        if not any(alike(knobs, other) for other in chosen):
+            chosen.append(knobs)
+    return tuple(chosen[:_CANDIDATES])
+
+
 def _best(context: Context, setup: Setup) -> list[Knobs]:
     return shortlist(points(context.found.simulated), setup, _TO_RAISE)
 
@@ -116,6 +151,11 @@ def _attained(context: Context, setup: Setup) -> Attained:
     def attained(knobs: Knobs, rate: float) -> float:
         context.check()
         context.reporter.progress(0.0, "", f"looking for the rate, {rate:.3g} req/s", None)
-        return simulator.long(knobs, rate, seed).attainment
+        try:
+            return simulator.long(knobs, rate, seed).attainment
+        except Interrupted:
+            raise
+        except EvaluationError:
+            return 0.0  # it cannot be tried: the trials say why
 
     return attained

@@ -16,7 +16,7 @@ from autotune.profiling.setup import Setup
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import SearchSpace, starting_points
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.finalists import AT_KNEE
+from autotune.profiling.stages.finalists import CANDIDATE
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from autotune.score import Score
 from runtime.knobs import Knobs
@@ -44,8 +44,8 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     objective = GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0])
     best: Run | None = None
     starting = starting_points(space, setup.fitted)
-    if setup.at_knee is not None and all(setup.at_knee != knobs for _, knobs in starting):
-        starting.append((AT_KNEE, setup.at_knee))
+    known = {knobs for _, knobs in starting}
+    starting += [(CANDIDATE, knobs) for knobs in setup.candidates if knobs not in known]
     settled, least = 0, len(starting) + _LEAST  # however slow the machine
 
     def spent() -> float:

@@ -15,19 +15,18 @@ from autotune.evaluate import EvaluationError
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
 from autotune.profiling.confidence import confidence
-from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
-from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.finalists import Finalist, baseline_of, finalist, finalists
+from autotune.profiling.stages.context import Asked, Context
+from autotune.profiling.stages.finalists import Finalist, around, baseline_of, finalist, finalists
 from autotune.profiling.stages.settling import at_speed
 from autotune.profiling.stages.speed import OFF_BY, OFF_BY_AT_RATE, speed_of, told_speed
 from autotune.profiling.timing import CALIBRATION, SIMULATION, VALIDATION
 from runtime.slo import SLO
 
-WORTH = 0.001
+WORTH = 0.0005
 """Share of goodput a measurement must be expected to gain to be made."""
 
-_MOST_RUNS, _MOVES = 24, 2
+_MOST_RUNS, _MOVES = 16, 2
 
 
 def validate(context: Context, setup: Setup) -> None:
@@ -38,10 +37,10 @@ def validate(context: Context, setup: Setup) -> None:
     off_by = OFF_BY if context.question.rate is None else OFF_BY_AT_RATE
     half = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION / 2)
     for move in range(_MOVES):
-        if move and context.meter.late(half):
+        if move and context.decided(f"late/{half}/{setup.rate:g}/{setup.speed:.6f}", lambda: context.meter.late(half)):
             break
         tried.append(best_of(finals, setup.slo))
-        first = _measure(context, setup, tried[-1], 0, noisy=True)
+        first = context.measured(_asked(setup, tried[-1], 0, noisy=True), setup, tried[-1].label)
         speed = setup.speed if first is None else speed_of(context, setup, first)
         if abs(speed / setup.speed - 1) <= off_by:
             break
@@ -61,10 +60,10 @@ class _Race:
     """
 
     def __init__(self, context: Context, setup: Setup, finals: list[Finalist], tried: Sequence[Finalist]) -> None:
-        simulator = context.simulator(setup)
+        simulators = around(context, setup)
         known = {f.knobs for f in finals}
         with context.meter.simulating():
-            finals = [*finals, *(finalist(f.label, f.knobs, simulator, setup) for f in tried if f.knobs not in known)]
+            finals = [*finals, *(finalist(f.label, f.knobs, simulators, setup) for f in tried if f.knobs not in known)]
         self._context, self._setup, self._finals = context, setup, finals
         self._speeds: defaultdict[int, list[float]] = defaultdict(list)
         self._belief = Belief(
@@ -121,13 +120,19 @@ class _Race:
         return [best, *others[:1], best, *others[1:]]
 
     def _next(self, end: float | None) -> int | None:
-        context, done = self._context, self._counts.total()
-        if done >= _MOST_RUNS or (self._must <= 0 and not context.in_time(end)):
+        index = None if self._counts.total() >= _MOST_RUNS else self._wanted()
+        if index is None or (self._must <= 0 and not self._context.in_time(end, self._asked(index))):
             return None
         if self._opening:
             self._must -= 1
-            return self._opening.pop(0)
-        trials = context.question.trials
+            self._opening.pop(0)
+        return index
+
+    def _wanted(self) -> int | None:
+        """What would be measured next, had it no end."""
+        if self._opening:
+            return self._opening[0]
+        trials = self._context.question.trials
         full = trials is not None and len(self._counts) >= trials
         allowed = [i for i in range(len(self._finals)) if i not in self._failed and (i in self._counts or not full)]
         if not self._belief.observations or not allowed:
@@ -139,9 +144,10 @@ class _Race:
         """One more measurement of a finalist, and its twin."""
         if index in self._failed:
             return
-        final, number = self._finals[index], self._counts[index]
-        begun, made = self._context.meter.spent_s, len(self._context.found.runs)
-        run = _measure(self._context, self._setup, final, number, noisy=index == self._noisy)
+        final = self._finals[index]
+        meter = self._context.meter
+        begun, held = meter.spent_s, meter.hardware_s
+        run = self._context.measured(self._asked(index), self._setup, final.label)
         self._counts[index] += 1
         if run is None:
             causes = [cause for _, knobs, cause in self._context.found.unmeasured if knobs == final.knobs]
@@ -153,14 +159,18 @@ class _Race:
             update={"speed": self._setup.speed * math.exp(sum(speeds) / (len(speeds) + 1))}  # half-way for one run
         )
         with self._context.meter.simulating():
-            simulator = self._context.simulator(setup)
-            twin = simulator.twin(run)
-            again = finalist(final.label, final.knobs, simulator, setup)
-        difference = run.score.attainment - twin.score.attainment
+            simulators = around(self._context, setup)
+            twins = [simulator.twin(run).score.attainment for simulator in simulators]
+            again = finalist(final.label, final.knobs, simulators, setup)
+        difference = run.score.attainment - sum(twins) / len(twins)
         full = run.score.met == run.score.offered
         self._belief.observe(Observation(index, difference, full), simulated=again.point.attainment)
-        if len(self._context.found.runs) > made:
-            self._context.meter.took(self._context.meter.spent_s - begun)
+        if meter.hardware_s > held:  # measured now, and not found in the study
+            meter.took(meter.spent_s - begun)
+
+    def _asked(self, index: int) -> Asked:
+        """The next measurement of a finalist."""
+        return _asked(self._setup, self._finals[index], self._counts[index], noisy=index == self._noisy)
 
     def _speed(self) -> float:
         """Of the hardware over all settings measured: each tells the speed, and what the cost model is wrong by for it."""
@@ -173,7 +183,7 @@ class _Race:
         if not belief.observations:
             return
         found.setup = self._setup.model_copy(update={"speed": self._speed()})
-        found.expected = {self._finals[i].knobs: min(1.0, max(0.0, float(belief.mean[i]))) for i in belief.measured}
+        found.expected = {self._finals[i].knobs: belief.expected(i) for i in belief.measured}
         yardstick = baseline_of(self._finals)
         found.baseline = None if yardstick is None else yardstick.knobs
         points = {p.knobs: p for p in found.comparable()}
@@ -231,15 +241,13 @@ def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
     return max(finals, key=lambda f: (f.point.attainment, -latency(f.point, slo)))
 
 
-def _measure(context: Context, setup: Setup, final: Finalist, number: int, *, noisy: bool) -> Run | None:
+def _asked(setup: Setup, final: Finalist, number: int, *, noisy: bool) -> Asked:
     """Measurement ``number`` of a setting: each under the next seed, but for the second of a ``noisy`` one, a repeat."""
     seeds = setup.validation_seeds
     again = noisy and number == 1
     place = 0 if again else number - (noisy and number > 1)
     repeat = 1 if again else place // len(seeds) * 2
-    return context.measured(
-        "validation", final.label, final.knobs, setup, setup.rate, seeds[place % len(seeds)], repeat
-    )
+    return Asked("validation", final.knobs, setup.rate, seeds[place % len(seeds)], repeat)
 
 
 def _behaviour(final: Finalist) -> list[float]:
