@@ -112,3 +112,26 @@ def test_a_share_of_few_requests_is_noisy_even_without_a_miss() -> None:
     assert count_noise(55, 55) == pytest.approx((1 / 54 / 55) ** 0.5)
     assert count_noise(90, 100) == pytest.approx((0.1 / (0.9 * 100)) ** 0.5)
     assert count_noise(0, 10) > 0.5 and count_noise(1, 1) == 1.0
+
+
+def test_of_what_lies_beyond_the_ceiling_the_surer_is_expected_to_serve_more() -> None:
+    """Both means are above 1; the draws, cut at the ceiling, are those of the belief."""
+    found = belief([1.02, 1.02])
+    found.observe(Observation(0, 0.0))
+    for _ in range(8):
+        found.observe(Observation(1, 0.0))
+    assert found.mean.min() > 1 and found.expected(0) < found.expected(1) < 1 and found.choice() == 1
+    for index in (0, 1):
+        drawn = np.random.default_rng(1).normal(found.mean[index], found._cov[index, index] ** 0.5, 200_000)
+        assert found.expected(index) == pytest.approx(drawn.clip(0, 1).mean(), abs=2e-4)
+
+
+def test_a_step_of_the_hardware_is_expected_between_settings_that_are_nearly_alike() -> None:
+    """One measured a little away leaves something to learn; one of the very same behaviour leaves nothing."""
+    left = {}
+    for apart in (0.0, 0.15):
+        found = belief([0.9, 0.9], apart=apart)
+        for _ in range(4):
+            found.observe(Observation(0, 0.0))
+        left[apart] = found.next([1])[1]
+    assert left[0.15] > 3 * left[0.0] >= 0

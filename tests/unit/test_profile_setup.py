@@ -21,6 +21,7 @@ from autotune.profiling.setup import (
     length_scale,
     most_rate,
     rounded,
+    spread_seeds,
     typical_step,
 )
 from autotune.profiling.timing import Meter, Schedule
@@ -118,6 +119,22 @@ def test_seeds_are_taken_whose_windows_are_average() -> None:
     chosen = balanced_seeds(load, 1, 3, 0.5, 4.0)
     assert len(set(chosen)) == 3 and chosen == balanced_seeds(load, 1, 3, 0.5, 4.0)
     assert sum(map(off, chosen)) < sum(map(off, range(1, 25))) / 8 / 2
+
+
+def test_fresh_seeds_are_light_and_heavy_as_the_workload_is() -> None:
+    load = parse_workload("gamma:cv=4,prompt=100~1,output=20~1,length=1").at_rate(20.0)
+
+    def tokens(seed: int) -> int:
+        return sum(a.prompt_tokens + a.output_tokens for a in in_window(load, seed, 1.0, 10.0))
+
+    chosen = spread_seeds(load, 7, 6, 1.0, 10.0)
+    brought = [tokens(seed) for seed in chosen]
+    assert len(set(chosen)) == 6 and brought == sorted(brought) and chosen == spread_seeds(load, 7, 6, 1.0, 10.0)
+    every = [tokens(seed) for seed in range(500, 900)]
+    for place, mine in enumerate(brought):  # one from the middle of each sixth
+        assert place / 6 - 0.1 <= sum(other < mine for other in every) / 400 <= (place + 1) / 6 + 0.1
+    even = [tokens(seed) for seed in balanced_seeds(load, 7, 6, 1.0, 10.0)]
+    assert max(even) - min(even) < 0.3 * (brought[-1] - brought[0])
 
 
 def test_a_budget_is_divided_and_kept() -> None:
