@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,22 @@ def killed_often(
     journal: Path,
     seed: int,
     whole: Path,
-    count: int = KILLS,
+    pauses: Sequence[float] = (0.0, 0.02, 0.2),
 ) -> list[Kill]:
-    """Start ``target`` again and again, and kill it ``count`` times while its journal grows to the size of ``whole``.
+    """Start ``target`` again and again, and kill it ``KILLS`` times while its journal grows to the size of ``whole``.
 
-    Then let it finish. It may be done one kill earlier, as its journal need not come out equally long.
+    Each kill comes up to one of ``pauses`` (s) after the journal has grown to a random size: between two entries too, in the
+    middle of a measurement. Then let it finish. It may be done a kill or two earlier: journals need not come out equally long.
     """
     dice, context, kills = random.Random(seed), multiprocessing.get_context("spawn"), []
-    for size in sorted(dice.randrange(int(0.85 * whole.stat().st_size)) for _ in range(count)):
+    for size in sorted(dice.randrange(int(0.85 * whole.stat().st_size)) for _ in range(KILLS)):
         process = context.Process(target=target, args=arguments)
         process.start()
         until = time.monotonic() + 240
         while process.is_alive() and (not journal.exists() or journal.stat().st_size < size):
             assert time.monotonic() < until
             time.sleep(0.001)
-        # little of what is left: a fast machine would be done before its kills
-        time.sleep(dice.choice((0.0, 0.02, 0.2)) * dice.random())
+        time.sleep(dice.choice(pauses) * dice.random())
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
         if process.exitcode == 0:
@@ -59,7 +59,7 @@ def killed_often(
     process = context.Process(target=target, args=arguments)
     process.start()
     process.join(300)
-    assert process.exitcode == 0 and len(kills) >= count - 1
+    assert process.exitcode == 0 and len(kills) >= KILLS - 2
     return kills
 
 

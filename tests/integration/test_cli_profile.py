@@ -163,19 +163,24 @@ def test_a_finished_study_is_kept_until_a_new_profile_is_written(
         study.finish(None, 10.0, 240)
         raise EvaluationError("that is all")
 
-    monkeypatch.setattr(Session, "run", ends)
     command = ["profile", "--model", model, *QUICK, "--budget", "10s"]
-    assert run(command) == 1
-    first = Path("small-cpu.journal").read_bytes()
-    assert "measuring anew" not in "".join(capsys.readouterr())
-    assert run([*command, "--sim-trials", "300"]) == 1  # goes on
-    assert "measuring anew" not in "".join(capsys.readouterr())
-    longer = Path("small-cpu.journal").read_bytes()
-    assert longer.startswith(first) and not Path("small-cpu.journal.old").exists()
-    assert run(command) == 1
-    captured = capsys.readouterr()
-    assert "measuring anew" in captured.out + captured.err and "small-cpu.journal.old" in captured.out + captured.err
-    assert Path("small-cpu.journal.old").read_bytes() == longer
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "run", ends)
+        assert run(command) == 1
+        first = Path("small-cpu.journal").read_bytes()
+        assert "measuring anew" not in "".join(capsys.readouterr())
+        assert run([*command, "--sim-trials", "300"]) == 1  # goes on
+        assert "measuring anew" not in "".join(capsys.readouterr())
+        longer = Path("small-cpu.journal").read_bytes()
+        assert longer.startswith(first) and not Path("small-cpu.journal.old").exists()
+        assert run(command) == 1
+        captured = capsys.readouterr()
+        assert (
+            "measuring anew" in captured.out + captured.err and "small-cpu.journal.old" in captured.out + captured.err
+        )
+        assert Path("small-cpu.journal.old").read_bytes() == longer
+    assert run(command) == 0
+    assert Path("small-cpu.yaml").exists() and not Path("small-cpu.journal.old").exists()
 
 
 def start(model: str, *options: str) -> subprocess.Popen[str]:

@@ -37,7 +37,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
         place.mkdir()
     finish(command, whole, model, tmp_path / "whole.log")
     journal = folder / "a.journal"
-    kills = killed_often(command, (folder, model, log), log, journal, 2, whole / "a.journal", count=5)
+    kills = killed_often(command, (folder, model, log), log, journal, 2, whole / "a.journal", pauses=(0.0, 0.3, 1.5))
     nothing_twice(journal, log, kills)
     made = load_profile(folder / "a.yaml")
     assert made.status == "complete" and made.capacity is not None
