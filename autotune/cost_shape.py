@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Group = Literal["outside", "memory", "compute"]
 TOKEN = "token_s@"
+_WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
 EXPERT_TOKENS = "expert_tokens"
 
 
@@ -127,10 +128,13 @@ def candidates(tokens: Sequence[int]) -> list[Shape]:
 
 
 def _knots(tokens: Sequence[int], ratio: int) -> tuple[int, ...]:
-    """0 and powers of ``ratio``, so that each segment holds at least two of the counts seen and the last one three."""
+    """0 and powers of ``ratio``, so that each segment holds at least two of the counts seen and the last one three.
+
+    The last one goes on for ever: what is seen of it must be wide enough for a slope, or noise makes large steps free.
+    """
     seen = sorted(set(tokens))
     knots, knot = [0], ratio
-    while seen and sum(knot < t for t in seen) >= 3:
+    while seen and sum(knot < t for t in seen) >= 3 and seen[-1] >= _WIDE * knot:
         if sum(knots[-1] < t <= knot for t in seen) >= 2:
             knots.append(knot)
         knot *= ratio

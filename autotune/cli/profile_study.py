@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _POOL = "pool"
 _BLOCK = 16  # tokens
+_LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Asked:
             "seed": question.seed,
             "space": question.space.as_dict(),
             "autotune": __version__,
+            "layout": _LAYOUT,
         }
 
 

@@ -1,7 +1,8 @@
 """What is believed of every finalist once some of them were measured: the simulation, corrected by how far off it was.
 
-Each measurement has a *twin*, the simulation of the very same requests. Their difference d leaves out the luck of the
-arrivals, which is most of the noise of a short window. The truth about setting x is taken to be
+Each measurement has a *twin*, the simulation of the very same requests, at the same speeds as that of the finalist. Their
+difference d leaves out the luck of the arrivals, which is most of the noise of a short window. The truth about setting x is
+taken to be
 
     goodput(x) = simulated(x) + μ + δ(x),     d = μ + δ(x) + ε,    ε ~ N(0, σ²),    δ ~ GP(0, τ² k),
 

@@ -173,18 +173,27 @@ def balanced_seeds(workload: Workload, first: int, count: int, warmup_s: float, 
 
 
 def spread_seeds(workload: Workload, first: int, count: int, warmup_s: float, window_s: float) -> list[int]:
-    """``count`` seeds from ``first`` on whose windows are as unlike in load as the workload's are.
+    """``count`` seeds from ``first`` on whose windows are as unlike in load as the workload's are, the lightest first.
 
-    One from the middle of each of ``count`` equal strata of the tokens that windows bring. Goodput falls faster in heavy windows
-    than it rises in light ones: under mean loads alone a bursty workload looks easier than it is.
+    One from each of ``count`` equal strata of the tokens that windows bring, and together they bring the mean. Goodput falls
+    faster in heavy windows than it rises in light ones: under mean loads alone a bursty workload looks easier than it is.
+    A workload that is the same whatever the seed (a replayed trace) has one.
     """
     seeds = range(first, first + _SEEDS_TRIED * count)
-    tokens = {
-        seed: sum(a.prompt_tokens + a.output_tokens for a in in_window(workload, seed, warmup_s, window_s))
-        for seed in seeds
-    }
+    windows = {seed: in_window(workload, seed, warmup_s, window_s) for seed in seeds}
+    if len({tuple((a.time, a.prompt_tokens, a.output_tokens) for a in window) for window in windows.values()}) == 1:
+        return [first]
+    tokens = {seed: sum(a.prompt_tokens + a.output_tokens for a in window) for seed, window in windows.items()}
     ordered = sorted(seeds, key=lambda seed: (tokens[seed], seed))
-    return ordered[_SEEDS_TRIED // 2 :: _SEEDS_TRIED]
+    strata = [ordered[i : i + _SEEDS_TRIED] for i in range(0, len(ordered), _SEEDS_TRIED)]
+    mean = statistics.fmean(tokens.values())
+    chosen = [stratum[_SEEDS_TRIED // 2] for stratum in strata]
+    for _ in range(2):  # each in turn the one that brings all of them nearest to the mean
+        for place, stratum in enumerate(strata):
+            others = sum(tokens[seed] for i, seed in enumerate(chosen) if i != place)
+            middle = stratum[_SEEDS_TRIED // 4 : -_SEEDS_TRIED // 4]
+            chosen[place] = min(middle, key=lambda seed: (abs(others + tokens[seed] - count * mean), seed))
+    return chosen
 
 
 def in_window(workload: Workload, seed: int, warmup_s: float, window_s: float) -> list[Arrival]:

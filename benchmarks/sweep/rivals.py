@@ -166,7 +166,7 @@ def e2e_limit(slo: SLO, output: int) -> float:
 
 
 def load_seed(seed: int, number: int = 0) -> int:
-    """Seeds of the requests a contender measures under: no two contenders' seeds share any, nor does the truth's."""
+    """Seeds of the requests a contender measures under; the truth's are others."""
     return 1_000_003 * (seed + 1) + number
 
 

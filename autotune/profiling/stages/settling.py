@@ -129,8 +129,9 @@ def _climbed(
                 known[knobs] = attained(knobs, setup.rate)
         return max(known, key=lambda knobs: known[knobs])
 
-    best = ask(settings)
-    for _ in range(_CLIMBS):
+    best = ask(settings) if settings else None
+    for _ in range(_CLIMBS if best is not None else 0):
+        assert best is not None
         before, best = best, ask(neighbours(space, best))
         if best == before:
             break
@@ -142,7 +143,9 @@ def _climbed(
 
 
 def _best(context: Context, setup: Setup) -> list[Knobs]:
-    return shortlist(points(context.found.simulated), setup, _TO_RAISE)
+    """The best trials of what was asked for: yardsticks may lie outside of pins and ranges."""
+    allowed = [run for run in context.found.simulated if context.question.space.allows(run.knobs)]
+    return shortlist(points(allowed), setup, _TO_RAISE)
 
 
 def _attained(context: Context, setup: Setup) -> Attained:
@@ -155,7 +158,8 @@ def _attained(context: Context, setup: Setup) -> Attained:
             return simulator.long(knobs, rate, seed).attainment
         except Interrupted:
             raise
-        except EvaluationError:
-            return 0.0  # it cannot be tried: the trials say why
+        except EvaluationError as error:
+            context.reporter.note(f"{knobs} cannot be simulated: {error}")
+            return 0.0
 
     return attained

@@ -21,7 +21,7 @@ from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from autotune.score import Score
 from runtime.knobs import Knobs
 
-_LEAST = 4  # trials that TPE proposes, at least
+_LEAST = 4  # trials beside the starting points
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from runtime.slo import SLO
 WORTH = 0.0005
 """Share of goodput a measurement must be expected to gain to be made."""
 
-_MOST_RUNS, _MOVES = 16, 2
+_MOST_RUNS, _MOVES = 16, 2  # runs: if no more settings were asked for
 
 
 def validate(context: Context, setup: Setup) -> None:
@@ -42,6 +42,8 @@ def validate(context: Context, setup: Setup) -> None:
         tried.append(best_of(finals, setup.slo))
         first = context.measured(_asked(setup, tried[-1], 0, noisy=True), setup, tried[-1].label)
         speed = setup.speed if first is None else speed_of(context, setup, first)
+        if context.question.rate is not None and abs(speed / setup.speed - 1) > off_by:
+            speed = _agreed(context, setup, finals, speed)
         if abs(speed / setup.speed - 1) <= off_by:
             break
         before, setup = setup.rate, at_speed(context, setup, speed)
@@ -51,6 +53,24 @@ def validate(context: Context, setup: Setup) -> None:
         if setup.rate != before:
             tried = []  # at another rate than the others will be: not to be compared
     _Race(context, setup, finals, tried).run()
+
+
+def _agreed(context: Context, setup: Setup, finals: Sequence[Finalist], speed: float) -> float:
+    """The nearer to the present one of ``speed`` and what vLLM's defaults tell (the present one where they are at odds).
+
+    A machine that has changed has changed for both; where a cost model is wrong for one setting, near the knee its latencies look
+    like those of quite another machine. At a given rate nothing would make up for that.
+    """
+    yardstick = baseline_of(finals)
+    run = (
+        None
+        if yardstick is None
+        else context.measured(_asked(setup, yardstick, 0, noisy=False), setup, yardstick.label)
+    )
+    if run is None:
+        return speed
+    told = [math.log(s / setup.speed) for s in (speed, speed_of(context, setup, run))]
+    return setup.speed * math.exp(min(told, key=abs)) if told[0] * told[1] > 0 else setup.speed
 
 
 class _Race:
@@ -74,6 +94,7 @@ class _Race:
         best = best_of(finals, setup.slo).knobs
         places = {f.knobs: i for i, f in enumerate(finals)}
         self._tried = [places[knobs] for knobs in dict.fromkeys(f.knobs for f in tried) if knobs != best]
+        self._most = max(_MOST_RUNS, 3 * (context.question.trials or 0) // 2)
         self._must = 0  # measurements made however late it is
         self._opening = self._first_looks()
         self._noisy = self._opening[0]
@@ -120,7 +141,7 @@ class _Race:
         return [best, *others[:1], best, *others[1:]]
 
     def _next(self, end: float | None) -> int | None:
-        index = None if self._counts.total() >= _MOST_RUNS else self._wanted()
+        index = None if self._counts.total() >= self._most else self._wanted()
         if index is None or (self._must <= 0 and not self._context.in_time(end, self._asked(index))):
             return None
         if self._opening:
@@ -223,7 +244,7 @@ class _Race:
             planned = done + max(len(self._opening), int(room / context.meter.typical(context.run_guess)))
             left = max(0.0, room)
             share = done / max(1, planned)
-        planned = min(planned, _MOST_RUNS)
+        planned = min(planned, self._most)
         context.found.validated = (done, planned)
         context.reporter.progress(min(1.0, share), f"{done}/{planned}", self._note(), left)
 
