@@ -107,8 +107,8 @@ def pairs(seeds: Sequence[int]) -> list[tuple[int, int]]:
     """
     if len(seeds) == 1:
         return [(seeds[0], speed) for speed in range(len(_SPEEDS))]
-    order = (1, 0, 2)
-    return [(seed, order[min(i, len(seeds) - 1 - i) % len(order)]) for i, seed in enumerate(seeds)]
+    order = {2: (1, 1), 3: (1, 0, 2)}.get(len(seeds), (1, 0, 2, 2, 0, 1))
+    return list(zip(seeds, order, strict=True))
 
 
 def _figures(point: Point) -> tuple[object, ...]:

@@ -17,17 +17,18 @@ from autotune.profiling.space import SearchSpace
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.finalists import shortlist
 from autotune.profiling.stages.rate import Attained, Knee, knee, neighbours, panel
-from autotune.profiling.timing import KNEE, RATE
+from autotune.profiling.timing import FINALISTS, KNEE, RATE
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 
 SETTLED = "rate"
-FRESH_SEEDS = 6
+FRESH_SEEDS = (6, 3, 2)  # as many as there is time for
 VALIDATION_SEEDS = 6
 _FRESH = 1101  # the first of them
 _REFINEMENTS = 3
 _TO_RAISE = 10
 _CLIMBS, _CANDIDATES = 8, 4
+_MANY = 8  # finalists
 
 
 def settle_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
@@ -78,9 +79,21 @@ def _settle(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     setup = setup.model_copy(update={"simulated_requests": count})
     warmup, window = context.simulator(setup).window(setup.rate)
     first = balanced_seeds(load, question.seed + 1001, 1, warmup, window)
-    fresh = spread_seeds(load, question.seed + _FRESH, FRESH_SEEDS, warmup, window)
+    setup = setup.model_copy(update={"simulated_seeds": tuple(first)})
+    settings = panel(space, setup.fitted)
+    fresh = spread_seeds(load, question.seed + _FRESH, _loads(context, setup, settings[0]), warmup, window)
     setup = setup.model_copy(update={"simulated_seeds": (*first, *fresh)})
-    return _raised(context, setup, panel(space, setup.fitted), RATE, space)
+    return _raised(context, setup, settings, RATE, space)
+
+
+def _loads(context: Context, setup: Setup, knobs: Knobs) -> int:
+    """Under how many fresh loads eight finalists can be simulated in their share of the budget, by how long one takes."""
+    budget, begun = context.schedule.budget_s, context.host.now()
+    if budget is None:
+        return FRESH_SEEDS[0]
+    _attained(context, setup)(knobs, setup.rate)
+    took, room = context.host.now() - begun, FINALISTS * budget / _MANY
+    return next((n for n in FRESH_SEEDS if n * took <= room), FRESH_SEEDS[-1])
 
 
 def _raised(
