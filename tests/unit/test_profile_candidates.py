@@ -11,7 +11,8 @@ from autotune.evaluate import EvaluationError
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
-from autotune.profiling.space import make_space
+from autotune.profiling.space import VLLM_LABEL, make_space
+from autotune.profiling.stages import settling, validating
 from autotune.profiling.stages.finalists import CANDIDATE, finalist, pairs
 from autotune.profiling.stages.rate import neighbours, panel
 from autotune.simulate import SimulatedEngine
@@ -112,3 +113,22 @@ def test_a_setting_that_cannot_be_simulated_is_said_and_is_no_candidate(
     assert found.setup is not None and found.setup.candidates
     assert all(knobs.token_budget <= 600 for knobs in found.setup.candidates)
     assert any("cannot be simulated: no room for it" in note for note in told.notes)
+
+
+@pytest.mark.parametrize(("yardstick", "moves"), [(0.7, True), (1.0, False), (1.3, False), (0.9, True)])
+def test_at_a_given_rate_two_settings_must_tell_the_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, yardstick: float, moves: bool
+) -> None:
+    """The best tells 0.7 of the calibrated speed; the correction is the smaller of both, and none where they are at odds."""
+    told_by = {True: yardstick, False: 0.7}
+    monkeypatch.setattr(validating, "speed_of", lambda context, setup, run: told_by[run.label == VLLM_LABEL])
+    monkeypatch.setattr(validating, "best_of", lambda finals, slo: next(f for f in finals if f.label != VLLM_LABEL))
+    corrected: list[float] = []
+
+    def at_speed(context: Any, setup: Any, speed: float) -> Any:
+        corrected.append(speed)
+        return settling.at_speed(context, setup, speed)
+
+    monkeypatch.setattr(validating, "at_speed", at_speed)
+    session(tmp_path / "a.journal")
+    assert corrected[:1] == ([pytest.approx(max(0.7, yardstick))] if moves else [])

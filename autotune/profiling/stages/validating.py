@@ -61,12 +61,10 @@ def _agreed(context: Context, setup: Setup, finals: Sequence[Finalist], speed: f
     A machine that has changed has changed for both; where a cost model is wrong for one setting, near the knee its latencies look
     like those of quite another machine. At a given rate nothing would make up for that.
     """
-    yardstick = baseline_of(finals)
-    run = (
-        None
-        if yardstick is None
-        else context.measured(_asked(setup, yardstick, 0, noisy=False), setup, yardstick.label)
-    )
+    yardstick, trials = baseline_of(finals), context.question.trials
+    if yardstick is None or (trials is not None and trials < 3):  # no room for it
+        return speed
+    run = context.measured(_asked(setup, yardstick, 0, noisy=False), setup, yardstick.label)
     if run is None:
         return speed
     told = [math.log(s / setup.speed) for s in (speed, speed_of(context, setup, run))]
