@@ -19,7 +19,7 @@ TRIALS = 60
 def simulate(journal: Path, log: Path, workers: int, seconds: float) -> list[SimulatedTrial]:
     with open_study(journal, {"q": 1}) as study:
         return simulate_trials(
-            study, Valley(log, seconds), SPACE, identity={}, starting=STARTING, trials=TRIALS, seed=7, workers=workers
+            study, Valley(log, seconds), SPACE, identity={}, starting=STARTING, trials=TRIALS, seed=1, workers=workers
         )
 
 
