@@ -21,10 +21,7 @@ from runtime.errors import InputError
 from runtime.knobs import Knobs
 
 SEARCH_LABEL = "search"
-_FEWEST_RANDOM, _MOST_RANDOM = (
-    10,
-    48,
-)  # settings tried before TPE models the results; the starting points count among them
+_FEWEST_RANDOM, _MOST_RANDOM = 10, 48  # tried before TPE models the results, starting points included
 _TICK_S = 0.1
 _POLL_S = 0.5
 

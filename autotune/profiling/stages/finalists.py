@@ -103,7 +103,7 @@ def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
 def pairs(seeds: Sequence[int]) -> list[tuple[int, int]]:
     """(seed, number of a speed), for seeds from the lightest load to the heaviest.
 
-    Load and speed are not correlated, and neither extreme meets the slowest machine: that would be a rare day.
+    Of six loads speed is not correlated with load, and neither extreme meets the slowest machine: that would be a rare day.
     """
     if len(seeds) == 1:
         return [(seeds[0], speed) for speed in range(len(_SPEEDS))]

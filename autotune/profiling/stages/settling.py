@@ -142,9 +142,10 @@ def _climbed(
                 known[knobs] = attained(knobs, setup.rate)
         return max(known, key=lambda knobs: known[knobs])
 
-    best = ask(settings) if settings else None
-    for _ in range(_CLIMBS if best is not None else 0):
-        assert best is not None
+    if not settings:
+        return ()
+    best = ask(settings)
+    for _ in range(_CLIMBS):
         before, best = best, ask(neighbours(space, best))
         if best == before:
             break
