@@ -12,7 +12,7 @@ from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
 
 if TYPE_CHECKING:
-    from autotune.simulate.capacity import SettingCapacity
+    from autotune.simulate.capacity import Best, SettingCapacity
 
 HELP = (
     "The highest rate at which a profiled machine holds an SLO, in simulation: for the profile's settings, for one given by "
@@ -61,7 +61,7 @@ def capacity(
     scenario, start = asked.scenario, asked.profile.workload.rate
     display = Display(console, "")
     known: dict[str, SettingCapacity] = {}
-    best: SettingCapacity | None = None
+    best: Best | None = None
     stopped = False
     with stop_on_interrupt() as stop:
         search = Search(
@@ -74,7 +74,7 @@ def capacity(
                 display.stage_done("", shared.capacity_words(found))
             if asked.price is not None:
                 display.stage("others")
-                best = search.best(known, asked.others, shared.progress(display))
+                best = search.best(known, asked.others, shared.progress(display), asked.around)
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
@@ -83,7 +83,8 @@ def capacity(
     if known:
         console.print()
         shown = list(known.values())
-        console.print(capacity_table(shown, best or max(shown, key=lambda one: one.order), asked.price), soft_wrap=True)
+        top = max(shown, key=lambda one: one.order) if best is None else best.setting
+        console.print(capacity_table(shown, top, asked.price), soft_wrap=True)
         console.print(
             f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests keep {scenario.slo}, "
             f"to {search.precision:.0%}; {interval_words(seeds)}",
@@ -93,11 +94,11 @@ def capacity(
         if endless is not None:
             console.print(endless, markup=False, highlight=False, soft_wrap=True)
     if best is not None and asked.price is not None:
-        told = cheapest_sentence(best, scenario.slo, asked.price, len(asked.settings) + len(asked.others))
+        told = cheapest_sentence(*best, scenario.slo, asked.price)
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         settings = [capacity_data(one, asked.price) for one in known.values()]
-        cheapest = None if best is None else capacity_data(best, asked.price)
+        cheapest = None if best is None else capacity_data(best.setting, asked.price)
         print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
         shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None)

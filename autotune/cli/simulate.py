@@ -14,7 +14,7 @@ from autotune.cli.knob_options import with_knobs
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
-    from autotune.simulate.capacity import SettingCapacity
+    from autotune.simulate.capacity import Best
 
 HELP = (
     "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
@@ -63,7 +63,7 @@ def simulate(
     scenario, taken = asked.scenario, tuple(range(seed, seed + seeds))
     display = Display(console, "")
     points: list[Point] = []
-    best: SettingCapacity | None = None
+    best: Best | None = None
     stopped = False
     with stop_on_interrupt() as stop:
         display.stage("simulating")
@@ -85,7 +85,7 @@ def simulate(
                 display.stage("pricing")
                 search = Search(scenario, taken, requests, controller=controller, stop=stop.is_set)
                 known = {n: search.capacity(n, k, offered, shared.progress(display)) for n, k in asked.settings.items()}
-                best = search.best(known, asked.others, shared.progress(display))
+                best = search.best(known, asked.others, shared.progress(display), asked.around)
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
@@ -100,11 +100,11 @@ def simulate(
             style="dim", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if best is not None and asked.price is not None:
-        told = cheapest_sentence(best, scenario.slo, asked.price, len(asked.settings) + len(asked.others))
+        told = cheapest_sentence(*best, scenario.slo, asked.price)
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = [point_data(p, asked.price) for p in points]
-        cheapest = None if best is None else capacity_data(best, asked.price)
+        cheapest = None if best is None else capacity_data(best.setting, asked.price)
         print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
         shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None)

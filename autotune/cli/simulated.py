@@ -90,6 +90,13 @@ class Asked:
                 found[name if name not in found else f"{name} {len(found)}"] = knobs
         return found
 
+    def around(self, knobs: Knobs) -> list[Knobs]:
+        """Settings a small step away from ``knobs``: the profile's were searched for under its own load, on its own machine."""
+        from autotune.profiling.space import make_space
+        from autotune.profiling.stages.rate import neighbours
+
+        return neighbours(make_space(self.scenario.limits), knobs)
+
     def offered(self, asked: float | None) -> tuple[float, str]:
         """The rate to simulate and whose it is: ``asked`` (--rate), or the one --workload names, or the profile's."""
         if asked is not None:

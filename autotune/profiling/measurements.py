@@ -31,8 +31,9 @@ class Measurements(Trials):
         return None if done is None else dict(done.user_attrs[RESULT])
 
     def known(self, key: str) -> bool:
-        """Whether ``key`` was measured or failed for good: asking for it again takes no time."""
-        return any(settled(t) for t in self._of(key))
+        """Whether ``key`` was measured or failed for good, or another machine is at it: asking for it measures nothing."""
+        self._watch.bury(self._study)
+        return any(settled(t) or t.state is TrialState.RUNNING for t in self._of(key))
 
     def measure(
         self,

@@ -120,6 +120,6 @@ class Meter:
         recent = self._runs[-6:]
         return sum(recent) / len(recent) if recent else guess
 
-    def fits(self, end: float | None, guess: float) -> bool:
-        """Whether one more measurement ends before ``end`` seconds are spent (half of it may stick out)."""
-        return end is None or self.spent_s + self.typical(guess) / 2 < end
+    def fits(self, end: float | None, guess: float, runs: int = 1) -> bool:
+        """Whether ``runs`` more measurements end before ``end`` seconds are spent (half of the last may stick out)."""
+        return end is None or self.spent_s + (runs - 0.5) * self.typical(guess) < end

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from runtime.knobs import Knobs
 
 PRECISION: Final = 0.01
 _REACH: Final = 20  # octaves from where the search begins, in both directions
+_STEPS: Final = 8  # uphill, at most
 _ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
 
 Told = Callable[[float, bool], None]
@@ -101,6 +102,13 @@ class SettingCapacity:
         return statistics.fmean(s.offered * s.answer for s in self.seeds)
 
 
+class Best(NamedTuple):
+    """The setting with the highest capacity of so many ``tried``."""
+
+    setting: SettingCapacity
+    tried: int
+
+
 @dataclass(frozen=True)
 class Search:
     """How to look: over which seeds, with how many requests each time, to which relative precision."""
@@ -126,23 +134,36 @@ class Search:
         known: Mapping[str, SettingCapacity],
         others: Mapping[str, Knobs],
         told: Told = lambda rate, held: None,
-    ) -> SettingCapacity:
-        """The setting with the highest capacity among ``known`` and ``others``.
+        around: Callable[[Knobs], Iterable[Knobs]] = lambda knobs: (),
+    ) -> Best:
+        """The setting with the highest capacity among ``known``, ``others``, and those ``around`` the best of them.
 
-        The others are first asked for a little more than the best so far; only those that hold it are looked at closely.
+        All but the known are first asked for a little more than the best so far; only those that hold it are looked at closely.
+        What lies around a setting is tried as long as that leads to a better one, as on a machine nobody searched on.
         """
         best = max(known.values(), key=lambda one: one.order)
         tried = {one.knobs for one in known.values()}
-        for label, knobs in others.items():
+
+        def ask(label: str, knobs: Knobs) -> None:
+            nonlocal best
             if knobs in tried or best.unbounded:
-                continue
+                return
             tried.add(knobs)
             bar = best.seeds[0].rate * (1 + self.precision)  # the same requests, only a little closer together
             if bar and not self._holds(knobs, bar, self.seeds[0], told)[0]:
-                continue
-            one = self.capacity(label, knobs, bar or 1.0, told)
-            best = max(best, one, key=lambda found: found.order)
-        return best
+                return
+            best = max(best, self.capacity(label, knobs, bar or 1.0, told), key=lambda found: found.order)
+
+        for label, knobs in others.items():
+            ask(label, knobs)
+        begun = best.label
+        for _ in range(_STEPS):
+            before = best
+            for knobs in around(before.knobs):
+                ask(f"near {begun}", knobs)
+            if best is before:
+                break
+        return Best(best, len(tried))
 
     def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score]:
         score = self.scenario.measure(

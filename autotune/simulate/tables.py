@@ -67,15 +67,15 @@ def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, pric
     return drawn
 
 
-def cheapest_sentence(best: SettingCapacity, slo: SLO, price: float, known: int) -> str:
-    """Which of so many ``known`` settings holds the SLO for the least money, and for how much; or that none does."""
+def cheapest_sentence(best: SettingCapacity, tried: int, slo: SLO, price: float) -> str:
+    """Which of so many settings ``tried`` holds the SLO for the least money, and for how much; or that none does."""
     if best.unbounded:
         return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
     cost = per_million(price, best.throughput)
     if cost is None or not best.rate:
-        return f"none of the {known} settings known holds {slo}, at whatever price"
+        return f"none of the {tried} settings tried holds {slo}, at whatever price"
     return (
-        f"cheapest of the {known} settings known that holds {slo}: {best.label} ({best.knobs}), "
+        f"cheapest of {tried} settings tried that holds {slo}: {best.label} ({best.knobs}), "
         f"{money(cost)} per million output tokens at its own capacity of {best.rate:.3g} req/s, {money(price)} an hour"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from autotune.profiling.findings import Question
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.space import make_space
-from autotune.profiling.study import open_study
+from autotune.profiling.study import SweepStudy, open_study
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
@@ -89,3 +90,28 @@ def command(folder: Path, model: Path, log: Path, *also: str) -> None:
     more = "--rate 20 --trials 2 --sim-trials 8 --budget 15s --out a.yaml --model"
     code = run([*words.split(), *more.split(), str(model), *also])
     sys.exit(0 if code in (0, 1) else code)
+
+
+MOMENTS = ("both files ready", "one file of two", "profile written", "study finished")
+
+
+def command_that_dies(folder: Path, model: Path, log: Path, moment: str) -> None:
+    """:func:`command`, killed at one of :data:`MOMENTS` of its end."""
+    replace, finish = os.replace, SweepStudy.finish
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def replacing(source: Path, target: Path) -> None:
+        if (moment, Path(target).name) in (("both files ready", "a.points.jsonl"), ("one file of two", "a.yaml")):
+            die()
+        replace(source, target)
+
+    def finishing(study: SweepStudy, *bounds: Any) -> None:
+        if moment == "profile written":
+            die()
+        finish(study, *bounds)
+        die()
+
+    os.replace, SweepStudy.finish = replacing, finishing  # type: ignore[assignment,method-assign]  # in a process of its own
+    command(folder, model, log)

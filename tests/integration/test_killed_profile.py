@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autotune.profile import load_profile
-from tests.integration.killed_session import SIMULATED_TRIALS, command, profile, small_model
+from tests.integration.killed_session import MOMENTS, SIMULATED_TRIALS, command, command_that_dies, profile, small_model
 from tests.integration.killing import Kill, finished, killed_often, measured
 from tests.unit.simulating import noted
 
@@ -46,6 +47,32 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert len(kept) == len(on_the_hardware(measured(journal))), "all that was measured, and that once"
     assert {point.stage for point in made.points} >= {"validation"}
     assert sorted(path.name for path in folder.iterdir()) == ["a.journal", "a.points.jsonl", "a.yaml"]
+
+
+def test_the_command_killed_while_it_writes(tmp_path: Path) -> None:
+    """At each moment of its end. What was measured is not measured again, and a profile that is there is a whole one."""
+    model, folder, log = small_model(tmp_path / "model"), tmp_path / "killed", tmp_path / "log"
+    folder.mkdir()
+    kept: list[str] = []
+    for moment in MOMENTS:
+        process = multiprocessing.get_context("spawn").Process(
+            target=command_that_dies, args=(folder, model, log, moment)
+        )
+        process.start()
+        process.join(300)
+        assert process.exitcode == -signal.SIGKILL, moment
+        keys = measured(folder / "a.journal")
+        assert keys[: len(kept)] == kept and len(keys) == len(set(keys))
+        assert not kept or len(on_the_hardware(keys)) == len(on_the_hardware(kept)), "all had been measured by then"
+        kept = keys
+        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
+        there = {"both files ready": 0, "one file of two": 1}.get(moment, 2)
+        assert names == {"a.journal", *("a.points.jsonl", "a.yaml")[:there]}
+        if there == 2:
+            assert load_profile(folder / "a.yaml").status == "complete"
+    assert len([line for line in noted(log) if line.startswith("end")]) == len(on_the_hardware(kept))
+    lines = [json.loads(line) for line in (folder / "a.points.jsonl").read_text().splitlines()]
+    assert sum(line.get("stage") in ("validation", "capacity") for line in lines) == len(on_the_hardware(kept))
 
 
 def nothing_twice(journal: Path, log: Path, kills: list[Kill]) -> None:

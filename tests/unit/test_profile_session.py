@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ def journal(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Told]:
-    """One run left in peace, which finds its own rate under loads as long as that takes."""
-    asked = question(rate=None, sim_trials=24)
-    return session(tmp_path_factory.mktemp("whole") / "a.journal", asked, schedule=LONG)
+    """One run left in peace, which finds its own rate under loads as long as that takes, and windows that show a queue grow."""
+    asked, schedule = question(rate=None, sim_trials=24), replace(LONG, window_s=12.0, warmup_s=2.0)
+    return session(tmp_path_factory.mktemp("whole") / "a.journal", asked, schedule=schedule)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,8 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
     assert len(repeated) > len(set(repeated))  # one setting met one and the same load twice
     assert ("above 99%" if sure.best > 0.99 else f"probability of {sure.best:.0%}") in sure.sentence
     expected = whole.expected
-    assert expected[whole.settings()["balanced"].knobs] == max(expected.values())
+    short = max(expected.values()) - expected[whole.settings()["balanced"].knobs]
+    assert 0 <= short <= sure.regret, "the mean of the best of several is at least the best mean"
 
 
 def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findings) -> None:

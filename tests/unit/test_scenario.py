@@ -159,7 +159,7 @@ def test_a_promise_that_no_number_of_requests_breaks_has_no_bound() -> None:
     search = Search(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
     found = search.capacity("it", Knobs(), 10.0)
     assert found.unbounded and found.rate > 1e6 and found.interval == (found.rate, math.inf)
-    assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}) is found
+    assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}).setting is found
 
 
 def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> None:
@@ -167,10 +167,23 @@ def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> N
     first = search.capacity("first", Knobs(4, 0, 64, 64), 5.0)
     others = {f"{n} slots": Knobs(n, 0, 1024, 512) for n in (2, 8, 64)}
     told: list[float] = []
-    best = search.best({"first": first}, others, lambda rate, held: told.append(rate))
+    best, tried = search.best({"first": first}, others, lambda rate, held: told.append(rate))
+    assert tried == 4
     capacities = {label: search.capacity(label, knobs, 5.0).rate for label, knobs in others.items()}
     assert best.rate >= 0.98 * max(capacities.values()) > first.rate
-    assert search.best({best.label: best}, {"again": best.knobs}) is best
+    assert search.best({best.label: best}, {"again": best.knobs}) == (best, 1)
+
+
+def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() -> None:
+    search = Search(scenario(), (0, 1), 100)
+    first = search.capacity("first", Knobs(2, 0, 1024, 512), 5.0)
+
+    def twice(knobs: Knobs) -> list[Knobs]:
+        return [knobs.with_(max_batch_size=2 * knobs.max_batch_size), knobs.with_(token_budget=16, chunk_size=16)]
+
+    best, tried = search.best({"first": first}, {}, around=twice)
+    assert best.knobs.max_batch_size >= 8 and best.knobs.token_budget == 1024 and best.label == "near first"
+    assert best.rate > 1.5 * first.rate and tried >= 4
 
 
 def test_speeds_are_numbers_above_0() -> None:

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
+from optuna.trial import TrialState
 
 import autotune.profiling.storage as storages
 from autotune.evaluate import EvaluationError, Interrupted
@@ -106,6 +108,16 @@ def identity() -> dict[str, Any]:
     return {"objective": {}, "space": SPACE.as_dict(), "starting": starting, "seed": 0}
 
 
+def test_what_a_dead_machine_was_measuring_is_not_waited_for(shared: SharedStorage) -> None:
+    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
+        inner, _ = other.part("measurements", {})
+        made = optuna.create_trial(state=TrialState.RUNNING, user_attrs={"key": "calibration"})
+        number = inner._storage.create_new_trial(inner._study_id, template_trial=made)
+        assert mine.measurements.known("calibration")
+        fail_and_retry(inner, inner._storage.get_trial(number))
+        assert not mine.measurements.known("calibration")
+
+
 @pytest.mark.slow
 def test_a_result_that_comes_too_late_is_left_out(shared: SharedStorage) -> None:
     with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
@@ -139,6 +151,9 @@ def test_what_another_machine_is_measuring_is_waited_for(shared: SharedStorage) 
         thread = threading.Thread(target=lambda: other.measured("calibration", lambda: measure("other", 1.0)))
         thread.start()
         wait_for(lambda: bool(calls))
+        assert mine.measurements.known("calibration") and not mine.measurements.known("another"), (
+            "it costs no time of ours"
+        )
         with pytest.raises(Interrupted):
             mine.measured("calibration", lambda: measure("mine", 0), stop=lambda: True)
         assert mine.measured("calibration", lambda: measure("mine", 0)) == {"by": "other"}

@@ -18,6 +18,7 @@ from autotune.profiling.space import VLLM_LABEL, is_yardstick
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import FINALISTS
 from runtime.knobs import Knobs
+from runtime.slo import SLO
 
 MOST = 16
 _FEWEST = 4
@@ -114,6 +115,11 @@ def pairs(seeds: Sequence[int]) -> list[tuple[int, int]]:
 def _figures(point: Point) -> tuple[object, ...]:
     """What a simulation came to: equal for settings that behave the same from the first step to the last."""
     return (point.met, point.offered, point.throughput.mean, point.ttft_p50_ms, point.ttft_p99_ms, point.tpot_p99_ms)
+
+
+def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
+    """By simulation: most in SLO, of equals the quicker."""
+    return max(finals, key=lambda f: (f.point.attainment, -latency(f.point, slo)))
 
 
 def baseline_of(finals: Sequence[Finalist]) -> Finalist | None:
