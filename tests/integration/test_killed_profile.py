@@ -26,7 +26,8 @@ def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:
     kills = killed_often(profile, (journal, log), log, journal, 1, tmp_path / "whole.journal")
     assert finished(journal) == finished(tmp_path / "whole.journal"), "the simulated stage, trial by trial"
     assert len(finished(journal)) == SIMULATED_TRIALS
-    assert len(measured(journal)) >= len(whole) // 2
+    ended = sum(line.startswith("end") for line in whole)
+    assert abs(len(on_the_hardware(measured(journal))) - ended) <= 3, "other noise, and so another one or two chosen"
     nothing_twice(journal, log, kills)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.profile.parts import KnobsField, Part, Point
 from autotune.profiling.choice import alike, latency
-from autotune.profiling.points import Run, point, points
+from autotune.profiling.points import Run, pareto, point, points
 from autotune.profiling.setup import Setup
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import VLLM_LABEL, is_yardstick
@@ -77,11 +77,12 @@ def _chosen(context: Context, setup: Setup) -> list[Finalist]:
 
 
 def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
-    """Up to ``count`` settings that are not alike: by goodput, by throughput and by headroom in turn."""
+    """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
     best = max((p.goodput.mean for p in trials), default=0.0)
     good = [p for p in trials if p.goodput.mean >= 0.85 * best]
+    front = {p.knobs for p in pareto(good)}
     rankings = (
-        sorted(trials, key=lambda p: (-p.goodput.mean, latency(p, setup.slo))),
+        sorted(trials, key=lambda p: (p.knobs not in front, -p.goodput.mean, latency(p, setup.slo))),
         sorted(trials, key=lambda p: (-p.throughput.mean, -p.goodput.mean)),
         sorted(good, key=lambda p: latency(p, setup.slo)),
     )
