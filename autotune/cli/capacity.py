@@ -98,7 +98,7 @@ def capacity(
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         settings = [capacity_data(one, asked.price) for one in known.values()]
-        cheapest = None if best is None else capacity_data(best.setting, asked.price)
+        cheapest = None if best is None else capacity_data(best.setting, asked.price) | {"tried": best.tried}
         print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
         shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None)

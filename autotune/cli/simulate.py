@@ -104,7 +104,7 @@ def simulate(
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = [point_data(p, asked.price) for p in points]
-        cheapest = None if best is None else capacity_data(best.setting, asked.price)
+        cheapest = None if best is None else capacity_data(best.setting, asked.price) | {"tried": best.tried}
         print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
         shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None)

@@ -92,10 +92,10 @@ class Asked:
 
     def around(self, knobs: Knobs) -> list[Knobs]:
         """Settings a small step away from ``knobs``: the profile's were searched for under its own load, on its own machine."""
-        from autotune.profiling.space import make_space
+        from autotune.profiling.space import whole_space
         from autotune.profiling.stages.rate import neighbours
 
-        return neighbours(make_space(self.scenario.limits), knobs)
+        return neighbours(whole_space(self.scenario.limits), knobs)
 
     def offered(self, asked: float | None) -> tuple[float, str]:
         """The rate to simulate and whose it is: ``asked`` (--rate), or the one --workload names, or the profile's."""
@@ -167,7 +167,7 @@ def capacity_words(found: SettingCapacity) -> str:
 def say_stopped(done: int, total: int, *, pricing: bool) -> None:
     """On stderr, after what was found: a table that looks whole is not."""
     lacking = f"{done} of {total} settings are done" if done < total else "all settings are done"
-    print(f"stopped: {lacking}{', the cheapest was not looked for' if pricing else ''}", file=sys.stderr)
+    print(f"stopped: {lacking}{', the cheapest is not known' if pricing else ''}", file=sys.stderr)
 
 
 def _by_knobs(profile: Profile) -> dict[str, Knobs]:

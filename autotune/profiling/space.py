@@ -120,6 +120,13 @@ class SearchSpace:
         }
 
 
+def whole_space(limits: KnobLimits) -> SearchSpace:
+    """Everything that ``limits`` allow, also where we would not search unasked."""
+    ranges = {name: (low, float(getattr(limits, name))) for name, (low, _) in SEARCHED.items()}
+    free = {name: bounds for name, bounds in ranges.items() if bounds[0] < bounds[1]}
+    return SearchSpace({name: high for name, (_, high) in ranges.items() if name not in free}, free, limits)
+
+
 def round_number(value: float) -> int:
     """The nearest of 4, 5, 6 and 7 times a power of two; below 8 the nearest whole number.
 

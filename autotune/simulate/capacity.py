@@ -24,6 +24,8 @@ from runtime.knobs import Knobs
 
 PRECISION: Final = 0.01
 _REACH: Final = 20  # octaves from where the search begins, in both directions
+SEARCHED: Final = "searched here"
+"""The label of a setting that nobody named."""
 _STEPS: Final = 8  # uphill, at most
 _ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
 
@@ -156,11 +158,10 @@ class Search:
 
         for label, knobs in others.items():
             ask(label, knobs)
-        begun = best.label
-        for _ in range(_STEPS):
+        for _ in range(_STEPS if best.rate else 0):
             before = best
             for knobs in around(before.knobs):
-                ask(f"near {begun}", knobs)
+                ask(SEARCHED, knobs)
             if best is before:
                 break
         return Best(best, len(tried))

@@ -117,11 +117,13 @@ def test_the_shortlist_has_the_best_of_each_kind_without_twins() -> None:
 def test_the_pareto_set_comes_first_on_the_shortlist() -> None:
     """What another trial beats in everything waits for those that are best at something, if they serve nearly as much."""
     best, beaten = at(SMALL, 40, ttft=200, tpot=20), at(LARGE, 39, ttft=300, tpot=30)
-    quick, poor = at(OTHER, 36, ttft=90, tpot=9), at(VLLM, 20, ttft=5, tpot=5)
+    quick, poor = at(OTHER, 38, ttft=90, tpot=9), at(VLLM, 20, ttft=5, tpot=5)
     assert shortlist([best, beaten, quick, poor], setup(), 2) == [SMALL, OTHER]
     assert shortlist([best, beaten, quick, poor], setup(), 4) == [SMALL, OTHER, LARGE, VLLM]
-    several = [at(Knobs(n, 0, 16 * n, 16 * n), 40 - n, ttft=200 - n, tpot=20 - n / 10) for n in (1, 2, 3, 4)]
-    assert len(shortlist([*several, beaten], setup(), 4)) == 4 and LARGE not in shortlist([*several, beaten], setup(), 4)
+    others = [at(Knobs(n, 0, 16 * n, 16 * n), met, ttft=200 - n, tpot=20 - n) for n, met in ((2, 39), (4, 38), (8, 38))]
+    assert LARGE not in shortlist([best, *others, beaten], setup(), 4)
+    slower = [at(Knobs(n, 0, 16 * n, 16 * n), 36 - n // 4, ttft=200 - n, tpot=20 - n) for n in (2, 4, 8)]
+    assert LARGE in shortlist([best, *slower, beaten], setup(), 3), "it serves more than those"
 
 
 def test_what_is_expected_outweighs_what_was_measured_once() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.evaluate import Interrupted
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
-from autotune.profiling.stages.context import Context
+from autotune.profiling.stages.context import Asked, Context
 from autotune.profiling.stages.speed import told_speed
 from autotune.profiling.timing import Schedule
 from autotune.score import Score
@@ -26,23 +28,35 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "a.journal"
 
 
-def changed(factor: float, journal: Path, asked: Question, until: float = math.inf) -> tuple[Findings, Told]:
-    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements."""
-    serving: list[int] = []
+def changed(
+    factor: float,
+    journal: Path,
+    asked: Question,
+    until: float = math.inf,
+    last: float = math.inf,
+    schedule: Schedule = LONG,
+) -> tuple[Findings, Told]:
+    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements.
+
+    ``last``: the measurement of which Ctrl-C leaves nothing.
+    """
+    serving: list[str] = []
 
     class Changing(Padded):
         def predict(self, step: Any) -> float:
             return super().predict(step) * (factor if 0 < len(serving) <= until else 1.0)
 
-    real = Context.measured
+    real = Context._measure
 
-    def measured(self: Any, *args: Any, **options: Any) -> Run | None:
-        serving.append(1)
-        return real(self, *args, **options)
+    def measure(self: Any, request: Asked, *rest: Any) -> Run:
+        serving.append(request.key)
+        if len(serving) >= last:
+            raise Interrupted("interrupted")
+        return real(self, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Context, "measured", measured)
-        return session(journal, asked, engine=machine(Changing()), schedule=LONG)
+        patch.setattr(Context, "_measure", measure)
+        return session(journal, asked, engine=machine(Changing()), schedule=schedule)
 
 
 def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
@@ -55,28 +69,57 @@ def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Pat
     assert best > 0.75
 
 
-def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path) -> None:
-    """The first measurements saw a slow machine; at the rate that suits that one, all settings keep everything."""
-    found, told = changed(1.5, journal, question(rate=None, sim_trials=24), until=2)
-    speeds = [note for note in told.notes if "the hardware serves as at" in note]
-    assert len(speeds) >= 2 and found.setup is not None
-    rates = [float(note.split("comparing at ")[1].split()[0]) for note in speeds]
-    assert rates[-1] == found.setup.rate > 1.1 * min(rates)
-    there = [run for run in found.runs if run.stage == "validation" and run.score.rate == found.setup.rate]
-    assert len(there) >= 3 and {run.knobs for run in there} == set(found.expected)
-    assert min(p.attainment for p in found.comparable()) < 0.98, "settings can be told apart"
-    again, _ = changed(1.0, journal, question(rate=None, sim_trials=24))
-    assert [run.score.goodput for run in again.runs] == [run.score.goodput for run in found.runs], (
-        "none was measured anew"
-    )
+def rates(told: Told) -> list[float]:
+    """At which settings were compared, one after the other."""
+    return [float(note.split("comparing at ")[1].split()[0]) for note in told.notes if "comparing at " in note]
+
+
+def there(found: Findings) -> list[Run]:
+    """What was measured at the rate of the comparison."""
+    assert found.setup is not None
+    return [run for run in found.runs if run.stage == "validation" and run.score.rate == found.setup.rate]
+
+
+@pytest.mark.parametrize("factor", [1.5, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path, factor: float) -> None:
+    """The first measurements saw another machine: at the rate that suits that one all settings keep everything, or nothing."""
+    asked = question(rate=None, sim_trials=24)
+    found, told = changed(factor, journal, asked, until=2)
+    assert found.setup is not None and len(rates(told)) >= 2 and rates(told)[-1] == found.setup.rate
+    before = (min if factor > 1 else max)(rates(told))
+    assert (found.setup.rate > 1.1 * before) if factor > 1 else (found.setup.rate < 0.9 * before)
+    assert len(there(found)) >= 3 and {run.knobs for run in there(found)} == set(found.expected)
+    best = max(p.attainment for p in found.comparable())
+    assert 0.6 < best and min(p.attainment for p in found.comparable()) < 0.98, "settings can be told apart"
+    again, _ = changed(1.0, journal, asked, last=1, schedule=replace(LONG, budget_s=1.0))
+    assert again.setup is not None and again.setup.rate == found.setup.rate, "whatever the budget of who goes on"
+    assert not again.stopped, "nothing is measured anew"
+
+
+@pytest.mark.slow
+def test_a_second_comparison_that_was_stopped_leaves_the_first_one_and_is_gone_on_with(journal: Path) -> None:
+    asked = question(rate=None, sim_trials=24)
+    whole, told = changed(1.5, journal, asked, until=2)
+    assert whole.setup is not None
+    first = next(
+        i for i, run in enumerate(whole.runs, 1) if run.score.rate == whole.setup.rate
+    )  # of the second comparison
+    other = journal.with_name("stopped.journal")
+    for factor, last in ((1.5, first), (1.0, 2)):  # before its first measurement, and before its second
+        found, _ = changed(factor, other, asked, until=2, last=last)
+        assert found.stopped and found.setup is not None and found.setup.rate == rates(told)[-2]
+        assert len(found.expected) >= 2 and found.settings()["balanced"].knobs in found.expected
+        assert len({p.knobs for p in found.comparable()}) >= 2
+    found, _ = changed(1.0, other, asked)
+    assert not found.stopped and found.setup is not None and found.setup.rate == pytest.approx(whole.setup.rate)
+    assert len(there(found)) >= 3
 
 
 def test_noise_is_measured_first_and_where_nothing_is_told_nothing_moves(journal: Path) -> None:
     found, told = changed(1.0, journal, question(rate=None, sim_trials=24))
-    assert found.setup is not None
-    there = [run for run in found.runs if run.stage == "validation" and run.score.rate == found.setup.rate]
-    assert there[0].knobs == there[1].knobs and there[0].score.seed == there[1].score.seed
-    assert len({run.knobs for run in there}) >= 3 and len(told.notes) <= 2
+    first, second, *others = there(found)
+    assert (first.knobs, first.score.seed) == (second.knobs, second.score.seed)
+    assert len({run.knobs for run in others} - {first.knobs}) >= 2 and len(told.notes) <= 2
 
 
 def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.evaluate import Interrupted, evaluate
 from autotune.simulate import SimulatedEngine
-from autotune.simulate.capacity import Search
+from autotune.simulate.capacity import SEARCHED, Search
 from autotune.simulate.scenario import Scenario, parse_speeds
 from autotune.workload import parse_workload
 from benchmarks.controller.hardware import h200
@@ -182,7 +182,7 @@ def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() ->
         return [knobs.with_(max_batch_size=2 * knobs.max_batch_size), knobs.with_(token_budget=16, chunk_size=16)]
 
     best, tried = search.best({"first": first}, {}, around=twice)
-    assert best.knobs.max_batch_size >= 8 and best.knobs.token_budget == 1024 and best.label == "near first"
+    assert best.knobs.max_batch_size >= 8 and best.knobs.token_budget == 1024 and best.label == SEARCHED
     assert best.rate > 1.5 * first.rate and tried >= 4
 
 

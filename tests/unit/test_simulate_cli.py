@@ -90,8 +90,9 @@ def test_the_cheapest_setting_of_another_machine_is_searched_for(path: str, caps
     profile = load_profile(path)
     found = told(capsys, "capacity", path, "--workload", EVEN, "--price", "2.50/h", "--scale", "overhead=0.1,compute=4")
     known = {p.knobs for p in (*profile.points, *profile.simulated, *(s for s in profile.settings.values()))}
-    assert Knobs(**found["cheapest"]["knobs"]) not in known and found["cheapest"]["label"].startswith("near ")
+    assert Knobs(**found["cheapest"]["knobs"]) not in known and found["cheapest"]["label"] == "searched here"
     assert found["cheapest"]["capacity"] > max(s["capacity"] for s in found["settings"])
+    assert found["cheapest"]["tried"] > len(known)
 
 
 def test_bandwidth_that_cannot_act_on_the_weights_is_said(
@@ -206,7 +207,7 @@ def test_what_was_found_before_a_stop_is_shown(
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
-    assert captured.err.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest was not looked for"
+    assert captured.err.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
 
 
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:

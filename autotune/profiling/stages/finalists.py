@@ -22,6 +22,7 @@ from runtime.slo import SLO
 
 MOST = 16
 _FEWEST = 4
+_NEARLY = 0.95  # of the best goodput: where what else a setting is good at decides
 _SPEEDS = (0.95, 1.0, 1.05)  # in units of the speed that is taken for true
 CANDIDATE = "near the best"
 
@@ -48,7 +49,8 @@ def finalists(context: Context, setup: Setup) -> list[Finalist]:
     stored = context.study.measured(key, choose, stop=context.stop)
     context.keep_time()
     made = [Finalist.model_validate(final) for final in stored["finalists"]]
-    context.found.finalists = [final.point for final in made]
+    if not context.found.expected:  # or those of the last comparison stand until there is another
+        context.found.finalists = [final.point for final in made]
     return made
 
 
@@ -80,7 +82,7 @@ def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
     """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
     best = max((p.goodput.mean for p in trials), default=0.0)
     good = [p for p in trials if p.goodput.mean >= 0.85 * best]
-    front = {p.knobs for p in pareto(good)}
+    front = {p.knobs for p in pareto([p for p in good if p.goodput.mean >= _NEARLY * best])}
     rankings = (
         sorted(trials, key=lambda p: (p.knobs not in front, -p.goodput.mean, latency(p, setup.slo))),
         sorted(trials, key=lambda p: (-p.throughput.mean, -p.goodput.mean)),

@@ -16,12 +16,13 @@ from autotune.evaluate import EvaluationError
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, latency
 from autotune.profiling.confidence import confidence
+from autotune.profiling.points import Run, points
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Asked, Context
 from autotune.profiling.stages.finalists import Finalist, around, baseline_of, best_of, finalist
-from autotune.profiling.stages.rate import TARGET
+from autotune.profiling.stages.settling import knee_key
 from autotune.profiling.stages.speed import OFF_BY_AT_RATE, speed_of
-from autotune.profiling.timing import CALIBRATION, SIMULATION, VALIDATION
+from autotune.profiling.timing import CALIBRATION, FINALISTS, KNEE, SIMULATION, VALIDATION
 
 WORTH = 0.0005
 """Share of goodput a measurement must be expected to gain to be made."""
@@ -56,6 +57,7 @@ class Race:
         self._context, self._setup, self._finals = context, setup, finals
         self._speeds: defaultdict[int, list[float]] = defaultdict(list)
         self._told, self._may_move = [math.log(speed) for speed in told], may_move
+        self._before = bool(context.found.expected)  # an earlier comparison stands until this one can tell
         self._belief = Belief(
             [f.point.attainment for f in finals],
             [_behaviour(f) for f in finals],
@@ -66,6 +68,7 @@ class Race:
         self._tried = [places[knobs] for knobs in dict.fromkeys(f.knobs for f in tried) if knobs != best]
         self._most = max(_MOST_RUNS, 3 * (context.question.trials or 0) // 2)
         self._must = 0  # measurements made however late it is
+        self._looked = False
         self._end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION)
         self._opening = self._first_looks()
         self._noisy = self._opening[0]
@@ -85,7 +88,7 @@ class Race:
                     return speed
         finally:
             self._conclude()
-        if not self._belief.observations and self._failed:
+        if not self._belief.observations and self._failed and not self._before:
             raise EvaluationError(next(iter(self._failed.values())))
         done, _ = context.found.validated
         context.found.validated = (done, done)
@@ -97,14 +100,23 @@ class Race:
 
         The first measurement chose the rate. Had it met the machine in a bad minute, everything is kept in all that follow.
         """
-        if self._opening or not self._may_move:
+        context, setup = self._context, self._setup
+        if self._opening or self._looked or not self._speeds:
             return None
-        self._may_move = False
+        self._looked = True
         speed = math.exp(statistics.median([*self._told, *(one for told in self._speeds.values() for one in told)]))
-        faster, (low, high) = speed / self._setup.speed, _NOTHING_TOLD
-        best = max((p.attainment for p in self._context.found.comparable()), default=TARGET)
-        in_vain = (best > high and faster > 1) or (best < low and faster < 1)
-        return speed if in_vain and abs(faster - 1) > OFF_BY_AT_RATE and self._room(_TO_COMPARE) else None
+        if context.study.measurements.known(knee_key(setup, speed)):
+            return speed  # as an earlier session did, whatever its budget was
+        faster, (low, high) = speed / setup.speed, _NOTHING_TOLD
+        best = max(p.attainment for p in points(self._runs()))
+        in_vain = (best > high and faster > 1 and setup.rate < setup.most_rate) or (best < low and faster < 1)
+        moves = self._may_move and in_vain and abs(faster - 1) > OFF_BY_AT_RATE
+        return speed if moves and self._room(_TO_COMPARE, simulating=True) else None
+
+    def _runs(self) -> list[Run]:
+        """What was measured at the rate of this comparison."""
+        rate = self._setup.rate
+        return [run for run in self._context.found.runs if run.stage == "validation" and run.score.rate == rate]
 
     def _first_looks(self) -> list[int]:
         """The best, twice; the yardstick; the most headroom and the most throughput, where they are others.
@@ -131,9 +143,14 @@ class Race:
         self._must = 1 + len(compared) + (noise_first and bool(compared))
         return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
 
-    def _room(self, runs: int, first: int | None = None) -> bool:
-        """Whether there is time for so many measurements, of which that of ``first`` may have been made already."""
+    def _room(self, runs: int, first: int | None = None, *, simulating: bool = False) -> bool:
+        """Whether there is time for so many measurements, of which that of ``first`` may have been made already.
+
+        ``simulating``: and to find a rate and finalists before them.
+        """
         context, setup, end = self._context, self._setup, self._end
+        if end is not None and simulating:
+            end -= context.schedule.until(KNEE, FINALISTS) or 0.0
 
         def fits() -> bool:
             made = first is not None and context.study.measurements.known(
@@ -177,7 +194,6 @@ class Race:
             causes = [cause for _, knobs, cause in self._context.found.unmeasured if knobs == final.knobs]
             self._failed[index] = causes[-1]
             return
-        self._context.found.setup = self._setup  # from now on this is the comparison
         self._speeds[index].append(math.log(speed_of(self._context, self._setup, run)))
         usual = math.log(self._setup.speed)
         speeds = [told - usual for told in self._speeds[index]]
@@ -205,29 +221,28 @@ class Race:
         return self._setup.speed * math.exp(sum(told) / (len(told) + 1))
 
     def _conclude(self) -> None:
-        """What is believed and how sure it is, as far as it has come."""
+        """What is believed and how sure it is, as far as it has come.
+
+        Of a second comparison only once it has compared two settings: before, the first one tells more.
+        """
         found, belief = self._context.found, self._belief
-        if not belief.observations:
+        if not belief.observations or (self._before and len(belief.measured) < 2):
             return
+        found.finalists = [final.point for final in self._finals]
         found.setup = self._setup.model_copy(update={"speed": self._speed()})
         found.expected = {self._finals[i].knobs: belief.expected(i) for i in belief.measured}
         yardstick = baseline_of(self._finals)
         found.baseline = None if yardstick is None else yardstick.knobs
-        points = {p.knobs: p for p in found.comparable()}
-        mine = [points[self._finals[i].knobs] for i in belief.measured]
-        alike_runs = [
-            ((run.knobs, run.score.seed), run.score.goodput)
-            for run in found.runs
-            if run.stage == "validation" and run.score.rate == self._setup.rate
-        ]
-        repeats = repeat_noise(alike_runs)
+        measured = {p.knobs: p for p in points(self._runs())}
+        mine = [measured[self._finals[i].knobs] for i in belief.measured]
+        repeats = repeat_noise([((run.knobs, run.score.seed), run.score.goodput) for run in self._runs()])
         each = len(mine)
         counted = count_noise(sum(p.met for p in mine) // each, sum(p.offered for p in mine) // each)
         found.noise = max(repeats or 0.0, counted)
         chosen = found.settings()["balanced"].knobs
         choice = next((i for i in belief.measured if self._finals[i].knobs == chosen), belief.choice())
         sure = belief.sureness(choice)
-        best = points[self._finals[choice].knobs]
+        best = measured[self._finals[choice].knobs]
         simulated = {i: self._finals[i].point.attainment for i in belief.measured}
         found.confidence = confidence(
             sure.best,
@@ -259,7 +274,7 @@ class Race:
         if not self._belief.observations:
             return ""
         knobs = self._finals[self._belief.choice()].knobs
-        mine = next(p for p in self._context.found.comparable() if p.knobs == knobs).goodput
+        mine = next(p for p in points(self._runs()) if p.knobs == knobs).goodput
         return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
 
 

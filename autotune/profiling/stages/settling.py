@@ -56,7 +56,12 @@ def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
         space = context.question.space.narrowed(setup.fitted)
         return _raised(context, moved, [*_best(context, setup), *panel(space, setup.fitted)], KNEE, space)
 
-    return context.settled(f"knee/{setup.rate:g}/{speed:.6f}", settle)
+    return context.settled(knee_key(setup, speed), settle)
+
+
+def knee_key(setup: Setup, speed: float) -> str:
+    """What the study keeps the move from ``setup`` to another ``speed`` under."""
+    return f"knee/{setup.rate:g}/{speed:.6f}"
 
 
 def with_seeds(context: Context, setup: Setup) -> Setup:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.finalists import Finalist, baseline_of, best_of, finalists
 from autotune.profiling.stages.race import Race, asked
-from autotune.profiling.stages.settling import at_speed
+from autotune.profiling.stages.settling import at_speed, knee_key
 from autotune.profiling.stages.speed import OFF_BY, OFF_BY_AT_RATE, speed_of, told_speed
 from autotune.profiling.timing import CALIBRATION, SIMULATION, VALIDATION
 
@@ -25,20 +26,29 @@ def validate(context: Context, setup: Setup) -> None:
     off_by = OFF_BY if context.question.rate is None else OFF_BY_AT_RATE
     half = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION / 2)
     for move in range(_MOVES):
-        if move and context.decided(f"late/{half}/{setup.rate:g}/{setup.speed:.6f}", lambda: context.meter.late(half)):
+        best = best_of(finals, setup.slo)
+        request = asked(setup, best, 0, noisy=True)
+        late = bool(move) and context.decided(
+            f"late/{half}/{setup.rate:g}/{setup.speed:.6f}", partial(context.meter.late, half)
+        )
+        if late and not context.study.measurements.known(request.key):
             break
-        tried.append(best_of(finals, setup.slo))
-        first = context.measured(asked(setup, tried[-1], 0, noisy=True), setup, tried[-1].label)
+        tried.append(best)
+        first = context.measured(request, setup, best.label)
         speed = setup.speed if first is None else speed_of(context, setup, first)
         if context.question.rate is not None and abs(speed / setup.speed - 1) > off_by:
             speed = _agreed(context, setup, finals, speed)
         if abs(speed / setup.speed - 1) <= off_by:
             break
-        told.append(speed)
+        if late and not context.study.measurements.known(
+            knee_key(setup, speed)
+        ):  # nor did a session of a larger budget
+            break
         before, setup, finals = setup.rate, *_moved(context, setup, speed)
         context.found.setup = setup
         if setup.rate != before:
             tried = []  # at another rate than the others will be: not to be compared
+            told.append(speed)
     may_move = context.question.rate is None and context.question.trials is None
     elsewhere = Race(context, setup, finals, tried, told, may_move=may_move).run()
     if elsewhere is not None:
