@@ -39,9 +39,11 @@ class Truth:
 
 
 def noting(real: Any, log: Path) -> Any:
-    """``real``, an ``evaluate``, with a line at the begin and the end of each measurement in ``log``."""
+    """``real``, an ``evaluate``, with a line at the begin and the end of each measurement in ``log``; warm-ups are none."""
 
     def evaluate(engine: Any, knobs: Any, load: Any, slo: Any, **options: Any) -> Any:
+        if options["label"].startswith("warm-up"):
+            return real(engine, knobs, load, slo, **options)
         what = f"{knobs} at {load.rate:g} seed {options['seed']}"
         note(log, f"begin {what}")
         found = real(engine, knobs, load, slo, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
@@ -12,12 +12,16 @@ from autotune.profiling.findings import Findings, Question
 from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Setup
+from autotune.profiling.setup import Setup, balanced_seeds
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
+from autotune.score import Score
+from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
+
+_UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Context:
     host: Clock
     found: Findings
     stop: Callable[[], bool]
+    warm: bool = False  # whether the engine has served such a load in this session
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if somebody asked to stop."""
@@ -124,25 +129,44 @@ class Context:
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _measure(self, asked: Asked, setup: Setup, label: str) -> Run:
+        if not self.warm and not isinstance(self.engine, Simulated):
+            self._warm_up(asked, setup)
+        self.warm = True
         begun, work = self.clock.now(), OtherWork()
-        serial = self.study.count("measurements")
-        load = setup.model_copy(update={"rate": asked.rate}).apply(self.question.workload)
+        found = self._served(asked, setup, f"{asked.stage}-{self.study.count('measurements')}")
+        if not isinstance(self.engine, Simulated):
+            self.found.others.append((self.clock.now() - begun, work.cores()))
+        found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
+        return Run(stage=asked.stage, label=label, trial=-1, score=found)
+
+    def _warm_up(self, asked: Asked, setup: Setup) -> None:
+        """Have the engine serve a load like that ``asked`` for.
+
+        It gets faster while its libraries meet the shapes of their products; the calibration's steps have few of them.
+        """
+        self.reporter.progress(0.0, "", "warming up", None)
+        load = self._load(asked, setup)
+        (seed,) = balanced_seeds(load, asked.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
+        self._served(replace(asked, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
+
+    def _load(self, asked: Asked, setup: Setup) -> Workload:
+        return setup.model_copy(update={"rate": asked.rate}).apply(self.question.workload)
+
+    def _served(self, asked: Asked, setup: Setup, label: str) -> Score:
+        """The load ``asked`` for, served."""
         with self.meter.hardware():
-            found = evaluate(
+            return evaluate(
                 self.engine,
                 asked.knobs,
-                load,
+                self._load(asked, setup),
                 setup.slo,
                 vocab_size=self.model.vocab_size,
                 seed=asked.seed,
                 duration=setup.window_s,
                 warmup=setup.warmup_s,
-                prompt_seed=(self.question.seed << 20) + serial,  # other tokens each time: no prefix of an earlier run
-                label=f"{asked.stage}-{serial}",
+                prompt_seed=(self.question.seed << 20)
+                + self.study.count("loads"),  # tokens of its own: no prefix is known
+                label=label,
                 stop=self.stop,
                 clock=self.clock,
             )
-        if not isinstance(self.engine, Simulated):
-            self.found.others.append((self.clock.now() - begun, work.cores()))
-        found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
-        return Run(stage=asked.stage, label=label, trial=-1, score=found)
