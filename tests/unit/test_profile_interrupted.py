@@ -159,3 +159,25 @@ def test_an_engine_that_always_fails_is_given_up(
     failing(monkeypatch, lambda knobs: True)
     with pytest.raises(EvaluationError, match="out of memory"):
         session(journal, question(rate=rate))
+
+
+def test_a_live_engine_serves_a_load_before_the_first_measurement(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in a session that measures anything. It is no measurement, and its requests are not those of any."""
+    loads: list[tuple[str, int, int]] = []
+
+    def noting(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
+        loads.append((options["label"], options["seed"], options["prompt_seed"]))
+        return evaluate(engine, knobs, *args, **options)
+
+    monkeypatch.setattr(measuring, "evaluate", noting)
+    monkeypatch.setattr(measuring, "Simulated", type("Live", (), {}))  # what is simulated here counts as live
+    asked = question(sim_trials=8, trials=1)
+    found, _ = session(journal, asked)
+    labels, seeds, prompts = zip(*loads, strict=True)
+    assert labels[0] == "warm-up-0" and not any(label.startswith("warm-up") for label in labels[1:])
+    assert len(found.runs) == len(labels) - 1 and seeds[0] not in seeds[1:] and len(set(prompts)) == len(prompts)
+    loads.clear()
+    session(journal, asked)
+    assert not loads, "nothing is left to measure, so nothing is warmed up"
