@@ -16,7 +16,6 @@ no result. Segments of one ``prompt_seed`` are taken to be unlike those of anoth
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
@@ -266,9 +265,10 @@ class SimulatedEngine(TunableSimulation):
             name, (), _PARAMS, arrival.output_tokens, due, priority, arrival.tenant, arrival.request_class, deadline,
             expires, hashes, arrival.prompt_tokens,
         )  # fmt: skip
-        with contextlib.suppress(RejectedError):
+        try:  # contextlib.suppress takes as long as all of this
             return self.add(request)
-        return None
+        except RejectedError:
+            return None
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ class EngineCore:
             prefill_context=context,
             prefill_attention=attention,
             sampled=plan.n_decode + sampled - len(result.failed),
-            running=scheduler.running,
+            running=len(scheduler.prefills) + len(scheduler.decodes.members),
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             kv_free_blocks=scheduler.kv.free,

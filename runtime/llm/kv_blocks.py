@@ -72,15 +72,16 @@ class KVBlocks:
 
     def take(self, count: int) -> list[int]:
         """``count`` blocks with unknown content. The caller has made sure of ``count <= free``."""
-        assert count <= self.free, f"{count} blocks wanted, {self.free} free"
-        missing = count - len(self._free)
-        for _ in range(missing):
-            block = next(iter(self._idle))
-            del self._idle[block]
-            del self._table[self._hash_of.pop(block)]
-            self._free.append(block)
         if not count:
             return []
+        missing = count - len(self._free)
+        if missing > 0:
+            assert missing <= len(self._idle), f"{count} blocks wanted, {self.free} free"
+            for _ in range(missing):
+                block = next(iter(self._idle))
+                del self._idle[block]
+                del self._table[self._hash_of.pop(block)]
+                self._free.append(block)
         got = self._free[-count:]
         del self._free[-count:]
         got.reverse()

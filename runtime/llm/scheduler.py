@@ -62,7 +62,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences that hold a slot: decoding, or with a prompt begun."""
-        return len(self.decodes) + len(self.prefills)
+        return len(self.decodes.members) + len(self.prefills)
 
     @property
     def has_work(self) -> bool:
@@ -129,9 +129,10 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         before, decodes = self.preemptions, self.decodes
-        if decodes.need():
-            while decodes.need() > self.kv.free:
+        if need := decodes.need():
+            while need > self.kv.free:
                 self._preempt()
+                need = decodes.need()
             decodes.grow()
         n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
@@ -161,7 +162,7 @@ class Scheduler:
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
         """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""
-        left = most - len(self.decodes)
+        left = most - len(self.decodes.members)
         limited = LimitedBy.DEMAND
         admission, waiting = self.admission, self.waiting
         going_on = [] if admission is None else self._end_late_prompts(admission, now)
@@ -169,7 +170,7 @@ class Scheduler:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
             left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
-        if not len(waiting):
+        if waiting.peek() is None:
             return limited, inf
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
         held_until = waiting.held_until(knobs, left, slots)
@@ -214,7 +215,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
-        if not self.holdings.fits(sequence, self.kv.free - len(self.decodes)):
+        if not self.holdings.fits(sequence, self.kv.free - len(self.decodes.members)):
             return False
         self.waiting.pop()
         sequence.state = "prefill"
