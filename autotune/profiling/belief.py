@@ -31,10 +31,8 @@ Vector = NDArray[np.floating[Any]]
 _COMMON = 0.25  # sd of μ: the simulator may be off by a quarter, the same for all
 _SCALES = np.geomspace(0.003, 0.2, 18)  # candidates for τ
 _USUAL = 0.03  # τ and σ are around here unless the measurements say otherwise
-_LENGTH, _NEAR = (
-    1.0,
-    0.05,
-)  # octaves of simulated behaviour over which errors are shared, and over which those of steps are
+_LENGTH = 1.0  # octaves of simulated behaviour over which errors are shared
+_NEAR = 0.05  # and over which those are that come of steps of the hardware
 _STEPS = 0.25  # share of the latter in δ's variance
 _DRAWS = 4096
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)

@@ -86,9 +86,12 @@ class Findings:
 
     def comparable(self) -> list[Point]:
         """The points settings are chosen from, all at the rate of the comparison: validated ones, else the simulated."""
-        rate = self.setup.rate if self.setup is not None else None
-        validated = points(run for run in self.runs if run.stage == "validation" and run.score.rate == rate)
+        validated = [] if self.setup is None else points(self.validated_at(self.setup.rate))
         return validated or points(self.simulated)
+
+    def validated_at(self, rate: float) -> list[Run]:
+        """What was measured to compare settings at ``rate``."""
+        return [run for run in self.runs if run.stage == "validation" and run.score.rate == rate]
 
     def settings(self) -> dict[Purpose, Setting]:
         """What to recommend; empty while there is nothing to choose from."""

@@ -31,8 +31,10 @@ class Measurements(Trials):
         return None if done is None else dict(done.user_attrs[RESULT])
 
     def known(self, key: str) -> bool:
-        """Whether ``key`` was measured or failed for good, or another machine is at it: asking for it measures nothing,
-        unless that one dies."""
+        """Whether ``key`` was measured or failed for good, or another machine is at it.
+
+        Then asking for it measures nothing, unless that machine dies.
+        """
         self._watch.bury(self._study)
         return any(settled(t) or t.state is TrialState.RUNNING for t in self._of(key))
 

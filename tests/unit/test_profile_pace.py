@@ -77,7 +77,7 @@ def rates(told: Told) -> list[float]:
 def there(found: Findings) -> list[Run]:
     """What was measured at the rate of the comparison."""
     assert found.setup is not None
-    return [run for run in found.runs if run.stage == "validation" and run.score.rate == found.setup.rate]
+    return found.validated_at(found.setup.rate)
 
 
 @pytest.mark.parametrize("factor", [1.5, pytest.param(0.6, marks=pytest.mark.slow)])

@@ -164,8 +164,8 @@ class Context:
                 seed=asked.seed,
                 duration=setup.window_s,
                 warmup=setup.warmup_s,
-                prompt_seed=(self.question.seed << 20)
-                + self.study.count("loads"),  # tokens of its own: no prefix is known
+                # tokens of its own each time: no prefix of an earlier load is found
+                prompt_seed=(self.question.seed << 20) + self.study.count("loads"),
                 label=label,
                 stop=self.stop,
                 clock=self.clock,

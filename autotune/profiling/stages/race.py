@@ -114,9 +114,7 @@ class Race:
         return speed if moves and self._room(_TO_COMPARE, simulating=True) else None
 
     def _runs(self) -> list[Run]:
-        """What was measured at the rate of this comparison."""
-        rate = self._setup.rate
-        return [run for run in self._context.found.runs if run.stage == "validation" and run.score.rate == rate]
+        return self._context.found.validated_at(self._setup.rate)
 
     def _first_looks(self) -> list[int]:
         """The best, twice; the yardstick; the most headroom and the most throughput, where they are others.

@@ -40,9 +40,8 @@ def validate(context: Context, setup: Setup) -> None:
             speed = _agreed(context, setup, finals, speed)
         if abs(speed / setup.speed - 1) <= off_by:
             break
-        if late and not context.study.measurements.known(
-            knee_key(setup, speed)
-        ):  # nor did a session of a larger budget
+        went_on = context.study.measurements.known(knee_key(setup, speed))  # a session of a larger budget did
+        if late and not went_on:
             break
         before, setup, finals = setup.rate, *_moved(context, setup, speed)
         context.found.setup = setup
