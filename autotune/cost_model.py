@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from autotune.cost_fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile.parts import CostFacts, LearnerFacts, RegionError, StepPoint
+from autotune.profile.parts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
 from runtime.step_model import Knowledge, StepFeatures, StepLearner
 
@@ -111,6 +111,13 @@ class CostModel:
         squares = [((a := m + kv * n) * a, (b := c + pair * n) * b) for n in reads]
         return [outside + root(root(a * a + b * b)) for a, b in squares]
 
+    def serving(self) -> CostModel:
+        """What a step takes while requests come and go: ``facts.excess_s`` more than when nothing does."""
+        if not self.facts.excess_s:
+            return self
+        coefficients = self._values | {"overhead_s": self._overhead + self.facts.excess_s}
+        return CostModel(self.facts.model_copy(update={"coefficients": coefficients, "excess_s": 0.0}))
+
     def scaled(self, *, compute: float = 1.0, bandwidth: float = 1.0, overhead: float = 1.0) -> CostModel:
         """The model of a machine so many times as fast: ``compute=0.5`` takes twice as long to compute.
 
@@ -129,6 +136,7 @@ class CostModel:
             for row, a in zip(self.facts.covariance, factors, strict=True)
         )
         update: dict[str, object] = {"coefficients": coefficients, "covariance": covariance, "learner": None}
+        update["excess_s"] = self.facts.excess_s / overhead
         if (planned := self.facts.planned) is not None:
             faster = CostModel(planned).scaled(compute=compute, bandwidth=bandwidth, overhead=overhead)
             update["planned"] = faster.facts
@@ -154,14 +162,14 @@ def serving_speed(profile: Profile) -> float:
 
 
 def serving_cost(profile: Profile) -> CostModel:
-    """What a step costs on the profile's machine while it serves: its cost model at :func:`serving_speed`.
+    """What a step costs on the profile's machine while it serves: cost model and what serving adds, at :func:`serving_speed`.
 
     Whatever predicts from a profile goes by this; only a comparison with the calibration itself (``autotune check``) goes by
     the cost model as it was fitted. Raises ``ValueError`` when the profile holds none.
     """
     if profile.cost_model is None:
         raise ValueError("the profile holds no cost model")
-    cost, speed = CostModel.from_facts(profile.cost_model), serving_speed(profile)
+    cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
     return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
 
 
@@ -174,15 +182,18 @@ def serving_knowledge(profile: Profile) -> Knowledge | None:
     return Knowledge(unit, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
 
 
-def fit_cost_model(points: Sequence[StepPoint], *, seconds: float = 0.0) -> CostModel:
+def fit_cost_model(
+    points: Sequence[StepPoint], *, seconds: float = 0.0, excess_s: float = 0.0, jitter: JitterFacts | None = None
+) -> CostModel:
     """The cost model of measured ``points``, its shape chosen by cross-validation.
 
-    ``seconds``: what measuring them took. Raises ``ValueError`` for too few points to tell anything.
+    ``seconds``: what measuring them took; ``excess_s``, ``jitter``: by how much served steps take longer, and how they scatter;
+    both are kept with it. Raises ``ValueError`` for too few points to tell anything.
     """
     planned = [p for p in points if p.region != SERVED]
-    if not FEWEST <= len(planned) < len(points):
-        return _fit(points, seconds, None)
-    return _fit(points, seconds, _fit(planned, seconds, None).facts)
+    of_planned = _fit(planned, seconds, None).facts if FEWEST <= len(planned) < len(points) else None
+    found = _fit(points, seconds, of_planned)
+    return CostModel(found.facts.model_copy(update={"excess_s": excess_s, "jitter": jitter}))
 
 
 def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None) -> CostModel:

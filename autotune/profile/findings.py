@@ -70,6 +70,33 @@ class LearnerFacts(Part):
         return self
 
 
+class JitterFacts(Part):
+    """How the times of served steps scatter around what the cost model says: factors, in the middle 1, that come in spells.
+
+    Drawn from ranks of a Gaussian process: so much of its variance (``persistent``) is a first-order autoregression with
+    ``memory`` from one step to the next, the rest is new in each step.
+    """
+
+    quantiles: Row = Field(
+        min_length=2,
+        max_length=256,
+        description="of the factor: means over equal shares of the time, in ascending order; their mean is 1",
+    )
+    persistent: Share
+    memory: Share
+
+    @model_validator(mode="after")
+    def _factors(self) -> JitterFacts:
+        if min(self.quantiles) < 0 or list(self.quantiles) != sorted(self.quantiles):
+            raise ValueError(".quantiles are not in ascending order, or below 0")
+        mean = sum(self.quantiles) / len(self.quantiles)
+        if abs(mean - 1) > 1e-3:
+            raise ValueError(
+                f".quantiles have a mean of {mean:.4g}; it must be 1: how slow steps are is not theirs to say"
+            )
+        return self
+
+
 class CostFacts(Part):
     """The cost model: what predicts the time of a step on this machine."""
 
@@ -85,6 +112,10 @@ class CostFacts(Part):
         default=None,
         description="the same fitted to planned steps alone, which cost less than served ones: what `autotune check` goes by",
     )
+    excess_s: Amount = Field(
+        default=0.0, description="that a step of a served load took on average beyond what the coefficients say, s"
+    )
+    jitter: JitterFacts | None = Field(default=None, description="of served steps; null: not known, none is simulated")
 
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:

@@ -37,7 +37,7 @@ def served_steps(
     longest = max(1, min(model.max_model_len, engine.kv_tokens // 2) // 2)
     prompts, outputs = _SPREAD
     load = parse_workload(
-        f"poisson:prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
+        f"gamma:cv={mix.cv:g},prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
         f"cap_prompt={min(longest, 8 * mix.prompt)},cap_output={min(longest, 8 * mix.output)}"
     ).at_rate(mix.rate)
     run = next(_RUNS)  # prompts of its own: no earlier run's prefixes are found in the cache

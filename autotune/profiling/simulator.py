@@ -37,7 +37,8 @@ class Simulator:
 
     @classmethod
     def of(cls, cost: CostModel, engine: Served, workload: Workload, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on what ``engine`` runs on, as fast as ``setup.speed`` says."""
+        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says."""
+        cost = cost.serving()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
         scenario = Scenario(

@@ -31,7 +31,8 @@ ANCHOR_STEPS = 16
 _ANCHOR = [64] * 8
 _BETWEEN, _BEHIND = 2, 4  # decode steps before and after each prompt
 _OUTPUT = 512  # tokens a request may put out before it is cancelled
-_LADDERS, _ALONE, _MIXED, _BURSTS, _SERVING = 0.25, 0.2, 0.2, 0.1, 0.25  # shares of what a round computes
+_LADDERS, _ALONE, _MIXED, _BURSTS, _SERVING = 0.25, 0.2, 0.2, 0.1, 0.25  # shares of what the first round computes
+_SERVING_LATER = 0.5  # on top of all scripts, in the others
 _DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that computes prompts at least
 _PIECE = 0.04  # of a round: the longest step while a script fills up
 _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
@@ -48,8 +49,12 @@ _SERVED = (
     (28, 256),
 )  # (sequences at once, prompt tokens)
 _SERVED_CHUNKS = (4, 0.5, 0.125)  # of the mean prompt, in turn
+_EVEN, _BURSTY = (
+    0.5,
+    3.0,
+)  # coefficients of variation of the time between arrivals, in turn: soon full, or many prompts at once
 _SERVED_OUTPUT = 64
-_SERVED_S = 1.5  # seconds that a mix is served for at least
+_SERVED_S = 2.0  # seconds that a mix is served for at least
 _FEW, _FEW_OUTPUT = (16, 16, 16, 32), 8  # prompts and answers where the time is short
 _UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
 
@@ -66,13 +71,17 @@ class Pilot(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """A load: ``rate`` requests/s of about ``prompt`` and ``output`` tokens for ``seconds``; prompts in chunks of ``chunk``."""
+    """A load: ``rate`` requests/s of about ``prompt`` and ``output`` tokens for ``seconds``; prompts in chunks of ``chunk``.
+
+    ``cv``: coefficient of variation of the time between arrivals.
+    """
 
     rate: float
     prompt: int
     output: int
     seconds: float
     chunk: int
+    cv: float
 
 
 class StepPlan:
@@ -87,6 +96,7 @@ class StepPlan:
         self._longest = max(1, driver.room - self._output)
         self._piece = 0
         self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0)
+        self._scripts: list[Callable[[], Script]] = []
 
     def pilot(self) -> Script:
         """A prompt, twice, and a few decodes: the speed of the machine."""
@@ -104,12 +114,20 @@ class StepPlan:
         """What fills a round of ``seconds`` on a machine as fast as ``pilot``. No script is left out but for its size."""
         self._seconds, self._pilot = max(_LEAST * seconds, seconds - _DECODES * pilot.step), pilot
         self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
-        return [*self._ladders(), *self._prompts(), *self._mixtures()]
+        self._scripts = [*self._ladders(), *self._prompts(), *self._mixtures()]
+        return self._scripts
 
-    def mixes(self, number: int) -> list[Mix]:
-        """The loads of round ``number``, those that fit; in a short round not all of them. After :meth:`scripts`."""
+    def round(self, number: int) -> list[Callable[[], Script] | Mix]:
+        """What round ``number`` holds: every script, and loads that are served, after the first round more of them.
+
+        Clean steps of one kind are much alike; those of a load are not, and a profile is of loads. After :meth:`scripts`.
+        """
+        return [*self._scripts, *self._mixes(number)]
+
+    def _mixes(self, number: int) -> list[Mix]:
+        """The loads of round ``number``, those that fit; in a short round not all of them."""
         made = []
-        share = _SERVING * self._seconds
+        share = (_SERVING_LATER if number else _SERVING) * self._seconds
         each = max(share / len(_SERVED), min(_SERVED_S, share))
         for index, (batch, prompt) in enumerate(_SERVED):
             prompt = min(prompt, max(1, self._longest // 4))
@@ -120,9 +138,11 @@ class StepPlan:
             output = min(_SERVED_OUTPUT, self._output)
             # as many at once as Little's law says, were a step with prompts in it as long as the tokens in it are
             rate = batch / (output * self._pilot.step + batch * prompt * self._pilot.token)
-            made.append(Mix(rate, prompt, output, each, min(chunk, self._piece, self._chunk)))
+            cv = _BURSTY if (number + index) % 2 else _EVEN
+            made.append(Mix(rate, prompt, output, each, min(chunk, self._piece, self._chunk), cv))
         fit = max(1, int(share / each))
-        return [made[(number * fit + i) % len(made)] for i in range(min(fit, len(made)))] if made else []
+        begun = fit * number  # somewhere else each time
+        return [made[(begun + i) % len(made)] for i in range(min(fit, len(made)))] if made else []
 
     def least(self) -> list[Callable[[], Script] | Mix]:
         """A little of all that serving does, where a round has no room for it. After :meth:`scripts`."""
@@ -136,7 +156,7 @@ class StepPlan:
         made: list[Callable[[], Script] | Mix] = [
             partial(self._ladder, few), partial(self._ladder, [long]), partial(self._mixed, few[:2], beside)
         ]  # fmt: skip
-        return [*made, Mix(rate, few[0], min(_FEW_OUTPUT, self._output), seconds, chunk)]
+        return [*made, Mix(rate, few[0], min(_FEW_OUTPUT, self._output), seconds, chunk, _EVEN)]
 
     def _ladders(self) -> list[Callable[[], Script]]:
         contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from autotune.cost_fit import FEWEST, SERVED
 from autotune.cost_model import fit_cost_model, with_predictions
 from autotune.evaluate import EvaluationError, Served
-from autotune.profile.parts import ModelFacts, StepPoint
+from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
+from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from autotune.profiling.served_steps import served_steps
 from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
@@ -36,7 +37,7 @@ _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first 
 _COLD_S, _COLD = 10.0, 0.25  # seconds in which an engine may get faster, at most; of the budget at most
 _LATER = 2  # times a kind of step has to come about behind them for those before to be left out
 _SETTLED = 0.01  # median relative change of the predictions by another round
-_ANCHOR_EVERY = 0.25  # of a round
+_ANCHOR_EVERY = 0.15  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
 _STALL = 2.5  # times the median: above that a served step is left out
 _UNLIKE = 0.2  # spread that is assumed of served steps of which there are few
@@ -64,6 +65,7 @@ class MeasuredSteps(NamedTuple):
 
     ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock. ``served``: what the steps of served loads
     took together, stalls and all, over what a model fitted to the points says; 1 where none were served.
+    ``excess_s``: by how much each took longer on average; ``jitter``: how they scattered around that, None if there were too few.
     """
 
     points: list[StepPoint]
@@ -71,6 +73,8 @@ class MeasuredSteps(NamedTuple):
     drift: float
     seconds: float
     served: float
+    excess_s: float
+    jitter: JitterFacts | None
 
 
 def measure_steps(
@@ -117,7 +121,7 @@ def measure_steps_and_pace(
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
     warm = begun + min(_COLD_S, _COLD * budget_s)
-    scripts = plan.scripts(seconds, pilot)
+    plan.scripts(seconds, pilot)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
     anchors: list[_Anchor] = []
@@ -125,20 +129,21 @@ def measure_steps_and_pace(
     probes: list[StepFeatures] = []
     told: list[float] = []
 
-    def measure(task: Mix | Callable[[], Script], number: int) -> None:
+    def measure(task: Mix | Callable[[], Script]) -> None:
         at = clock.now()
         if isinstance(task, Mix):
-            steps = served_steps(engine, model, task, seed=seed + number, clock=clock, stop=stop)
+            # no two loads have the same luck: one seed draws more than usual, or less, whatever the rate
+            steps = served_steps(engine, model, task, seed=seed + len(stretches), clock=clock, stop=stop)
         else:
             steps = driver.run(task())
         stretches.append(_Stretch(at < warm, at, steps, isinstance(task, Mix)))
 
     for number in range(_MOST_ROUNDS):
-        tasks: list[Mix | Callable[[], Script]] = [*scripts, *plan.mixes(number)]
+        tasks = plan.round(number)
         for task in rng.sample(tasks, len(tasks)):
             if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
                 anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
-            measure(task, number)
+            measure(task)
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
@@ -149,7 +154,7 @@ def measure_steps_and_pace(
             cut = clock.now()
             for least in plan.least():
                 if clock.now() - cut < budget_s:
-                    measure(least, number)
+                    measure(least)
             points = step_points(stretches, anchors)
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
@@ -160,12 +165,15 @@ def measure_steps_and_pace(
         if clock.now() - begun > budget_s or moved < _SETTLED:
             break
     paces = [anchor.pace for anchor in anchors]
+    served = _served_and_told(stretches, anchors, fitted)
     return MeasuredSteps(
         with_predictions(points),
         statistics.median(paces),
         max(paces) / min(paces),
         clock.now() - begun,
-        _served_over_told(stretches, anchors, fitted),
+        served_over_told(served),
+        excess_of(served),
+        jitter_of(served),
     )
 
 
@@ -195,14 +203,20 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
 
 
-def _served_over_told(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor], told: StepModel) -> float:
+def _served_and_told(
+    stretches: Sequence[_Stretch], anchors: Sequence[_Anchor], model: StepModel
+) -> list[list[tuple[float, float]]]:
+    """Of each served load, but for those of a cold engine: seconds that ``model`` says and that the steps took, in order."""
     usual = statistics.median(anchor.pace for anchor in anchors)
-    took = expected = 0.0
-    for stretch in stretches:
-        if stretch.served and not stretch.cold:
-            took += sum(s.seconds for s in stretch.steps) * usual / _pace_at(stretch.begun, anchors)
-            expected += sum(told.predict(StepFeatures.of(s.record)) for s in stretch.steps)
-    return took / expected if expected else 1.0
+    return [
+        [
+            (model.predict(StepFeatures.of(s.record)), s.seconds * usual / _pace_at(stretch.begun, anchors))
+            for s in stretch.steps
+            if s.seconds > 0
+        ]
+        for stretch in stretches
+        if stretch.served and not stretch.cold
+    ]
 
 
 def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:

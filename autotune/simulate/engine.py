@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
+from autotune.profile.parts import JitterFacts
 from autotune.simulate.executor import CostExecutor
 from autotune.simulate.handle import SimulatedRequest
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
@@ -46,7 +47,8 @@ class SimulatedEngine(TunableSimulation):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
     ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
-    ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, drawn from ``seed``.
+    ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
+    ``jitter``, how such times scatter, measured; both drawn from ``seed``.
     ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
     turning knobs.
 
@@ -68,6 +70,7 @@ class SimulatedEngine(TunableSimulation):
         prefix_cache: bool = True,
         max_queue: int = 4096,
         noise: float = 0.0,
+        jitter: JitterFacts | None = None,
         seed: int = 0,
         fast_forward: bool = True,
     ) -> None:
@@ -83,7 +86,7 @@ class SimulatedEngine(TunableSimulation):
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
-        executor = CostExecutor(cost, noise=noise, seed=seed)
+        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed)
         weights = {c.name: c.weight for c in classes}
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights)
         if admission:

@@ -7,8 +7,11 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
+from operator import mul
 from typing import Final, cast
 
+from autotune.profile.parts import JitterFacts
+from autotune.simulate.jitter import FACTORS, jitter_factors
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.request import Sequence
 from runtime.step_model import StepFeatures, StepModel
@@ -17,7 +20,7 @@ PredictRun = Callable[[int, int, int], list[float]]
 """``predict_run(decodes, context, count)``: seconds of ``count`` decode steps, the context growing by ``decodes`` after each."""
 
 FASTEST: Final = 0.3  # of the predicted time: noise never makes a step faster than that
-_MOST_AT_ONCE: Final = 4096  # steps predicted together
+_MOST_AT_ONCE: Final = FACTORS  # steps predicted together
 
 
 class CostExecutor:
@@ -26,15 +29,20 @@ class CostExecutor:
     A plan that stands for many decode steps is run until the first of them that ends at or after ``until``. A model with
     ``predict_run`` is asked for such a run at once; it must give what as many calls of ``predict`` would, to the last bit.
     ``noise`` is the deviation of a factor around 1, drawn anew for each step, in order, so that runs of steps and single
-    steps are alike; no step is faster than :data:`FASTEST` of its prediction.
+    steps are alike; no step is faster than :data:`FASTEST` of its prediction. ``jitter``: how step times scatter, measured; in
+    addition to the noise.
     """
 
-    def __init__(self, cost: StepModel, *, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, cost: StepModel, *, noise: float = 0.0, jitter: JitterFacts | None = None, seed: int = 0
+    ) -> None:
         if not (math.isfinite(noise) and 0 <= noise < 1):
             raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
         self.cost = cost
         self.noise = noise
         self._dice = random.Random(seed)
+        self._factors = () if jitter is None else 2 * jitter_factors(jitter, seed)  # so that any run of them is a slice
+        self._step = 0  # which of them is the next
         self._predict_run = cast("PredictRun | None", getattr(cost, "predict_run", None))
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
@@ -48,6 +56,9 @@ class CostExecutor:
         seconds = self.cost.predict(
             StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
         )
+        if self._factors:
+            seconds *= self._factors[self._step]
+            self._step = (self._step + 1) % FACTORS
         return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
 
     def release(self, sequence: Sequence) -> None:
@@ -55,12 +66,20 @@ class CostExecutor:
 
     def _run(self, plan: StepPlan, now: float, until: float) -> list[float]:
         """End times of the coming decode steps, up to ``plan.repeat``, the last the first that is not before ``until``."""
+        ends = self._ends(plan, now, until)
+        self._step = (self._step + len(ends)) % FACTORS
+        return ends
+
+    def _ends(self, plan: StepPlan, now: float, until: float) -> list[float]:
         n, context, left = plan.n_decode, plan.decode_context, plan.repeat
         ends: list[float] = []
         guess = 8  # steps until then; later from what one took
         while True:
             count = min(left, guess, _MOST_AT_ONCE)
             seconds = self._seconds(n, context, count)
+            if self._factors:
+                begin = (self._step + len(ends)) % FACTORS
+                seconds = list(map(mul, seconds, self._factors[begin : begin + count]))
             if self.noise:
                 # only as many draws as there are steps: drawn one by one until the time is over
                 for one in seconds:

@@ -99,8 +99,8 @@ class Scenario:
         top = {spec.name: max(getattr(self.limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
         return replace(self, limits=KnobLimits(**top))
 
-    def engine(self, knobs: Knobs) -> SimulatedEngine:
-        """One at rest, its knobs at ``knobs`` as far as its ceilings allow."""
+    def engine(self, knobs: Knobs, seed: int = 0) -> SimulatedEngine:
+        """One at rest, its knobs at ``knobs`` as far as its ceilings allow; its steps scatter as served ones did."""
         return SimulatedEngine(
             self.cost,
             kv_tokens=self.kv_tokens,
@@ -109,6 +109,8 @@ class Scenario:
             knobs=self.limits.clamp(knobs),
             slo=self.slo,
             prefix_cache=self.prefix_cache,
+            jitter=self.cost.facts.jitter,
+            seed=seed,
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:
@@ -160,7 +162,7 @@ class Scenario:
         stop: Callable[[], bool] | None = None,
     ) -> Score:
         """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
-        engine = self.engine(knobs)
+        engine = self.engine(knobs, seed)
         with control(engine, slo=self.slo, controller=controller) if controller else nullcontext():
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,

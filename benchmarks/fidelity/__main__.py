@@ -1,27 +1,30 @@
 """What the simulator says of six workloads that its calibration never saw, against what the live engine does.
 
-A calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model. Then, in rounds, the engine serves each
-workload, and the simulator the same arrivals under the same knobs, limits and KV pool. Rates are shares of what the simulated
-engine serves of each workload when flooded. All real runs, the calibration's too, are on a clock that follows anchor steps run
-between their own, so that a machine whose pace drifts counts as one whose pace does not (:mod:`benchmarks.clocks.paced`).
+In rounds: a calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model; then the engine serves each
+workload, and the simulator, by that model, the same arrivals under the same knobs, limits and KV pool. Rates are shares of what
+the engine, simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
+clock that follows anchor steps run between their own, so that a machine whose pace drifts counts as one whose
+pace does not (:mod:`benchmarks.clocks.paced`).
 
 An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
 before the calibration, and before the first round they serve each workload once, half as long and (but for the traces) with other
 arrivals.
 
-The fit is of medians and clean steps; requests feel means. So the simulated machine is as much slower as the loads served in the
-calibration took longer than the fit says, just as a profile simulates at the speed its measurements told.
+The fit is of medians and clean steps; requests feel means. So each simulated step takes as much longer as the steps of the loads
+served in the calibration did on average, and scatters as those did, as in any simulation from a profile.
 
 What is compared:
 
 - *steps*: each served step's time, from the end of the one before, with what the cost model says such a step usually takes
-  (``step_error``: a median, of medians), and with what it takes in a simulation (``step_error_simulated``, ``in all``: means);
+  (``step_error``: a median, of medians), and with what it takes in a simulation (``step_error_simulated``: in the middle; ``in
+  all``: on average);
 - *TPOT* (p50, p99) and *throughput* of each run;
 - *TTFT* and *E2E* (p50, p99): within 15%, or within 1.5 × the range over the repeated real runs, whichever is more. Near capacity
   a queue multiplies every error in step time.
 
-A figure of a workload is the median over its rounds of simulated ÷ real. The JSON line holds medians over the workloads' figures;
-the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without
+A figure of a workload is the median over its rounds of simulated ÷ real: what a calibration is off by luck cancels, what it is
+off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT also that of single rounds, luck and
+all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without
 them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept the engine's thread waiting.
 
 Run ``python -m benchmarks.fidelity`` (``--quick``: about five minutes); the last line is JSON.
@@ -76,8 +79,7 @@ class Bench:
         self.ratios: dict[tuple[str, str], list[float]] = {}
         self.steps: dict[str, list[StepPair]] = {}
         self._runs = 0
-        self.slower = 1.0  # how much longer steps take on average than the cost model says they usually do
-        self.usual: CostModel | None = None  # what it says; None: what simulations go by
+        self.usual: CostModel | None = None  # what steps take by the fit; None: what simulations go by
 
     def warm_up(self, seconds: float) -> None:
         """Have both engines work for a while, on none of the workloads: users' engines have been up for longer, too."""
@@ -96,19 +98,19 @@ class Bench:
 
     def calibrate(self, budget_s: float) -> CostModel:
         engine, clock, paces = self.roomy
-        found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self.seed, clock=clock)
-        cost = fit_cost_model(found.points, seconds=found.seconds)
+        looked = len(paces)
+        found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
+        cost = fit_cost_model(found.points, seconds=found.seconds, excess_s=found.excess_s, jitter=found.jitter)
         facts = cost.facts
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {_range(paces)}, after correction its steps drifted by {found.drift - 1:.0%}; "
-            f"served, steps took {found.served - 1:+.1%}",
+            f"the machine's pace {_range(paces[looked:])}, after correction its steps drifted by {found.drift - 1:.0%}; "
+            f"served, steps took {found.served - 1:+.1%} ({facts.excess_s * 1e3:.2f} ms each){_scatter(cost)}",
             flush=True,
         )
-        self.slower, self.usual = found.served, cost
-        speed = 1 / found.served
-        return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+        self.usual = cost
+        return cost.serving()
 
     def _prompts(self) -> int:
         self._runs += 1
@@ -141,7 +143,7 @@ class Bench:
         for name, value in metrics(real).items():
             self.real.setdefault((case.name, name), []).append(value)
             self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
-        steps = step_pairs(log.steps, self.usual or cost, self.slower)
+        steps = step_pairs(log.steps, self.usual or cost, cost)
         self.steps.setdefault(case.name, []).extend(steps)
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
@@ -160,9 +162,19 @@ class Bench:
                 statistics.median(values),
                 statistics.median(self.ratios[case, metric]),
                 (max(values) - min(values)) / statistics.median(values) if statistics.median(values) else 0.0,
+                statistics.median(abs(ratio) for ratio in self.ratios[case, metric]),
             )
             for (case, metric), values in self.real.items()
         ]
+
+
+def _scatter(cost: CostModel) -> str:
+    if (jitter := cost.facts.jitter) is None:
+        return ""
+    tenth = len(jitter.quantiles) // 10
+    low, high = jitter.quantiles[tenth], jitter.quantiles[-1 - tenth]
+    spells = f"{jitter.persistent:.0%} in spells (memory {jitter.memory:.2f})"
+    return f", four in five of them {low:.2f} to {high:.2f} of that, {spells}"
 
 
 def _range(paces: Sequence[float]) -> str:
@@ -180,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about five minutes")
     parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
-    parser.add_argument("--calibrate", type=float, help="seconds of calibration (default: 60, quick 25)")
+    parser.add_argument("--calibrate", type=float, help="seconds of calibration in each round (default: 60, quick 25)")
     parser.add_argument("--conv", help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--code", help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--threads", type=int, default=1, help="of the model; the sender needs a core too (default: 1)")
@@ -225,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         bench = Bench(made[0], made[1], facts, duration, args.seed)
         bench.warm_up(WARM_UP / 4 if args.quick else WARM_UP)
-        cost = bench.calibrate(args.calibrate or (25.0 if args.quick else 60.0))
+        budget_s = args.calibrate or (25.0 if args.quick else 60.0)
+        cost = bench.calibrate(budget_s)
         loads: list[tuple[Case, Workload]] = []
         for case in cases(args.conv, args.code):
             workload = parse_workload(case.spec)
@@ -233,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             loads.append((case, workload.at_rate(case.load * served)))
             print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
         for number in range(rounds + 1):
+            if number > 1:  # the first one is there, and round 0 does not count
+                cost = bench.calibrate(budget_s)
             for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
                 bench.run(number, case, workload, cost)
     found = bench.compared()

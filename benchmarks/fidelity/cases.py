@@ -43,7 +43,13 @@ def cases(conv: str | None, code: str | None) -> list[Case]:
 
 def simulated(cost: CostModel, case: Case, workload: Workload, seed: int, duration: float) -> Score:
     """The score of ``case`` on a machine that takes what ``cost`` says."""
-    engine = SimulatedEngine(cost, kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS, limits=KnobLimits())
+    engine = SimulatedEngine(
+        cost,
+        kv_tokens=TIGHT_KV_TOKENS if case.tight else KV_TOKENS,
+        limits=KnobLimits(),
+        jitter=cost.facts.jitter,
+        seed=seed,
+    )
     return evaluate(engine, case.knobs, workload, PATIENT, vocab_size=1000, seed=seed, duration=duration)
 
 

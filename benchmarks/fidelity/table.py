@@ -19,13 +19,17 @@ LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
 
 
 class Compared(NamedTuple):
-    """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range."""
+    """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range.
+
+    ``single``: the median of what single rounds are off by.
+    """
 
     case: str
     metric: str
     real: float
     error: float
     spread: float
+    single: float
 
     @property
     def ok(self) -> bool:
@@ -40,19 +44,27 @@ def metrics(score: Score) -> dict[str, float]:
 
 
 class StepPair(NamedTuple):
-    """A served step: the seconds that the cost model says such a step usually takes, those it takes in a simulation, which
-    goes by means, and those it took."""
+    """A served step: the seconds that the cost model says such a step usually takes, those it takes in simulations, on average
+    and in the middle, and those it took."""
 
     told: float
-    simulated: float
+    mean: float
+    median: float
     real: float
 
 
-def step_pairs(records: Sequence[StepRecord], cost: CostModel, slower: float) -> list[StepPair]:
-    """Every step, the idle time before it left out; ``slower``: how much longer they take in a simulation than usually."""
+def step_pairs(records: Sequence[StepRecord], usual: CostModel, simulated: CostModel) -> list[StepPair]:
+    """Every step, the idle time before it left out; by the fit, and by what simulations take on average. In the middle these take
+    less, by the median of the jitter."""
+    jitter = simulated.facts.jitter
+    middle = statistics.median(jitter.quantiles) if jitter else 1.0
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
-    told = [(cost.predict(StepFeatures.of(s.record)), s.seconds) for s in samples(records, idle)]
-    return [StepPair(usual, slower * usual, real) for usual, real in told]
+    pairs = []
+    for served in samples(records, idle):
+        step = StepFeatures.of(served.record)
+        mean = simulated.predict(step)
+        pairs.append(StepPair(usual.predict(step), mean, middle * mean, served.seconds))
+    return pairs
 
 
 def median_error(steps: Sequence[StepPair]) -> float:
@@ -61,12 +73,12 @@ def median_error(steps: Sequence[StepPair]) -> float:
 
 
 def median_error_simulated(steps: Sequence[StepPair]) -> float:
-    return statistics.median(abs(s.simulated / s.real - 1) for s in steps)
+    return statistics.median(abs(s.median / s.real - 1) for s in steps)
 
 
 def bias(steps: Sequence[StepPair]) -> float:
     """Of all steps together, as simulated."""
-    return sum(s.simulated for s in steps) / sum(s.real for s in steps) - 1
+    return sum(s.mean for s in steps) / sum(s.real for s in steps) - 1
 
 
 def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[str, float]:
@@ -100,5 +112,8 @@ def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[
         "tpot_error": round(statistics.median(tpot), 4),
         "throughput_error": round(statistics.median(throughput), 4),
         "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
+        "tpot_error_of_single_rounds": round(
+            statistics.median(c.single for c in found if c.metric.startswith("TPOT")), 4
+        ),
         "step_error_simulated": round(median_error_simulated(every), 4),
     }

@@ -17,6 +17,7 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
+from tests.unit.jitter_cases import STALLS
 from tests.unit.simulated_profile import EVEN, PROMISE, profiled, scenario
 
 
@@ -198,3 +199,20 @@ def test_ceilings_are_raised_for_what_is_asked() -> None:
     assert scenario().room_for(Knobs(token_budget=1_000_000)).limits.token_budget == 1048576
     low = Scenario.of(profiled(engine={"limits": KnobLimits()}), workload=EVEN)
     assert low.room_for(Knobs(token_budget=10_000)).limits == KnobLimits(token_budget=10_000)
+
+
+def test_a_simulation_from_a_profile_has_steps_that_scatter_as_they_were_measured() -> None:
+    """Tokens take as long as ever on average, a few answers much longer; another seed, another draw, the same one twice."""
+    facts = profiled().cost_model
+    assert facts is not None
+    smooth, uneven = (
+        scenario(),
+        Scenario.of(profiled(cost_model=facts.model_copy(update={"jitter": STALLS})), workload=EVEN),
+    )
+    knobs = Knobs(256, 0, 1024, 512)
+    one, other = (each.measure(knobs, 20.0, 1, requests=400) for each in (smooth, uneven))
+    assert one.tpot_ms.p50 and one.tpot_ms.p99 and other.tpot_ms.p50 and other.tpot_ms.p99
+    assert other.steps.mean_ms == pytest.approx(one.steps.mean_ms, rel=0.03)
+    assert other.tpot_ms.p99 / other.tpot_ms.p50 > 1.05 * one.tpot_ms.p99 / one.tpot_ms.p50
+    assert uneven.measure(knobs, 20.0, 1, requests=400) == other
+    assert uneven.measure(knobs, 20.0, 2, requests=400).steps != other.steps

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autotune.profile.parts import JitterFacts
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.names import prompt_names, shares_prefixes
 from autotune.workload import Arrival, parse_workload, prompt_ids
@@ -15,6 +16,7 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.tunable import SchedulerView
+from tests.unit.jitter_cases import STALLS
 from tests.unit.reference_simulator import Asked, Reference
 from tests.unit.simulated_cases import LIMITS, Case, Everything, RunMachine, case
 
@@ -38,7 +40,9 @@ def events(made: Case) -> list[tuple[float, Asked | Knobs]]:
     return sorted(happen, key=lambda event: event[0])
 
 
-def simulated(made: Case, *, fast_forward: bool, noise: float = 0.0, policy: bool = True) -> tuple[Any, Everything]:
+def simulated(
+    made: Case, *, fast_forward: bool, noise: float = 0.0, jitter: JitterFacts | None = None, policy: bool = True
+) -> tuple[Any, Everything]:
     engine = SimulatedEngine(
         made.machine,
         kv_tokens=made.blocks * made.block_size,
@@ -49,6 +53,7 @@ def simulated(made: Case, *, fast_forward: bool, noise: float = 0.0, policy: boo
         ordering=made.ordering,
         prefix_cache=made.prefix_cache,
         noise=noise,
+        jitter=jitter,
         seed=3,
         fast_forward=fast_forward,
     )
@@ -119,13 +124,13 @@ def test_it_agrees_with_the_reference_event_by_event() -> None:
     assert seen["preempted"] > 100 and seen["cached"] > 1000 and seen["timeout"] > 20, seen
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_fast_forward_changes_nothing(noise: float) -> None:
+@pytest.mark.parametrize(("noise", "jitter"), [(0.0, None), (0.1, None), (0.0, STALLS), (0.05, STALLS)])
+def test_fast_forward_changes_nothing(noise: float, jitter: JitterFacts | None) -> None:
     runs = steps = 0
     for number in CASES:
         made = case(number)
-        single, one = simulated(made, fast_forward=False, noise=noise)
-        fast, many = simulated(made, fast_forward=True, noise=noise)
+        single, one = simulated(made, fast_forward=False, noise=noise, jitter=jitter)
+        fast, many = simulated(made, fast_forward=True, noise=noise, jitter=jitter)
         assert many.requests == one.requests, f"case {number}"
         assert list(map(planned, many.steps)) == list(map(planned, one.steps)), f"case {number}"
         assert fast.clock.now() == single.clock.now()

@@ -12,7 +12,7 @@ from autotune.profiling.doubts import doubts
 from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps_and_pace
 
 _KEY = "calibration"
 
@@ -45,7 +45,7 @@ def _measure(context: Context) -> dict[str, Any]:
         alone = request_alone(engine, context.model, seed=question.seed, clock=context.clock, stop=context.stop)
         spent = context.clock.now() - begun
         context.reporter.progress(0.05, "", f"alone: {alone.tpot * 1000:.1f} ms a token", None)
-        steps = measure_steps(
+        measured = measure_steps_and_pace(
             engine,
             context.model,
             budget_s=max(schedule.calibrate_s - spent, schedule.calibrate_s / 2),
@@ -57,12 +57,12 @@ def _measure(context: Context) -> dict[str, Any]:
         spent = context.clock.now() - begun
     others = None if isinstance(engine, Simulated) else work.cores()
     with context.meter.simulating():
-        cost = fit_cost_model(steps, seconds=spent)
+        cost = fit_cost_model(measured.points, seconds=spent, excess_s=measured.excess_s, jitter=measured.jitter)
         setup = draw_setup(
             engine,
             context.model,
             question.workload,
-            cost,
+            cost.serving(),
             alone,
             seed=question.seed,
             slo=question.slo,
@@ -72,7 +72,7 @@ def _measure(context: Context) -> dict[str, Any]:
         )
     return {
         "setup": setup.model_dump(mode="json"),
-        "steps": [point.model_dump(mode="json") for point in steps],
+        "steps": [point.model_dump(mode="json") for point in measured.points],
         "cost": cost.facts.model_dump(mode="json"),
         "others": others,
     }

@@ -1,0 +1,135 @@
+"""How served steps scatter: told from measured ones, drawn for simulated ones."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from pydantic import ValidationError
+
+from autotune.cost_model import CostModel
+from autotune.profile.parts import JitterFacts
+from autotune.profiling.excess import excess_of, jitter_of, served_over_told
+from autotune.simulate.jitter import FACTORS, jitter_factors
+from benchmarks.controller.hardware import h200
+from runtime.step_model import StepFeatures
+from tests.unit.jitter_cases import STALLS
+
+
+def in_common(values: list[float], lag: int) -> float:
+    mean = statistics.fmean(values)
+    off = [v - mean for v in values]
+    return sum(a * b for a, b in zip(off, off[lag:], strict=False)) / sum(a * a for a in off)
+
+
+def load(facts: JitterFacts, seed: int, steps: int = 1000, slower: float = 1.0) -> list[tuple[float, float]]:
+    """Steps of two sizes that scatter as ``facts`` say."""
+    dice = random.Random(seed)
+    told = [dice.choice((0.01, 0.03)) for _ in range(steps)]
+    return [(t, t * slower * f) for t, f in zip(told, jitter_factors(facts, seed), strict=False)]
+
+
+def test_the_factors_have_the_quantiles_and_no_other_mean_than_one() -> None:
+    drawn = jitter_factors(STALLS, 3)
+    assert len(drawn) == FACTORS
+    assert statistics.fmean(drawn) == pytest.approx(1.0, abs=1e-3)
+    assert sum(f == 1.9 for f in drawn) == pytest.approx(FACTORS / 10, abs=1)
+    assert drawn == jitter_factors(STALLS, 3) != jitter_factors(STALLS, 4)
+
+
+def test_what_is_slow_comes_in_spells_only_where_it_did() -> None:
+    levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
+    spells = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), 1))
+    alone = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), 1))
+    assert in_common(spells, 1) == pytest.approx(0.7 * 0.8, abs=0.08)
+    assert in_common(spells, 3) == pytest.approx(0.7 * 0.8**3, abs=0.1)
+    assert abs(in_common(alone, 1)) < 0.06
+
+
+def test_what_was_drawn_is_told_again() -> None:
+    loads = [load(STALLS, seed, slower=slower) for seed, slower in ((1, 0.9), (2, 1.1), (3, 1.3))]
+    found = jitter_of(loads)
+    assert found is not None
+    assert statistics.fmean(found.quantiles) == pytest.approx(1.0, abs=1e-3)
+    assert statistics.median(found.quantiles) == pytest.approx(0.9, abs=0.03)
+    assert found.quantiles[-1] == pytest.approx(1.9, abs=0.1)
+    assert served_over_told(loads) == pytest.approx(1.1, abs=0.03)
+
+
+def test_spells_are_told_from_what_is_new_in_each_step() -> None:
+    levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
+    spells = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), s, 3000) for s in range(4)])
+    alone = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), s, 3000) for s in range(4)])
+    assert spells is not None and alone is not None
+    assert spells.memory == pytest.approx(0.8, abs=0.1) and spells.persistent == pytest.approx(0.7, abs=0.12)
+    assert alone.persistent * alone.memory < 0.05
+
+
+def test_a_long_step_counts_for_its_time() -> None:
+    """Long steps that are as told, short ones that take twice as long; half of that is what each takes more on average."""
+    found = jitter_of([[(1.0, 1.0), (0.1, 0.2)] * 200])
+    assert found is not None
+    low, high = 1.0 / 1.05, 0.2 / 0.15
+    assert found.quantiles[0] == pytest.approx(low, rel=5e-3) and found.quantiles[-1] == pytest.approx(high, rel=5e-3)
+    assert sum(q > 1.1 for q in found.quantiles) in (4, 5)  # 0.15 of 1.2 of the time, in 32 shares
+
+
+def test_too_few_steps_tell_nothing() -> None:
+    assert jitter_of([]) is None and served_over_told([]) == 1.0
+    assert jitter_of([load(STALLS, 1, 100)]) is None
+
+
+def test_steps_that_never_scatter_have_a_factor_of_one() -> None:
+    found = jitter_of([[(0.01, 0.011)] * 500])
+    assert found is not None and set(found.quantiles) == {1.0}
+    assert set(jitter_factors(found, 0)) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"quantiles": (1.5, 0.5)}, "ascending order"),
+        ({"quantiles": (-0.5, 2.5)}, "below 0"),
+        ({"quantiles": (0.9, 1.0)}, "mean of 0.95; it must be 1"),
+        ({"persistent": 1.2}, "less than or equal to 1"),
+        ({"quantiles": (1.0,)}, "at least 2"),
+        ({"quantiles": (1.0, math.nan)}, "finite"),
+    ],
+)
+def test_facts_that_make_no_sense_are_refused(facts: dict[str, object], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        JitterFacts.model_validate({"quantiles": (0.5, 1.5), "persistent": 0.5, "memory": 0.5} | facts)
+
+
+def test_slow_steps_come_together() -> None:
+
+    def runs(factors: tuple[float, ...]) -> int:
+        return sum(b > 1 and a <= 1 for a, b in pairwise(factors))
+
+    assert runs(jitter_factors(STALLS, 1)) < 0.8 * runs(
+        jitter_factors(STALLS.model_copy(update={"persistent": 0.0}), 1)
+    )
+
+
+def test_what_serving_adds_is_told_in_seconds_and_does_not_scatter_with_the_step() -> None:
+    """Every step takes 1 ms more than told: nothing is left to scatter."""
+    loads = [[(t, t + 1e-3) for t in (0.005, 0.05) * 150], [(0.01, 0.011)] * 100]
+    assert excess_of(loads) == pytest.approx(1e-3)
+    found = jitter_of(loads)
+    assert found is not None and set(found.quantiles) == {1.0}
+    assert excess_of([[(0.01, 0.009)] * 10]) == excess_of([]) == 0.0
+
+
+def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
+    model = CostModel(h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS}))
+    step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
+    served = model.serving()
+    assert served.predict(step) == pytest.approx(model.predict(step) + 2e-3)
+    assert served.facts.excess_s == 0 and served.serving().predict(step) == served.predict(step)
+    assert served.facts.jitter == STALLS
+    slow = model.scaled(compute=0.5, bandwidth=0.5, overhead=0.5)
+    assert slow.serving().predict(step) == pytest.approx(2 * served.predict(step))
+    assert slow.serving().predict(step) == served.scaled(compute=0.5, bandwidth=0.5, overhead=0.5).predict(step)
