@@ -145,20 +145,11 @@ class Scheduler:
         alike = self.fast_forward and n and not chunks
         if self.admission is not None and self.admission.policy.reject and (self.prefills or len(self.waiting)):
             alike = False  # it looks at each step
+        repeat = decodes.steps_alike() if alike else 1
         return StepPlan(
-            step=decodes.step,
-            n_decode=n,
-            decode_context=decodes.context + n,
-            chunks=tuple(chunks),
-            decodes=decodes,
-            version=decodes.version,
-            repeat=decodes.steps_alike() if alike else 1,
-            wake_at=wake,
-            epoch=epoch,
-            budget_used=most,
-            limited_by=limited,
-            preemptions=self.preemptions - before,
-        )
+            decodes.step, n, decodes.context + n, tuple(chunks), decodes, decodes.version, repeat, wake, epoch, most,
+            limited, self.preemptions - before,
+        )  # fmt: skip
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
         """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""
