@@ -253,8 +253,9 @@ class EngineCore:
         ends, failed = result.ends, len(result.failed)
         return StepRecord(
             now, ends[-1], len(ends), n_decode, plan.decode_context, len(plan.chunks), tokens, context, attention,
-            n_decode + sampled - failed, scheduler.running, len(scheduler.waiting), scheduler.waiting.tokens,
-            scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used, plan.limited_by, failed,
+            n_decode + sampled - failed, len(scheduler.prefills) + len(scheduler.decodes.members), scheduler.waiting.count,
+            scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
+            plan.limited_by, failed,
         )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self.waiting))
+        return bool(self.running or self.waiting.count)
 
     @property
     def most_request_tokens(self) -> int:
@@ -140,10 +140,10 @@ class Scheduler:
             most = max(most, 1)  # whatever a policy says, a step with work does some
         chunks: list[Chunk] = []
         limited, wake = LimitedBy.DEMAND, inf
-        if self.prefills or len(self.waiting):
+        if self.prefills or self.waiting.count:
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
         alike = self.fast_forward and n and not chunks
-        if self.admission is not None and self.admission.policy.reject and (self.prefills or len(self.waiting)):
+        if self.admission is not None and self.admission.policy.reject and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
         return StepPlan(
