@@ -251,7 +251,7 @@ class EngineCore:
             attention += count * start + count * (count + 1) // 2
             sampled += samples
         ends, failed = result.ends, len(result.failed)
-        return StepRecord(
+        return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
             now, ends[-1], len(ends), n_decode, plan.decode_context, len(plan.chunks), tokens, context, attention,
             n_decode + sampled - failed, len(scheduler.prefills) + len(scheduler.decodes.members), scheduler.waiting.count,
             scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
