@@ -60,18 +60,22 @@ class RecursiveLeastSquares:
         px = [sum(map(mul, row, x)) for row in cov]
         # Forget in the direction of x only: cov grows by a multiple of x·xᵀ, info shrinks by the matching term.
         # Where hardly anything is known there is nothing to forget.
-        if known > 1.0:
+        forget = known > 1.0
+        if forget:
             grow = (1 - keep) / (keep * known)
             shrink = (1 - keep) / known
-            xx = sum(map(mul, x, x))
-            px = [p + grow * xx * v for p, v in zip(px, x, strict=True)]
-            for i, xi in enumerate(x):
-                cov[i] = [c + grow * xi * xj for c, xj in zip(cov[i], x, strict=True)]
-                info[i] = [c - shrink * rx[i] * rj + xi * xj for c, rj, xj in zip(info[i], rx, x, strict=True)]
-        else:
-            for i, xi in enumerate(x):
-                info[i] = [c + xi * xj for c, xj in zip(info[i], x, strict=True)]
+            widen = grow * sum(map(mul, x, x))
+            px = [p + widen * v for p, v in zip(px, x, strict=True)]
         gain_of = 1.0 + sum(map(mul, px, x))
+        for i, (xi, pi) in enumerate(zip(x, px, strict=True)):  # inside, strict would be a quarter of the time
+            share = pi / gain_of
+            if forget:
+                g, s = grow * xi, shrink * rx[i]
+                cov[i] = [c + g * xj - share * pj for c, xj, pj in zip(cov[i], x, px)]  # noqa: B905
+                info[i] = [c - s * rj + xi * xj for c, rj, xj in zip(info[i], rx, x)]  # noqa: B905
+            else:
+                cov[i] = [c - share * pj for c, pj in zip(cov[i], px)]  # noqa: B905
+                info[i] = [c + xi * xj for c, xj in zip(info[i], x)]  # noqa: B905
         step = residual
         if self.samples > 2 * len(x):
             most = self._clip * max(self.spread, 0.01)
@@ -81,9 +85,6 @@ class RecursiveLeastSquares:
         self.spread += weight * (min(abs(residual), 1.0) - self.spread)
         scale = step / gain_of
         self._free = [c + scale * p for c, p in zip(self._free, px, strict=True)]
-        for i, pi in enumerate(px):
-            share = pi / gain_of
-            cov[i] = [c - share * pj for c, pj in zip(cov[i], px, strict=True)]
         self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()
         return residual
 

@@ -150,25 +150,12 @@ class Sequence:
     def record(self, reason: FinishReason, finished: float, epoch: int) -> RequestRecord:
         """The record of this sequence, which has just ended; ``epoch`` is the knob setting in force."""
         request = self.request
+        epoch_last = epoch if self.epoch_first >= 0 else -1
         return RequestRecord(
-            id=request.id,
-            arrival=request.arrival,
-            scheduled=self.scheduled,
-            finished=finished,
-            token_times=self.token_times,
-            prompt_tokens=request.prompt_len,
-            output_tokens=self.generated,
-            cached_tokens=self.cached,
-            preemptions=self.preemptions,
-            reason=reason,
-            request_class=request.request_class,
-            tenant=request.tenant,
-            priority=request.priority,
-            epoch_first=self.epoch_first,
-            epoch_last=epoch if self.epoch_first >= 0 else -1,
-            cause=self.cause,
-            retry_after_s=self.retry_after,
-        )
+            request.id, request.arrival, self.scheduled, finished, self.token_times, request.prompt_len, self.generated,
+            self.cached, self.preemptions, reason, request.request_class, request.tenant, request.priority,
+            self.epoch_first, epoch_last, self.cause, self.retry_after,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Sequence {self.request.id} {self.state} computed={self.computed}/{self.target} out={self.generated}>"

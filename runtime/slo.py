@@ -103,18 +103,24 @@ class SLO:
         """The metrics of ``record`` that missed their target. A request that did not complete misses ``completion``."""
         if not record.completed:
             return ("completion",)
-        measured = {"ttft": record.ttft, "tpot": record.tpot, "e2e": record.e2e}
-        if self.itl_ms is not None:
-            measured["itl"] = record.itl_p99
-        return tuple(
-            name
-            for name, target in self.targets_ms.items()
-            if target is not None and (value := measured[name]) is not None and value * 1000 > target
-        )
+        missed = []
+        if self.ttft_ms is not None and _missed(record.ttft, self.ttft_ms):
+            missed.append("ttft")
+        if self.tpot_ms is not None and _missed(record.tpot, self.tpot_ms):
+            missed.append("tpot")
+        if self.itl_ms is not None and _missed(record.itl_p99, self.itl_ms):
+            missed.append("itl")
+        if self.e2e_ms is not None and _missed(record.e2e, self.e2e_ms):
+            missed.append("e2e")
+        return tuple(missed)
 
     def met(self, record: RequestRecord) -> bool:
         """Whether ``record`` completed and met every target."""
         return not self.violated(record)
+
+
+def _missed(seconds: float | None, target_ms: float) -> bool:
+    return seconds is not None and seconds * 1000 > target_ms
 
 
 def first_target(slo: SLO) -> float:

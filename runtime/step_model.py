@@ -131,17 +131,20 @@ class StepLearner:
         """Steps learned from."""
         return self._decode.samples + self._mixed.samples
 
-    def _inputs(self, step: StepFeatures) -> tuple[list[float], list[float]]:
-        decodes = step.decodes * self._DECODES
+    def _decode_inputs(self, step: StepFeatures) -> list[float]:
         context = (step.decode_context + step.prefill_context) * self._CONTEXT
-        mixed = [1.0, step.prefill_tokens * self._TOKENS, decodes, context, step.prefill_attention * self._PAIRS]
-        return [1.0, decodes, context], mixed
+        return [1.0, step.decodes * self._DECODES, context]
+
+    def _mixed_inputs(self, step: StepFeatures, decode: list[float]) -> list[float]:
+        _, decodes, context = decode
+        return [1.0, step.prefill_tokens * self._TOKENS, decodes, context, step.prefill_attention * self._PAIRS]
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds; 0 before anything was learned."""
-        decode, mixed = self._inputs(step)
+        decode = self._decode_inputs(step)
         if step.prefill_tokens == 0 and self._decode.samples:
             return self._unit * self._decode.predict(decode)
+        mixed = self._mixed_inputs(step, decode)
         if not self._decode.samples:
             return self._unit * self._mixed.predict(mixed)
         return self._unit * max(self._decode.predict(decode), self._mixed.predict(mixed))
@@ -159,13 +162,14 @@ class StepLearner:
         if not self._unit:
             self._unit = seconds
         y = seconds / self._unit
-        decode, mixed = self._inputs(step)
+        decode = self._decode_inputs(step)
         if self.ready:
             predicted = self.predict(step) if predicted is None else predicted
             self.error += 0.05 * (min(1.0, abs(predicted / seconds - 1)) - self.error)
         if step.prefill_tokens == 0:
             self._decode.update(decode, y)
             return
+        mixed = self._mixed_inputs(step, decode)
         below = self._decode.predict(decode) if self._decode.samples > 3 else 0.0
         above = self._mixed.predict(mixed)
         if self._mixed.samples > 5 and below > above and abs(below - y) < abs(above - y):

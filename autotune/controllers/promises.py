@@ -134,7 +134,9 @@ class Promises:
         It holds beside a TPOT as well, for promises are kept jointly: a loose TPOT says nothing of the answer's end, and one
         that is tighter than this pace is what steps go by anyway.
         """
-        return min((self.pace_for(name, outputs) for name in self._wholes), default=math.inf)
+        if not self._wholes:  # it is asked for every step
+            return math.inf
+        return min(self.pace_for(name, outputs) for name in self._wholes)
 
     def pace_for(self, name: str, outputs: Recent) -> float:
         """The same for the class of this name alone."""

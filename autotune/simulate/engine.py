@@ -146,7 +146,7 @@ class SimulatedEngine(TunableSimulation):
 
     def add(self, request: Request) -> RunningSequence:
         """Queue ``request`` as it is. Raises as :meth:`submit`, and tells listeners of a rejection."""
-        if len(self.scheduler.waiting) >= self._max_queue:
+        if self.scheduler.waiting.count >= self._max_queue:
             record = never_ran(request, FinishReason.REJECTED, self.clock.now(), "queue_full")
             self._listeners.tell(None, [record])
             why = f"{len(self.scheduler.waiting)} requests are waiting and max_queue is {self._max_queue}"

@@ -16,6 +16,8 @@ class Holdings:
 
     def uncached(self, sequence: Sequence) -> int:
         """Tokens of ``sequence`` that are to be computed, the last known one at least."""
+        if not sequence.hashes:
+            return sequence.target
         known = len(self._kv.lookup(sequence.hashes, (sequence.target - 1) // self._kv.block_size))
         return sequence.target - known * self._kv.block_size
 
@@ -24,9 +26,9 @@ class Holdings:
         kv, before = self._kv, self._did_not_fit
         if before is not None and before[0] is sequence and spare <= before[1] and kv.published == before[2]:
             return False
-        found = kv.lookup(sequence.hashes, (sequence.target - 1) // kv.block_size)
+        found = kv.lookup(sequence.hashes, (sequence.target - 1) // kv.block_size) if sequence.hashes else []
         fresh = kv.blocks_for(sequence.target) - len(found)
-        if fresh + kv.idle_among(found) > spare:
+        if fresh + (kv.idle_among(found) if found else 0) > spare:
             self._did_not_fit = (sequence, spare, kv.published)
             return False
         self._did_not_fit = None

@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self.waiting))
+        return bool(self.running or self.waiting.count)
 
     @property
     def most_request_tokens(self) -> int:
@@ -140,25 +140,16 @@ class Scheduler:
             most = max(most, 1)  # whatever a policy says, a step with work does some
         chunks: list[Chunk] = []
         limited, wake = LimitedBy.DEMAND, inf
-        if self.prefills or len(self.waiting):
+        if self.prefills or self.waiting.count:
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
         alike = self.fast_forward and n and not chunks
-        if self.admission is not None and self.admission.policy.reject and (self.prefills or len(self.waiting)):
+        if self.admission is not None and self.admission.policy.reject and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
+        repeat = decodes.steps_alike() if alike else 1
         return StepPlan(
-            step=decodes.step,
-            n_decode=n,
-            decode_context=decodes.context + n,
-            chunks=tuple(chunks),
-            decodes=decodes,
-            version=decodes.version,
-            repeat=decodes.steps_alike() if alike else 1,
-            wake_at=wake,
-            epoch=epoch,
-            budget_used=most,
-            limited_by=limited,
-            preemptions=self.preemptions - before,
-        )
+            decodes.step, n, decodes.context + n, tuple(chunks), decodes, decodes.version, repeat, wake, epoch, most,
+            limited, self.preemptions - before,
+        )  # fmt: skip
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
         """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""

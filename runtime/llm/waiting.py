@@ -24,13 +24,14 @@ class WaitingQueue:
         self._heap: list[tuple[bool, float, int, Sequence]] = []
         self._arrived: deque[Sequence] = deque()  # never run, by arrival
         self._pushed = 0
-        self._gone = 0
-        self._buckets: dict[int, int] = {}  # tokens queued by key; only those with any
+        self.count = 0
+        """Sequences that wait."""
+        self._buckets: dict[int, int] | None = None  # tokens queued by key; only those with any; None until asked for
         self.tokens = 0
         """Prompt tokens queued that were not in the prefix cache when they came."""
 
     def __len__(self) -> int:
-        return len(self._heap) - self._gone
+        return self.count
 
     def __iter__(self) -> Iterator[Sequence]:
         """Those that wait, in no particular order."""
@@ -44,46 +45,47 @@ class WaitingQueue:
             if len(self._arrived) > 2 * len(self) + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
         self._pushed += 1
+        self.count += 1
         heapq.heappush(self._heap, (new, sequence.key, self._pushed, sequence))
-        self._count(sequence, sequence.pending)
+        self._tally(sequence, sequence.pending)
 
     def peek(self) -> Sequence | None:
         heap = self._heap
         while heap and heap[0][3].state != "waiting":
             heapq.heappop(heap)
-            self._gone -= 1
         return heap[0][3] if heap else None
 
     def pop(self) -> Sequence:
         """Remove and return what :meth:`peek` shows; the caller changes its state."""
         sequence = heapq.heappop(self._heap)[3]
-        self._count(sequence, -sequence.pending)
+        self.count -= 1
+        self._tally(sequence, -sequence.pending)
         self._ordering.took(sequence)
         return sequence
 
     def removed(self, sequence: Sequence) -> None:
         """``sequence`` has been given a state other than waiting and is to be forgotten."""
-        self._gone += 1
-        self._count(sequence, -sequence.pending)
-        if self._gone > 64 and self._gone * 2 > len(self._heap):
+        self.count -= 1
+        self._tally(sequence, -sequence.pending)
+        gone = len(self._heap) - self.count
+        if gone > 64 and gone * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].state == "waiting"]
             heapq.heapify(self._heap)
-            self._gone = 0
 
-    def _count(self, sequence: Sequence, tokens: int) -> None:
+    def _tally(self, sequence: Sequence, tokens: int) -> None:
         self.tokens += tokens
-        bucket = _bucket(sequence.key)
-        left = self._buckets.get(bucket, 0) + tokens
-        if left:
-            self._buckets[bucket] = left
-        else:
-            self._buckets.pop(bucket, None)
+        if self._buckets is not None:
+            _add(self._buckets, sequence, tokens)
 
     def tokens_before(self, sequence: Sequence) -> int:
         """Prompt tokens that go before those of ``sequence``, which waits, give or take a bucket of keys.
 
         Costs as many additions as keys are spread, in sixteenths, not as many as sequences wait.
         """
+        if self._buckets is None:
+            self._buckets = {}
+            for one in self:
+                _add(self._buckets, one, one.pending)
         own = _bucket(sequence.key)
         return sum(tokens for bucket, tokens in self._buckets.items() if bucket <= own) - sequence.pending
 
@@ -94,13 +96,10 @@ class WaitingQueue:
     def reorder(self, ordering: Ordering) -> None:
         """Wait by another ordering from now on."""
         waiting = [entry for entry in sorted(self._heap) if entry[3].state == "waiting"]
-        self._ordering, self._heap, self._gone = ordering, [], 0
-        self._buckets.clear()
-        self.tokens = 0
+        self._ordering, self._heap, self._buckets = ordering, [], None
         for new, _, pushed, sequence in waiting:
             sequence.key = ordering.key(sequence)
             self._heap.append((new, sequence.key, pushed, sequence))
-            self._count(sequence, sequence.pending)
         heapq.heapify(self._heap)
 
     def held_until(self, knobs: Knobs, left: int, slots: int) -> float:
@@ -126,8 +125,18 @@ class WaitingQueue:
         """Raise AssertionError if the counters disagree with the queue."""
         live = [entry[3] for entry in self._heap if entry[3].state == "waiting"]
         assert len(live) == len(self) == len(set(live)), "a sequence waits twice, or the count is wrong"
-        assert self.tokens == sum(s.pending for s in live) == sum(self._buckets.values())
+        assert self.tokens == sum(s.pending for s in live)
+        assert self._buckets is None or self.tokens == sum(self._buckets.values())
         assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
+
+
+def _add(buckets: dict[int, int], sequence: Sequence, tokens: int) -> None:
+    bucket = _bucket(sequence.key)
+    left = buckets.get(bucket, 0) + tokens
+    if left:
+        buckets[bucket] = left
+    else:
+        buckets.pop(bucket, None)
 
 
 def _bucket(key: float) -> int:
