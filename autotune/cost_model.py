@@ -118,6 +118,10 @@ class CostModel:
         coefficients = self._values | {"overhead_s": self._overhead + self.facts.excess_s}
         return CostModel(self.facts.model_copy(update={"coefficients": coefficients, "excess_s": 0.0}))
 
+    def even(self) -> CostModel:
+        """The same machine without its jitter: for comparing settings, whose steps would draw unlike factors."""
+        return CostModel(self.facts.model_copy(update={"jitter": None}))
+
     def scaled(self, *, compute: float = 1.0, bandwidth: float = 1.0, overhead: float = 1.0) -> CostModel:
         """The model of a machine so many times as fast: ``compute=0.5`` takes twice as long to compute.
 
@@ -157,7 +161,7 @@ class CostModel:
 
 
 def serving_speed(profile: Profile) -> float:
-    """How fast the profile's machine was while it served, in units of what its cost model says."""
+    """How fast the profile's machine was while it served, in units of what its cost model and ``excess_s`` say."""
     return 1.0 if profile.simulation is None else profile.simulation.speed
 
 
@@ -174,12 +178,14 @@ def serving_cost(profile: Profile) -> CostModel:
 
 
 def serving_knowledge(profile: Profile) -> Knowledge | None:
-    """What the online learner begins with, at :func:`serving_speed`; None when the profile knows nothing."""
+    """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
     facts = None if profile.cost_model is None else profile.cost_model.learner
     if facts is None:
         return None
+    more = profile.cost_model.excess_s / facts.unit_s if profile.cost_model else 0.0
+    decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
     unit = facts.unit_s / serving_speed(profile)
-    return Knowledge(unit, facts.decode, facts.decode_covariance, facts.mixed, facts.mixed_covariance)
+    return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)
 
 
 def fit_cost_model(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.cost_model import fit_cost_model
 from autotune.evaluate import Served
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import Setup
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps_and_pace
 from autotune.workload import Workload, parse_workload
 from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
@@ -99,6 +98,8 @@ def setup_for(
 ) -> Setup:
     """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
     alone = request_alone(engine, model, seed=seed, clock=clock, stop=stop)
-    steps = measure_steps(engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance)
-    cost = fit_cost_model(steps)
+    measured = measure_steps_and_pace(
+        engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance
+    )
+    cost = measured.cost(measured.seconds).serving()
     return draw_setup(engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0)

@@ -57,6 +57,12 @@ def model_lines(profile: Profile) -> list[str]:
             f"step times known to {cost.error:.1%} (cross-validated; {regions}), from {cost.points} kinds of steps in "
             f"{cost.seconds:.0f} s"
         )
+        if (jitter := cost.jitter) is not None:
+            tenth = len(jitter.quantiles) // 10
+            low, high = jitter.quantiles[tenth], jitter.quantiles[-1 - tenth]
+            lines.append(
+                f"served, a step takes {cost.excess_s * 1e3:.2g} ms more; four in five are within {low:.2f} to {high:.2f} of that"
+            )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error
         off = "" if error is None else f"; its goodput was off by {error:.1%} where both were measured"

@@ -71,7 +71,7 @@ class LearnerFacts(Part):
 
 
 class JitterFacts(Part):
-    """How the times of served steps scatter around what the cost model says: factors, in the middle 1, that come in spells.
+    """How the times of served steps scatter around what the cost model and its excess say: factors of mean 1, in spells.
 
     Drawn from ranks of a Gaussian process: so much of its variance (``persistent``) is a first-order autoregression with
     ``memory`` from one step to the next, the rest is new in each step.
@@ -82,13 +82,13 @@ class JitterFacts(Part):
         max_length=256,
         description="of the factor: means over equal shares of the time, in ascending order; their mean is 1",
     )
-    persistent: Share
-    memory: Share
+    persistent: Share = Field(description="share of the variance that comes in spells; the rest is new in each step")
+    memory: Share = Field(description="correlation of that part from one step to the next")
 
     @model_validator(mode="after")
     def _factors(self) -> JitterFacts:
-        if min(self.quantiles) < 0 or list(self.quantiles) != sorted(self.quantiles):
-            raise ValueError(".quantiles are not in ascending order, or below 0")
+        if min(self.quantiles) <= 0 or list(self.quantiles) != sorted(self.quantiles):
+            raise ValueError(".quantiles are not in ascending order, or not all above 0")
         mean = sum(self.quantiles) / len(self.quantiles)
         if abs(mean - 1) > 1e-3:
             raise ValueError(
@@ -155,7 +155,7 @@ class SimulationFacts(Part):
     )
     speed: AboveZero = Field(
         default=1.0,
-        description="of the machine while it served, in units of what the cost model says; simulations go by it",
+        description="of the machine while it served, in units of what cost model and excess_s say; simulations go by it",
     )
 
 

@@ -46,7 +46,7 @@ def jitter_of(loads: Sequence[Served]) -> JitterFacts | None:
     if len(every) < _FEWEST:
         return None
     near, far = (_in_common(scattered, lag) for lag in _LAGS)
-    memory = min(_MOST_MEMORY, (far / near) ** (1 / (_LAGS[1] - _LAGS[0]))) if 0 < far < near else 0.0
+    memory = min(_MOST_MEMORY, (far / near) ** (1 / (_LAGS[1] - _LAGS[0]))) if near > 0 and far > 0 else 0.0
     persistent = min(1.0, near / memory) if memory else 0.0
     return JitterFacts(quantiles=tuple(_levels(every)), persistent=round(persistent, 4), memory=round(memory, 4))
 

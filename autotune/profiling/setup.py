@@ -36,7 +36,7 @@ class Setup(Part):
     """What the calibration decided.
 
     ``rate``: mean requests/s at which settings are compared; ``fitted``: where the search begins; ``most_rate``: more cannot be
-    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of what the cost model says.
+    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of what cost model and excess say.
     ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
     that of the search; ``simulated_requests``: in each;
     ``candidates``: settings found in simulation beside the trials; that which keeps its promise up to ``rate``, or, where the

@@ -37,8 +37,11 @@ class Simulator:
 
     @classmethod
     def of(cls, cost: CostModel, engine: Served, workload: Workload, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says."""
-        cost = cost.serving()
+        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says.
+
+        Every step takes its mean: settings are compared, and jitter would be a noise of its own in each.
+        """
+        cost = cost.serving().even()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
         scenario = Scenario(

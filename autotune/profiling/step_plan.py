@@ -118,7 +118,7 @@ class StepPlan:
         return self._scripts
 
     def round(self, number: int) -> list[Callable[[], Script] | Mix]:
-        """What round ``number`` holds: every script, and loads that are served, after the first round more of them.
+        """What round ``number`` holds: every script, and loads that are served; in long rounds after the first more of them.
 
         Clean steps of one kind are much alike; those of a load are not, and a profile is of loads. After :meth:`scripts`.
         """
@@ -127,7 +127,8 @@ class StepPlan:
     def _mixes(self, number: int) -> list[Mix]:
         """The loads of round ``number``, those that fit; in a short round not all of them."""
         made = []
-        share = (_SERVING_LATER if number else _SERVING) * self._seconds
+        more = number and _SERVING * self._seconds >= _SERVED_S  # a load of less than that tells little of itself
+        share = (_SERVING_LATER if more else _SERVING) * self._seconds
         each = max(share / len(_SERVED), min(_SERVED_S, share))
         for index, (batch, prompt) in enumerate(_SERVED):
             prompt = min(prompt, max(1, self._longest // 4))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autotune.cost_fit import FEWEST, SERVED
-from autotune.cost_model import fit_cost_model, with_predictions
+from autotune.cost_model import CostModel, fit_cost_model, with_predictions
 from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
@@ -30,7 +30,8 @@ from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepModel
 
 ROUNDS = 3
-"""A plan is sized so that this many rounds of it fit into the time. A settled fit ends sooner."""
+"""A plan is sized so that this many rounds as the first one fit into the time. Later ones serve more, so the last is cut short; a
+settled fit ends sooner."""
 
 _MOST_ROUNDS = 16
 _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
@@ -75,6 +76,10 @@ class MeasuredSteps(NamedTuple):
     served: float
     excess_s: float
     jitter: JitterFacts | None
+
+    def cost(self, seconds: float) -> CostModel:
+        """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost_model.fit_cost_model`."""
+        return fit_cost_model(self.points, seconds=seconds, excess_s=self.excess_s, jitter=self.jitter)
 
 
 def measure_steps(

@@ -29,8 +29,8 @@ class CostExecutor:
     A plan that stands for many decode steps is run until the first of them that ends at or after ``until``. A model with
     ``predict_run`` is asked for such a run at once; it must give what as many calls of ``predict`` would, to the last bit.
     ``noise`` is the deviation of a factor around 1, drawn anew for each step, in order, so that runs of steps and single
-    steps are alike; no step is faster than :data:`FASTEST` of its prediction. ``jitter``: how step times scatter, measured; in
-    addition to the noise.
+    steps are alike; it makes no step faster than :data:`FASTEST` of what it would be. ``jitter``: how step times scatter,
+    measured; on top of the noise.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.cost_model import CostModel, fit_cost_model
+from autotune.cost_model import CostModel
 from autotune.evaluate import Recorder, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps_and_pace
@@ -100,7 +100,7 @@ class Bench:
         engine, clock, paces = self.roomy
         looked = len(paces)
         found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
-        cost = fit_cost_model(found.points, seconds=found.seconds, excess_s=found.excess_s, jitter=found.jitter)
+        cost = found.cost(found.seconds)
         facts = cost.facts
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "

@@ -11,7 +11,7 @@ from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples
-from autotune.profiling.steps import measure_steps, measure_steps_and_pace
+from autotune.profiling.steps import MeasuredSteps, measure_steps, measure_steps_and_pace
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -101,12 +101,17 @@ def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
 
 
 def test_what_served_loads_take_is_told_with_their_stalls() -> None:
-    def served(hardware: Formula) -> float:
+    def found(hardware: Formula) -> MeasuredSteps:
         engine = machine(hardware)
-        return measure_steps_and_pace(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock).served
+        return measure_steps_and_pace(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock)
 
-    assert served(Formula()) == pytest.approx(1.0, abs=0.01)
-    assert served(Formula(stalls=0.02)) == pytest.approx(1.1, abs=0.04)  # 2% of the steps take six times as long
+    clean, stalling = found(Formula()), found(Formula(stalls=0.02))  # 2% of the steps take six times as long
+    assert clean.served == pytest.approx(1.0, abs=0.01) and clean.excess_s < 2e-4
+    assert stalling.served == pytest.approx(1.1, abs=0.04) and stalling.excess_s > 4e-4
+    assert clean.jitter is not None and clean.jitter.quantiles[-1] < 1.2
+    assert stalling.jitter is not None and stalling.jitter.quantiles[-1] > 2
+    kept = stalling.cost(9.0).facts
+    assert (kept.excess_s, kept.jitter, kept.seconds) == (stalling.excess_s, stalling.jitter, 9.0)
 
 
 class Cold(Formula):

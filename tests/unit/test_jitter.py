@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from itertools import pairwise
 
 import pytest
 from pydantic import ValidationError
@@ -92,7 +91,7 @@ def test_steps_that_never_scatter_have_a_factor_of_one() -> None:
     ("facts", "text"),
     [
         ({"quantiles": (1.5, 0.5)}, "ascending order"),
-        ({"quantiles": (-0.5, 2.5)}, "below 0"),
+        ({"quantiles": (0.0, 2.0)}, "not all above 0"),
         ({"quantiles": (0.9, 1.0)}, "mean of 0.95; it must be 1"),
         ({"persistent": 1.2}, "less than or equal to 1"),
         ({"quantiles": (1.0,)}, "at least 2"),
@@ -102,16 +101,6 @@ def test_steps_that_never_scatter_have_a_factor_of_one() -> None:
 def test_facts_that_make_no_sense_are_refused(facts: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         JitterFacts.model_validate({"quantiles": (0.5, 1.5), "persistent": 0.5, "memory": 0.5} | facts)
-
-
-def test_slow_steps_come_together() -> None:
-
-    def runs(factors: tuple[float, ...]) -> int:
-        return sum(b > 1 and a <= 1 for a, b in pairwise(factors))
-
-    assert runs(jitter_factors(STALLS, 1)) < 0.8 * runs(
-        jitter_factors(STALLS.model_copy(update={"persistent": 0.0}), 1)
-    )
 
 
 def test_what_serving_adds_is_told_in_seconds_and_does_not_scatter_with_the_step() -> None:
@@ -133,3 +122,17 @@ def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
     slow = model.scaled(compute=0.5, bandwidth=0.5, overhead=0.5)
     assert slow.serving().predict(step) == pytest.approx(2 * served.predict(step))
     assert slow.serving().predict(step) == served.scaled(compute=0.5, bandwidth=0.5, overhead=0.5).predict(step)
+
+
+def test_long_spells_are_told_from_few_steps() -> None:
+    """Where the luck of the draw makes steps three apart more alike than neighbours, too."""
+    slow = JitterFacts(quantiles=tuple(0.5 + (i + 0.5) / 32 for i in range(32)), persistent=0.5, memory=0.97)
+    found = [jitter_of([load(slow, 7 * seed + i, 150) for i in range(4)]) for seed in range(12)]
+    assert all(f is not None and f.memory > 0.5 and f.persistent > 0.2 for f in found)
+
+
+def test_settings_are_compared_without_jitter_and_with_the_excess() -> None:
+    model = CostModel(h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS}))
+    even = model.even()
+    step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
+    assert even.facts.jitter is None and even.facts.excess_s == 2e-3 and even.predict(step) == model.predict(step)

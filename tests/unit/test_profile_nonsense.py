@@ -114,6 +114,13 @@ BALANCED = ("settings", "balanced")
         (("cost_model", "learner", "decode_covariance"), [[1.0]], "cost_model.learner.decode_covariance has 1 rows of 1; it m"),
         (("cost_model", "regions", 1, "region"), "decode", "cost_model.regions are decode, decode, mixed; each may be there o"),
         (("cost_model", "regions", 1, "median"), 0.5, "cost_model.regions.1.median is 0.5; it must be at most p90 (0.05)"),
+        (("cost_model", "jitter"), {"quantiles": [1.5, 0.5], "persistent": 0.5, "memory": 0.5},
+         "cost_model.jitter.quantiles are not in ascending order"),
+        (("cost_model", "jitter"), {"quantiles": [0.5, 1.0], "persistent": 0.5, "memory": 0.5},
+         "cost_model.jitter.quantiles have a mean of 0.75; it must be 1"),
+        (("cost_model", "jitter"), {"quantiles": [0.5, 1.5], "persistent": 1.5, "memory": 0.5},
+         "cost_model.jitter.persistent is 1.5; "),
+        (("cost_model", "excess_s"), -1.0, "cost_model.excess_s is -1"),
         # dates and files
         (("created",), "yesterday", "created is 'yesterday'; it must be a date and time such as "),
         (("created",), "2026-13-45", "created is '2026-13-45'; it must be a date and time such as "),

@@ -152,6 +152,13 @@ def test_a_machine_found_faster_while_it_served_is_predicted_faster(tmp_path: Pa
         slow, fast = warm_model(plain), warm_model(quick)
         assert slow is not None and fast is not None
         assert slow.predict(step) == pytest.approx(2 * fast.predict(step))
+    assert quick.cost_model is not None
+    more = quick.model_copy(update={"cost_model": quick.cost_model.model_copy(update={"excess_s": 4e-3})})
+    for step in (StepFeatures(16, 16_000, 0, 0, 0, 0), StepFeatures(16, 16_000, 500, 500, 125_250, 1)):
+        known, known_more = warm_model(quick), warm_model(more)
+        assert known is not None and known_more is not None
+        assert known_more.predict(step) == pytest.approx(known.predict(step) + 2e-3)  # at twice the speed
+        assert serving_cost(more).predict(step) == pytest.approx(serving_cost(quick).predict(step) + 2e-3)
     written = quick.model_dump(mode="json")
     del written["simulation"]["speed"]  # as earlier files of this version are
     assert serving_speed(Profile.model_validate_json(json.dumps(written))) == 1.0

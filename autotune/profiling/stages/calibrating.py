@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.cost_model import CostModel, fit_cost_model
+from autotune.cost_model import CostModel
 from autotune.evaluate import Simulated
 from autotune.profile.parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
@@ -57,7 +57,7 @@ def _measure(context: Context) -> dict[str, Any]:
         spent = context.clock.now() - begun
     others = None if isinstance(engine, Simulated) else work.cores()
     with context.meter.simulating():
-        cost = fit_cost_model(measured.points, seconds=spent, excess_s=measured.excess_s, jitter=measured.jitter)
+        cost = measured.cost(spent)
         setup = draw_setup(
             engine,
             context.model,
