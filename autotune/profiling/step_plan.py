@@ -54,6 +54,7 @@ _EVEN, _BURSTY = (
     3.0,
 )  # coefficients of variation of the time between arrivals, in turn: soon full, or many prompts at once
 _SERVED_OUTPUT = 64
+_LONGEST_STAY = 2  # of a round: longer than that a load is not to last for all of it to be there at once
 _SERVED_S = 2.0  # seconds that a mix is served for at least
 _FEW, _FEW_OUTPUT = (16, 16, 16, 32), 8  # prompts and answers where the time is short
 _UNLIKE = 1.0  # coefficient of variation of the lengths of sequences that decode together
@@ -137,8 +138,10 @@ class StepPlan:
             if batch < 2:
                 continue
             output = min(_SERVED_OUTPUT, self._output)
-            # as many at once as Little's law says, were a step with prompts in it as long as the tokens in it are
-            rate = batch / (output * self._pilot.step + batch * prompt * self._pilot.token)
+            # as many at once as Little's law says, were a step with prompts in it as long as the tokens in it are; in a load
+            # that is shorter than a request all of them, if the round has time for that
+            stay = output * self._pilot.step + batch * prompt * self._pilot.token
+            rate = batch / (min(stay, each) if stay <= _LONGEST_STAY * self._seconds else stay)
             cv = _BURSTY if (number + index) % 2 else _EVEN
             made.append(Mix(rate, prompt, output, each, min(chunk, self._piece, self._chunk), cv))
         fit = max(1, int(share / each))

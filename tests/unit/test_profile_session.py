@@ -153,7 +153,7 @@ def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
 
 
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
-    found, _ = session(journal, question(trials=2))
+    found, _ = session(journal, question(trials=2), engine=machine(seed=1))
     measured = {r.knobs for r in found.runs if r.stage == "validation"}
     assert len(measured) == 2 and VLLM in measured
 
