@@ -70,11 +70,13 @@ def test_a_finalist_is_judged_at_several_speeds_and_loads(given: Findings) -> No
     loads = pairs(seeds)
     assert [speed for _, speed in loads] == [1, 0, 2, 2, 0, 1] and [seed for seed, _ in loads] == list(seeds)
     simulators = [simulator(given, factor * given.setup.speed) for factor in (0.95, 1.0, 1.05)]
+    even = []
     for knobs in [point.knobs for point in given.finalists][:3]:
         made = finalist("x", knobs, simulators, given.setup).point
         scores = [simulators[speed].long(knobs, rate, seed) for seed, speed in loads]
         assert (made.met, made.offered) == (sum(s.met for s in scores), sum(s.offered for s in scores))
-        assert made.met != sum(simulators[1].long(knobs, rate, seed).met for seed in seeds)
+        even.append(made.met == sum(simulators[1].long(knobs, rate, seed).met for seed in seeds))
+    assert not all(even)  # at one speed they would be others
 
 
 def test_a_replayed_trace_is_met_at_every_speed(tmp_path: Path) -> None:
