@@ -179,10 +179,9 @@ def serving_cost(profile: Profile) -> CostModel:
 
 def serving_knowledge(profile: Profile) -> Knowledge | None:
     """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
-    facts = None if profile.cost_model is None else profile.cost_model.learner
-    if facts is None:
+    if profile.cost_model is None or (facts := profile.cost_model.learner) is None:
         return None
-    more = profile.cost_model.excess_s / facts.unit_s if profile.cost_model else 0.0
+    more = profile.cost_model.excess_s / facts.unit_s
     decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
     unit = facts.unit_s / serving_speed(profile)
     return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)

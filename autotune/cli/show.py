@@ -58,8 +58,7 @@ def model_lines(profile: Profile) -> list[str]:
             f"{cost.seconds:.0f} s"
         )
         if (jitter := cost.jitter) is not None:
-            tenth = len(jitter.quantiles) // 10
-            low, high = jitter.quantiles[tenth], jitter.quantiles[-1 - tenth]
+            low, high = jitter.four_in_five()
             lines.append(
                 f"served, a step takes {cost.excess_s * 1e3:.2g} ms more; four in five are within {low:.2f} to {high:.2f} of that"
             )

@@ -85,6 +85,11 @@ class JitterFacts(Part):
     persistent: Share = Field(description="share of the variance that comes in spells; the rest is new in each step")
     memory: Share = Field(description="correlation of that part from one step to the next")
 
+    def four_in_five(self) -> tuple[float, float]:
+        """Factors between which about four fifths of the time lie."""
+        tenth = len(self.quantiles) // 10
+        return self.quantiles[tenth], self.quantiles[-1 - tenth]
+
     @model_validator(mode="after")
     def _factors(self) -> JitterFacts:
         if min(self.quantiles) <= 0 or list(self.quantiles) != sorted(self.quantiles):

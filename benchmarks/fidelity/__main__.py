@@ -171,8 +171,7 @@ class Bench:
 def _scatter(cost: CostModel) -> str:
     if (jitter := cost.facts.jitter) is None:
         return ""
-    tenth = len(jitter.quantiles) // 10
-    low, high = jitter.quantiles[tenth], jitter.quantiles[-1 - tenth]
+    low, high = jitter.four_in_five()
     spells = f"{jitter.persistent:.0%} in spells (memory {jitter.memory:.2f})"
     return f", four in five of them {low:.2f} to {high:.2f} of that, {spells}"
 

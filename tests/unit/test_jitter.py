@@ -9,12 +9,14 @@ import statistics
 import pytest
 from pydantic import ValidationError
 
+from autotune.cli.show import model_lines
 from autotune.cost_model import CostModel
 from autotune.profile.parts import JitterFacts
 from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from autotune.simulate.jitter import FACTORS, jitter_factors
 from benchmarks.controller.hardware import h200
 from runtime.step_model import StepFeatures
+from tests.sample_profile import sample_profile
 from tests.unit.jitter_cases import STALLS
 
 
@@ -129,6 +131,13 @@ def test_long_spells_are_told_from_few_steps() -> None:
     slow = JitterFacts(quantiles=tuple(0.5 + (i + 0.5) / 32 for i in range(32)), persistent=0.5, memory=0.97)
     found = [jitter_of([load(slow, 7 * seed + i, 150) for i in range(4)]) for seed in range(12)]
     assert all(f is not None and f.memory > 0.5 and f.persistent > 0.2 for f in found)
+
+
+def test_show_says_what_serving_adds_and_how_steps_scatter() -> None:
+    facts = h200().facts.model_copy(update={"excess_s": 4e-4, "jitter": STALLS})
+    told = model_lines(sample_profile(cost_model=facts))
+    assert "served, a step takes 0.4 ms more; four in five are within 0.90 to 0.90 of that" in told
+    assert not any(line.startswith("served") for line in model_lines(sample_profile(cost_model=h200().facts)))
 
 
 def test_settings_are_compared_without_jitter_and_with_the_excess() -> None:
