@@ -51,6 +51,7 @@ def capacity(
     from autotune.simulate.tables import (
         capacity_data,
         capacity_table,
+        cheapest_data,
         cheapest_sentence,
         interval_words,
         unbounded_sentence,
@@ -75,6 +76,7 @@ def capacity(
             if asked.price is not None:
                 display.stage("others")
                 best = search.best(known, asked.others, shared.progress(display), asked.around)
+                stopped = not best.whole
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
@@ -94,13 +96,13 @@ def capacity(
         if endless is not None:
             console.print(endless, markup=False, highlight=False, soft_wrap=True)
     if best is not None and asked.price is not None:
-        told = cheapest_sentence(*best, scenario.slo, asked.price)
+        told = cheapest_sentence(best, scenario.slo, asked.price)
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         settings = [capacity_data(one, asked.price) for one in known.values()]
-        cheapest = None if best is None else capacity_data(best.setting, asked.price) | {"tried": best.tried}
+        cheapest = cheapest_data(best, asked.price)
         print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
-        shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None)
+        shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None, priced=best is not None)
         return INTERRUPTED
     return DONE if any(one.rate for one in known.values()) else FELL_SHORT

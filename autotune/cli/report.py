@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
+from autotune.cli.simulated import PRICE_HELP
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ HELP = (
     "Exit codes: 0 written, 2 PROFILE or LOG cannot be read, or --out cannot be written."
 )
 EXAMPLES = (
-    "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --out page.html --json"
+    "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --price 2.50/h --out page.html --json"
     "  ·  autotune report run.jsonl --records requests.jsonl"
 )
 
@@ -43,26 +44,34 @@ def report(
         Path | None,
         Option(help="With a decision log: the requests of that run, as autotune serve --records wrote them."),
     ] = None,
+    price: Annotated[str | None, Option(help=PRICE_HELP)] = None,
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Write the page; 2 when the file is neither a valid profile nor a log."""
     from autotune.cli.display import make_console
+    from autotune.price import parse_price
     from autotune.profile import load_profile
     from autotune.report import gather, html
     from autotune.report.files import check_profile, find, is_decision_log, place
     from autotune.report.terminal import show
     from autotune.writing import write_whole
 
+    money = None if price is None else parse_price(price)
     path = find(profile)
     if is_decision_log(path):
+        if price is not None:
+            raise InputError(f"--price is {price}; it goes with a profile, and {path} is a decision log")
         return _run(path, records, place(path, out), show_it=open_, as_json=as_json)
     if records is not None:
         raise InputError(f"--records is {records}; it goes with a decision log, and {path} is none")
     check_profile(path)
     page = place(path, out)
     console = make_console(stderr=as_json)
-    made = _composed(gather(load_profile(path), path), console)
+    loaded = load_profile(path)
+    if money is not None:
+        loaded = loaded.model_copy(update={"price_per_hour": money})
+    made = _composed(gather(loaded, path), console)
     write_whole(page, html(made))
     if as_json:
         import json

@@ -6,26 +6,38 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from autotune.cli.simulated import PRICE_HELP
+from runtime.errors import InputError
+
 if TYPE_CHECKING:
     from autotune.profile import Profile
 
 HELP = "Check a profile and print its table. PROFILE is a YAML file, or the name of a shipped profile."
-EXAMPLES = "Examples:  autotune show tiny-cpu.yaml  ·  autotune show tiny-cpu.yaml --json | jq .knobs"
+EXAMPLES = "Examples:  autotune show tiny-cpu.yaml --price 2.50/h  ·  autotune show tiny-cpu.yaml --json | jq .knobs"
 
 
 def show(
     profile: str = typer.Argument(..., metavar="PROFILE", help="A file, or a name from `autotune profiles`."),
+    price: str | None = typer.Option(None, help=PRICE_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
     from autotune.callables.profile import CallableProfile, load_either
     from autotune.callables.table import show as show_callable
     from autotune.cli.display import make_console
+    from autotune.price import parse_price
     from autotune.profile import find_profile
     from autotune.profiling import table
     from autotune.profiling.fingerprint import describe
 
+    money = None if price is None else parse_price(price)
     loaded = load_either(find_profile(profile))
+    if money is not None:
+        if isinstance(loaded, CallableProfile):
+            raise InputError(
+                f"--price is {price}; {profile} is of a function, and makes no tokens that could have a price"
+            )
+        loaded = loaded.model_copy(update={"price_per_hour": money})
     if as_json:
         print(loaded.model_dump_json())
         return 0

@@ -14,7 +14,7 @@ from autotune.cli.knob_options import with_knobs
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
-    from autotune.simulate.capacity import Best
+    from autotune.simulate.capacity import Best, SettingCapacity
 
 HELP = (
     "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
@@ -55,7 +55,7 @@ def simulate(
     from autotune.evaluate import Interrupted
     from autotune.profiling.points import Run, point
     from autotune.simulate.capacity import Search
-    from autotune.simulate.tables import capacity_data, cheapest_sentence, point_data, simulated_table
+    from autotune.simulate.tables import cheapest_data, cheapest_sentence, point_data, simulated_table
 
     console = make_console(stderr=as_json)
     offered, whose = asked.offered(rate)
@@ -84,8 +84,12 @@ def simulate(
             if asked.price is not None:
                 display.stage("pricing")
                 search = Search(scenario, taken, requests, controller=controller, stop=stop.is_set)
-                known = {n: search.capacity(n, k, offered, shared.progress(display)) for n, k in asked.settings.items()}
-                best = search.best(known, asked.others, shared.progress(display), asked.around)
+                known: dict[str, SettingCapacity] = {}
+                told = shared.progress(display)
+                for name, setting in asked.settings.items():
+                    known[name] = search.capacity(name, setting, offered, told)
+                best = search.best(known, asked.others, told, asked.around)
+                stopped = not best.whole
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
@@ -100,13 +104,13 @@ def simulate(
             style="dim", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if best is not None and asked.price is not None:
-        told = cheapest_sentence(*best, scenario.slo, asked.price)
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        text = cheapest_sentence(best, scenario.slo, asked.price)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = [point_data(p, asked.price) for p in points]
-        cheapest = None if best is None else capacity_data(best.setting, asked.price) | {"tried": best.tried}
+        cheapest = cheapest_data(best, asked.price)
         print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
-        shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None)
+        shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None, priced=best is not None)
         return INTERRUPTED
     return DONE if any(p.attainment >= scenario.slo.attainment for p in points) else FELL_SHORT

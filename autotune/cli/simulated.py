@@ -164,10 +164,11 @@ def capacity_words(found: SettingCapacity) -> str:
     return "unbounded" if found.unbounded else f"{found.rate:.3g} req/s" if found.rate else "none"
 
 
-def say_stopped(done: int, total: int, *, pricing: bool) -> None:
-    """On stderr, after what was found: a table that looks whole is not."""
+def say_stopped(done: int, total: int, *, pricing: bool, priced: bool = False) -> None:
+    """On stderr, after what was found: a table that looks whole is not. ``priced``: the cheapest so far was said."""
     lacking = f"{done} of {total} settings are done" if done < total else "all settings are done"
-    print(f"stopped: {lacking}{', the cheapest is not known' if pricing else ''}", file=sys.stderr)
+    cheapest = ", what is left may be cheaper" if priced else ", the cheapest is not known" if pricing else ""
+    print(f"stopped: {lacking}{cheapest}", file=sys.stderr)
 
 
 def _by_knobs(profile: Profile) -> dict[str, Knobs]:

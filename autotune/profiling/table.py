@@ -19,6 +19,7 @@ HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget"
 BASELINE, OTHERS = "vLLM defaults", "also Pareto"
 _MOST_OTHERS = 4
 _WIDE = 110  # columns of the full table
+_WIDE_PRICED = 125  # with the price of tokens, and air between the columns
 
 
 def rows(profile: Profile) -> list[tuple[str, Point, str]]:
@@ -40,13 +41,13 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
 
 def table(profile: Profile, width: int = 120) -> Table:
     """For a terminal of ``width`` columns; a narrow one loses throughput and the interval of the share."""
-    wide = width >= _WIDE
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0), header_style="bold")
+    wide, price = width >= _WIDE, profile.price_per_hour
+    airy = width >= (_WIDE if price is None else _WIDE_PRICED)
+    drawn = Table(box=None, pad_edge=False, padding=(0, 1) if airy else (0, 1, 0, 0), header_style="bold")
     drawn.add_column("", no_wrap=True)
     for spec in KNOBS:
         drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
     drawn.add_column("│")
-    price = profile.price_per_hour
     priced = () if price is None else ("per M tok",)
     for title in ("in SLO", "req/s", *(("tok/s",) if wide else ()), *priced, "TTFT p99", "TPOT p99"):
         drawn.add_column(title, justify="right", no_wrap=True)

@@ -1,7 +1,8 @@
 """The highest rate at which a setting holds the SLO, by bisection in simulation, seed by seed; and which setting has the highest.
 
 One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
-steps, and a bisection finds where it crosses what was promised. The rates tried lie on a fixed grid, equal steps of at most the
+steps (of up to a few hundredths where the machine's own steps scatter: a stall falls on other requests at another rate), and a
+bisection finds where it crosses what was promised. The rates tried lie on a fixed grid, equal steps of at most the
 precision, and each interval is halved at its roundest number, so that where the search begins changes nothing but its length
 (unless the share crosses the promise twice, whole octaves apart). A capacity is the rate at which those requests came, not the
 long-run mean of the workload: of a bursty one, a few thousand requests may come much faster or slower than that. Seeds differ;
@@ -18,6 +19,7 @@ from typing import Final, NamedTuple
 
 from scipy.stats import t as student
 
+from autotune.evaluate import Interrupted
 from autotune.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
@@ -105,10 +107,11 @@ class SettingCapacity:
 
 
 class Best(NamedTuple):
-    """The setting with the highest capacity of so many ``tried``."""
+    """The setting with the highest capacity of so many ``tried``. ``whole``: whether all there was to try has been."""
 
     setting: SettingCapacity
     tried: int
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class Search:
         """The setting with the highest capacity among ``known``, ``others``, and those ``around`` the best of them.
 
         All but the known are first asked for a little more than the best so far; only those that hold it are looked at closely.
-        What lies around a setting is tried as long as that leads to a better one, as on a machine nobody searched on.
+        What lies around a setting is tried as long as that leads to a better one, as on a machine nobody searched on. When
+        ``stop`` says so, the best so far is the answer.
         """
         best = max(known.values(), key=lambda one: one.order)
         tried = {one.knobs for one in known.values()}
@@ -150,20 +154,22 @@ class Search:
             nonlocal best
             if knobs in tried or best.unbounded:
                 return
-            tried.add(knobs)
             bar = best.seeds[0].rate * (1 + self.precision)  # the same requests, only a little closer together
-            if bar and not self._holds(knobs, bar, self.seeds[0], told)[0]:
-                return
-            best = max(best, self.capacity(label, knobs, bar or 1.0, told), key=lambda found: found.order)
+            if not bar or self._holds(knobs, bar, self.seeds[0], told)[0]:
+                best = max(best, self.capacity(label, knobs, bar or 1.0, told), key=lambda found: found.order)
+            tried.add(knobs)
 
-        for label, knobs in others.items():
-            ask(label, knobs)
-        for _ in range(_STEPS if best.rate else 0):
-            before = best
-            for knobs in around(before.knobs):
-                ask(SEARCHED, knobs)
-            if best is before:
-                break
+        try:
+            for label, knobs in others.items():
+                ask(label, knobs)
+            for _ in range(_STEPS if best.rate else 0):
+                before = best
+                for knobs in around(before.knobs):
+                    ask(SEARCHED, knobs)
+                if best is before:
+                    break
+        except Interrupted:
+            return Best(best, len(tried), whole=False)
         return Best(best, len(tried))
 
     def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score]:

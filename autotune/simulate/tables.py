@@ -11,7 +11,7 @@ from rich.text import Text
 from autotune.price import money, per_million
 from autotune.profile.parts import Point
 from autotune.profiling.table import HEADINGS
-from autotune.simulate.capacity import SettingCapacity
+from autotune.simulate.capacity import Best, SettingCapacity
 from runtime.knobs import KNOBS, Knobs
 from runtime.slo import SLO
 
@@ -67,17 +67,25 @@ def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, pric
     return drawn
 
 
-def cheapest_sentence(best: SettingCapacity, tried: int, slo: SLO, price: float) -> str:
-    """Which of so many settings ``tried`` holds the SLO for the least money, and for how much; or that none does."""
+def cheapest_sentence(found: Best, slo: SLO, price: float) -> str:
+    """Which of the settings tried holds the SLO for the least money, and for how much; or that none does."""
+    best, far = found.setting, "" if found.whole else " before the stop"
     if best.unbounded:
         return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
     cost = per_million(price, best.throughput)
     if cost is None or not best.rate:
-        return f"none of the {tried} settings tried holds {slo}, at whatever price"
+        return f"none of the {found.tried} settings tried{far} holds {slo}, at whatever price"
     return (
-        f"cheapest of {tried} settings tried that holds {slo}: {best.label} ({best.knobs}), "
+        f"cheapest of {found.tried} settings tried{far} that holds {slo}: {best.label} ({best.knobs}), "
         f"{money(cost)} per million output tokens at its own capacity of {best.rate:.3g} req/s, {money(price)} an hour"
     )
+
+
+def cheapest_data(found: Best | None, price: float | None) -> dict[str, Any] | None:
+    """The same for scripts; None where nothing was looked for, or nothing found before a stop."""
+    if found is None:
+        return None
+    return capacity_data(found.setting, price) | {"tried": found.tried, "whole": found.whole}
 
 
 def interval_words(seeds: int) -> str:

@@ -65,6 +65,8 @@ def test_whatever_reads_a_language_models_profile_refuses_it(
         ["export", str(file), "--to", "vllm"], ["check", str(file)], ["report", str(file)], ["simulate", "--profile", str(file)],
         ["capacity", str(file)], ["serve", "--profile", str(file)], ["bench", "--profile", str(file)],
     )  # fmt: skip
+    assert run(["show", str(file), "--price", "1/h"]) == 2
+    assert "makes no tokens that could have a price" in capsys.readouterr().err
     for verb in verbs:
         assert run(verb) == 2
         told = capsys.readouterr().err

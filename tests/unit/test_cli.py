@@ -168,6 +168,21 @@ def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["knobs"]["token_budget"] == 128
 
 
+def test_show_takes_a_price_for_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(profile(), Path("tiny-cpu.yaml"))
+    assert run(["show", "tiny-cpu.yaml"]) == 0
+    plain = capsys.readouterr().out
+    assert "per M tok" not in plain and "cheapest" not in plain
+    assert run(["show", "tiny-cpu.yaml", "--price", "48/day"]) == 0
+    priced = capsys.readouterr().out
+    assert "per M tok" in priced and "… " not in priced and "TTFT p99" in priced
+    assert "2.00 per hour" in priced
+    assert run(["show", "tiny-cpu.yaml", "--price", "48/day", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["price_per_hour"] == 2.0
+    assert run(["show", "tiny-cpu.yaml", "--price", "2"]) == 2
+    assert capsys.readouterr().err == 'error: --price: "2" is not a price for a time; write 2/h\n'
+
+
 def test_profiles_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["profiles"]) == 0
     assert capsys.readouterr().out != ""

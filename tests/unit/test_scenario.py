@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from autotune.cost_model import CostModel
 from autotune.evaluate import Interrupted, evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.capacity import SEARCHED, Search
@@ -17,6 +18,7 @@ from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 from tests.unit.jitter_cases import STALLS
 from tests.unit.simulated_profile import EVEN, PROMISE, profiled, scenario
 
@@ -126,6 +128,21 @@ def test_no_request_is_larger_than_the_blocks_of_a_small_pool(tokens: int) -> No
     assert found.offered == 20 and found.completed_rate > 0
 
 
+def stalling() -> Scenario:
+    """A machine whose served steps take longer than the fit and scatter."""
+    facts = h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS})
+    return Scenario.of(profiled(cost_model=facts), workload=EVEN)
+
+
+def test_what_serving_adds_is_in_every_step_once() -> None:
+    step, facts = StepFeatures(8, 9000, 300, 500, 60_000, 2), h200().facts.model_copy(update={"excess_s": 2e-3})
+    plain = h200().predict(step)
+    assert stalling().cost.predict(step) == pytest.approx(plain + 2e-3)
+    assert stalling().cost.serving().predict(step) == pytest.approx(plain + 2e-3)
+    half = Scenario.of(profiled(cost_model=facts), speeds={"overhead": 0.5}).cost.predict(step)
+    assert half == pytest.approx(CostModel(h200().facts).scaled(overhead=0.5).predict(step) + 4e-3)
+
+
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +168,14 @@ def test_where_the_search_begins_does_not_matter(start: float) -> None:
     assert found.rates == usual.rates and [s.failed for s in found.seeds] == [s.failed for s in usual.seeds]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_where_it_begins_does_not_matter_on_a_machine_with_stalls_either(seed: int) -> None:
+    world, knobs = stalling(), Knobs(256, 0, 1024, 1024)
+    found = [Search(world, (seed,), 300).capacity("it", knobs, start).seeds[0] for start in (0.7, 17.0, 300.0)]
+    assert len({(one.rate, one.failed) for one in found}) == 1 and found[0].rate > 0
+    assert found[0].rate != Search(world.even(), (seed,), 300).capacity("it", knobs, 17.0).seeds[0].rate
+
+
 def test_what_one_request_alone_misses_no_rate_holds() -> None:
     found = Search(scenario(slo=SLO(tpot_ms=2)), (0, 1), 50).capacity("it", Knobs(), 10.0)
     assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
@@ -168,11 +193,29 @@ def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> N
     first = search.capacity("first", Knobs(4, 0, 64, 64), 5.0)
     others = {f"{n} slots": Knobs(n, 0, 1024, 512) for n in (2, 8, 64)}
     told: list[float] = []
-    best, tried = search.best({"first": first}, others, lambda rate, held: told.append(rate))
+    best, tried, _ = search.best({"first": first}, others, lambda rate, held: told.append(rate))
     assert tried == 4
     capacities = {label: search.capacity(label, knobs, 5.0).rate for label, knobs in others.items()}
     assert best.rate >= 0.98 * max(capacities.values()) > first.rate
-    assert search.best({best.label: best}, {"again": best.knobs}) == (best, 1)
+    assert search.best({best.label: best}, {"again": best.knobs}) == (best, 1, True)
+
+
+def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
+    asked = 0
+
+    def stop() -> bool:
+        return asked > 0
+
+    def told(rate: float, held: bool) -> None:
+        nonlocal asked
+        asked += held and rate > first.rate  # a better one has been found; looking at it closely was not cut short
+
+    knobs = {"first": Knobs(2, 0, 1024, 512), "better": Knobs(8, 0, 1024, 512), "best": Knobs(64, 0, 1024, 512)}
+    first = Search(scenario(), (0,), 100).capacity("first", knobs.pop("first"), 5.0)
+    stopped = Search(scenario(), (0,), 100, stop=stop).best({"first": first}, knobs, told)
+    assert stopped == ((first, 1, False))  # it was cut short while it looked at the better one
+    whole = Search(scenario(), (0,), 100).best({"first": first}, knobs)
+    assert whole.whole and whole.tried == 3 and whole.setting.rate > first.rate
 
 
 def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() -> None:
@@ -182,7 +225,7 @@ def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() ->
     def twice(knobs: Knobs) -> list[Knobs]:
         return [knobs.with_(max_batch_size=2 * knobs.max_batch_size), knobs.with_(token_budget=16, chunk_size=16)]
 
-    best, tried = search.best({"first": first}, {}, around=twice)
+    best, tried, _ = search.best({"first": first}, {}, around=twice)
     assert best.knobs.max_batch_size >= 8 and best.knobs.token_budget == 1024 and best.label == SEARCHED
     assert best.rate > 1.5 * first.rate and tried >= 4
 

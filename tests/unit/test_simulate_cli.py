@@ -210,6 +210,30 @@ def test_what_was_found_before_a_stop_is_shown(
     assert captured.err.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
 
 
+@pytest.mark.parametrize("verb", ["simulate", "capacity"])
+def test_the_cheapest_before_a_stop_is_shown(
+    path: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes at the first setting that is asked for no other reason than the price."""
+    measure, known = Scenario.measure, {s.knobs for s in profiled().settings.values()}
+
+    def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
+        if knobs not in known:
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(self, knobs, *rest, **options)
+
+    monkeypatch.setattr(Scenario, "measure", interrupted)
+    where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
+    assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert len(found["settings"]) == 3 and found["stopped"]
+    assert Knobs(**found["cheapest"]["knobs"]) in known and found["cheapest"]["price_per_million"] > 0
+    assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (len(known), False)
+    assert f"cheapest of {len(known)} settings tried before the stop that holds" in captured.err
+    assert captured.err.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
+
+
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("capacity", path, "--workload", EVEN, "--token-budget", "512")
     whole = told(capsys, *options)["settings"][0]["capacity"]

@@ -98,6 +98,14 @@ def test_it_writes_the_page_and_prints_the_essentials(folder: Path, capsys: pyte
     assert run(["report", "example.yaml"]) == 0, "a report may be overwritten"
 
 
+def test_a_price_given_is_in_the_page_and_not_in_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path("example.yaml").read_text()
+    assert run(["report", "example.yaml", "--price", "2.50/h"]) == 0
+    page = (folder / "example.html").read_text()
+    assert "price/M tokens" in page and "at 2.50 per hour" in page
+    assert Path("example.yaml").read_text() == before
+
+
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], evidence: Evidence) -> None:
     save_profile(changed(evidence, cost_model=None), folder / "example.yaml")
     assert run(["report", "example.yaml", "--out", "page.html", "--json"]) == 0
@@ -113,6 +121,8 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
         (("example.points.jsonl",), "holds the raw runs of a profile; name the profile itself, example.yaml"),
         (("log.jsonl", "--records", "no.jsonl"), "--records: no.jsonl cannot be read (No such file or directory)"),
         (("example.yaml", "--records", "r.jsonl"), "it goes with a decision log, and example.yaml is none"),
+        (("log.jsonl", "--price", "1/h"), "--price is 1/h; it goes with a profile, and log.jsonl is a decision log"),
+        (("example.yaml", "--price", "1"), '--price: "1" is not a price for a time; write 1/h'),
         (("page.html",), "is a page, perhaps a report already; name the profile it was made from"),
         (("nothing.yaml",), "nothing.yaml: cannot be read (No such file or directory)"),
         (("empty.yaml",), "empty.yaml: is not a profile"),
