@@ -135,7 +135,9 @@ class Race:
                 others.append(index)
         others = [index for index in others if index not in self._tried]
         if trials is not None:
-            others = others[: max(0, trials - 1 - len(self._tried))]
+            left = max(0, trials - 1 - len(self._tried))
+            unmet = trials > 1 and yardstick is not None and finals.index(yardstick) in others[:1]
+            others = others[: max(left, unmet)]  # what was measured before a move does not take the yardstick's place
         compared = [] if self._tried else others[:1]  # with the best: at the least, however late it is
         noise_first = not compared or self._room(_TO_COMPARE, best)
         self._must = 1 + len(compared) + (noise_first and bool(compared))
