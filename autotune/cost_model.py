@@ -49,12 +49,11 @@ class CostModel:
 
     def __init__(self, facts: CostFacts) -> None:
         values = facts.coefficients
-        for name, value in values.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"cost_model.coefficients.{name} is {value}; it must be a number of at least 0")
-        names = [name for name in values if name != EXPERT_TOKENS]
+        try:
+            self._shape = Shape.of(facts.family, values)
+        except ValueError as error:
+            raise ValueError(f"cost_model.{error}") from None
         self.facts = facts
-        self._shape = Shape.read(facts.family, names, values.get(EXPERT_TOKENS))
         self._values = values
         self._norm = self._shape.norm
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]

@@ -16,7 +16,7 @@ cost the same up to some number of rows, are followed too; one segment is a cost
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ Group = Literal["outside", "memory", "compute"]
 TOKEN = "token_s@"
 _WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
 EXPERT_TOKENS = "expert_tokens"
+MOST = 1e3  # of any coefficient: seconds, most of them for one token
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,21 @@ class Shape:
             raise ValueError(f"family is {family!r}, which does not go with the coefficients {', '.join(names)}")
         missing = set(shape.names) - set(names)
         if missing:
-            raise ValueError(f"family {family} lacks the coefficients {', '.join(sorted(missing))}")
+            raise ValueError(f"family is {family!r}; its coefficients {', '.join(sorted(missing))} are missing")
+        if more := set(names) - set(shape.names):
+            raise ValueError(f"family is {family!r}; it has no coefficients {', '.join(sorted(more))}")
         return shape
+
+    @classmethod
+    def of(cls, family: str, coefficients: Mapping[str, float]) -> Shape:
+        """That of a whole set of coefficients. Raises ``ValueError``, a field's name first, for a set that makes no sense."""
+        for name, value in coefficients.items():
+            if not (math.isfinite(value) and 0 <= value <= MOST):
+                raise ValueError(f"coefficients.{name} is {value:g}; it must be a number from 0 to {MOST:g}")
+        if coefficients.get(EXPERT_TOKENS) == 0:
+            raise ValueError(f"coefficients.{EXPERT_TOKENS} is 0; it must be above 0")
+        names = [name for name in coefficients if name != EXPERT_TOKENS]
+        return cls.read(family, names, coefficients.get(EXPERT_TOKENS))
 
     @property
     def groups(self) -> list[tuple[str, Group]]:

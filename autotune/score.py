@@ -16,6 +16,8 @@ from runtime.slo import SLO, attainment, wilson_interval
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
 
+_MOST_BLOCKS = 86_400  # of a second or more
+
 
 class Latency(BaseModel):
     """Percentiles of one metric over the requests that have it, ms. None where none has.
@@ -51,7 +53,8 @@ class Score(BaseModel):
     trace may be something else.
     ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
     window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
-    met) of each second of the window, for intervals that respect bursts. ``lateness_p99_ms``: how late the sender was.
+    met) of each second of the window (of longer parts where it is more than a day), for intervals that respect bursts.
+    ``lateness_p99_ms``: how late the sender was.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,9 +110,10 @@ def score(
     """Pure arithmetic from records (arrival = when due) to a :class:`Score`."""
     kept = attainment(records, slo)
     low, high = wilson_interval(kept.met, kept.offered)
-    blocks = [(0, 0)] * max(1, math.ceil(duration))
+    width = max(1.0, duration / _MOST_BLOCKS)
+    blocks = [(0, 0)] * max(1, math.ceil(duration / width))
     for record in records:
-        at = min(len(blocks) - 1, max(0, int(record.arrival - start)))
+        at = min(len(blocks) - 1, max(0, int((record.arrival - start) / width)))
         offered, met = blocks[at]
         blocks[at] = (offered + record.offered, met + (record.offered and slo.met(record)))
     return Score(

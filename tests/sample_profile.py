@@ -156,11 +156,14 @@ def sample_profile(
 
 
 def sample_cost_model(**changes: Any) -> CostFacts:
-    """Of two coefficients; the learner's are as many as it has."""
+    """Of the simplest family; the learner's coefficients are as many as it has."""
+    values = {"overhead_s": 7e-3, "decode_s": 1e-5, "chunk_s": 0.0, "decode_kv_s": 3e-8, "prefill_kv_s": 4e-8}
+    values |= {"token_s@0": 2e-5, "pair_s": 8e-10}
+    size = len(values)
     fields: dict[str, Any] = {
-        "family": "additive",
-        "coefficients": {"overhead": 0.007, "per_token": 2e-5},
-        "covariance": ((1e-8, 1e-12), (1e-12, 1e-14)),
+        "family": "sum",
+        "coefficients": values,
+        "covariance": tuple(tuple(1e-12 * (i == j) for j in range(size)) for i in range(size)),
         "points": 38,
         "seconds": 12.0,
         "error": 0.021,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.rates import check_rate
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ def bench(
 
     if cpu and gpu:
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
-    if rate is not None and not 0 < rate < 1e6:
-        raise InputError(f"--rate is {rate:g}; it must be above 0 requests/s")
+    check_rate("--rate", rate)
     seconds = _seconds(duration)
     promise = None if slo is None else _checked("--slo", SLO.parse, slo)
     if workload is not None:

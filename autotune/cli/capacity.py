@@ -32,7 +32,7 @@ def capacity(
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
     scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
-    kv_tokens: Annotated[int | None, Option(min=1, help=shared.KV_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, max=2**30, help=shared.KV_HELP)] = None,
     price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
     seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
     seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,

@@ -100,6 +100,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else DONE
     except (InputError, ModelError) as error:
         return _complain(str(error))
+    except MemoryError:
+        return _complain("that takes more memory than there is; ask for less of it (--requests, --kv-tokens, --rate)")
     except typer.Exit as error:
         return error.exit_code
     except UsageError as error:

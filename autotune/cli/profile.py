@@ -11,6 +11,7 @@ from typer import Context, Option
 
 from autotune.cli.budget import seconds
 from autotune.cli.exits import FELL_SHORT
+from autotune.cli.rates import check_rate
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ def profile(
         raise InputError(f"--sim-trials is {sim_trials}; it must be at least 1")
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
-    if rate is not None and not 0 < rate < 1e6:
-        raise InputError(f"--rate is {rate:g}; it must be above 0 requests/s")
+    check_rate("--rate", rate)
     limits = KnobLimits()
     question = Question(
         workload=_checked("--workload", parse_workload, workload),

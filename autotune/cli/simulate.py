@@ -11,6 +11,7 @@ from typer import Option
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
+from autotune.cli.rates import check_rate
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -37,7 +38,7 @@ def simulate(
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
     scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
-    kv_tokens: Annotated[int | None, Option(min=1, help=shared.KV_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, max=2**30, help=shared.KV_HELP)] = None,
     price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
     seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
     seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
@@ -45,7 +46,7 @@ def simulate(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Simulate and print; 1 when nothing holds the SLO."""
-    shared.positive("--rate", rate)
+    check_rate("--rate", rate)
     asked = shared.Asked(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},

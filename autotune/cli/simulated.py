@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autotune.cli.rates import check_rate
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Asked:
         if asked is not None:
             return asked, "--rate"
         if self.rate is not None:
+            check_rate("--workload: rate", self.rate)
             return self.rate, "the workload's"
         return self.profile.workload.rate, "the profile's"
 
@@ -200,8 +202,3 @@ def checked(option: str, parse: Any, *arguments: Any) -> Any:
         raise InputError(text if not option or text.startswith("--") else f"{option}: {text}") from None
     except ValueError as error:
         raise InputError(f"{option}: {error}" if option else str(error)) from None
-
-
-def positive(option: str, value: float | None) -> None:
-    if value is not None and not 0 < value < 1e9:
-        raise InputError(f"{option} is {value:g}; it must be above 0")

@@ -15,7 +15,7 @@ _MUST_BE = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
-    "finite_number": "a number, not infinite",
+    "finite_number": "a finite number",
     "string_type": "text",
     "string_too_short": "text, not empty",
     "bool_type": "true or false",

@@ -31,6 +31,9 @@ Amount = Annotated[float, Field(ge=0, le=MOST)]
 """A time, a rate, a size: zero or more. The field's name or description has the unit."""
 
 AboveZero = Annotated[float, Field(gt=0, le=MOST)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Requests/s that are offered."""
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=-MOST, le=MOST)]
 Row = tuple[Number, ...]

@@ -6,7 +6,8 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.profile.fields import AboveZero, Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+from autotune.cost_shape import Shape
+from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
 
@@ -117,13 +118,20 @@ class CostFacts(Part):
         default=None,
         description="the same fitted to planned steps alone, which cost less than served ones: what `autotune check` goes by",
     )
-    excess_s: Amount = Field(
-        default=0.0, description="that a step of a served load took on average beyond what the coefficients say, s"
+    excess_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="that a step of a served load took on average beyond what the coefficients say, s",
     )
     jitter: JitterFacts | None = Field(default=None, description="of served steps; null: not known, none is simulated")
 
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:
+        try:
+            Shape.of(self.family, self.coefficients)
+        except ValueError as error:
+            raise ValueError(f".{error}") from None
         check_covariance(".covariance", self.covariance, len(self.coefficients))
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):
@@ -158,8 +166,10 @@ class SimulationFacts(Part):
     goodput_error: Amount | None = Field(
         description="median of |simulated − measured| / measured over the validated points"
     )
-    speed: AboveZero = Field(
+    speed: float = Field(
         default=1.0,
+        ge=1e-3,
+        le=1e3,
         description="of the machine while it served, in units of what cost model and excess_s say; simulations go by it",
     )
 

@@ -18,6 +18,7 @@ from autotune.profile.fields import (
     Number,
     Part,
     Positive,
+    Rate,
     Share,
     SLOField,
     Text,
@@ -58,6 +59,10 @@ __all__ = [
     "Spread",
     "StepPoint",
 ]
+
+
+MOST_KV_TOKENS = 2**30
+"""In a KV pool: far more than the memory of any machine of today holds."""
 
 
 class GpuInfo(Part):
@@ -127,6 +132,12 @@ class KvPool(Part):
     block_size: Positive = Field(description="tokens in a block")
     blocks: Positive
 
+    @model_validator(mode="after")
+    def _of_a_machine(self) -> KvPool:
+        if self.tokens > MOST_KV_TOKENS:
+            raise ValueError(f" holds {self.tokens:.3g} tokens in all; it must be at most {MOST_KV_TOKENS}")
+        return self
+
     @property
     def tokens(self) -> int:
         return self.blocks * self.block_size
@@ -153,7 +164,7 @@ class LoadFacts(Part):
     cap_output: Positive | None = Field(description="longest output, tokens")
     mean_prompt: Amount = Field(description="tokens")
     mean_output: Amount = Field(description="tokens")
-    rate: AboveZero = Field(description="requests/s where settings were compared")
+    rate: Rate = Field(description="requests/s where settings were compared")
     offered_rate: Amount = Field(description="requests/s that came in the windows of the recommended setting")
     rate_from: Literal["user", "calibration"]
     window_s: AboveZero = Field(description="length of a measuring window, s")
@@ -183,7 +194,7 @@ class Point(Part):
     knobs: KnobsField
     stage: Literal["simulation", "search", "validation", "capacity"]
     label: str
-    rate: AboveZero = Field(description="the workload's mean, requests/s")
+    rate: Rate = Field(description="the workload's mean, requests/s")
     offered_rate: Amount = Field(description="requests/s that came in the windows")
     seeds: tuple[Count, ...] = Field(description="of the load, one a run")
     offered: Count = Field(description="requests due in the windows, those cancelled by the client left out")

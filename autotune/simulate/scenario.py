@@ -25,6 +25,7 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
 SPEEDS = ("compute", "bandwidth", "overhead")
+_FASTEST = 1000  # times as fast, or as slow
 WARM_UP = 0.1  # of the requests, before the window begins
 
 
@@ -68,7 +69,12 @@ class Scenario:
         if speeds:
             cost = cost.scaled(**speeds)
         facts, engine = profile.workload, profile.engine
-        load = parse_workload(workload or facts.spec)
+        try:
+            load = parse_workload(workload or facts.spec)
+        except InputError as error:
+            raise (
+                error if workload else InputError(f"{name}: workload.spec: {error}; --workload names another")
+            ) from None
         block = engine.kv_pool.block_size
         asked = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
         pool = asked // block * block  # a pool is whole blocks
@@ -190,6 +196,8 @@ def parse_speeds(text: str) -> dict[str, float]:
             found[name] = float(value)
         except ValueError:
             found[name] = math.nan
-        if not (math.isfinite(found[name]) and found[name] > 0):
-            raise InputError(f'--scale: "{part.strip()}" must be a number above 0 (0.5: half as fast)')
+        if not 1 / _FASTEST <= found[name] <= _FASTEST:
+            raise InputError(
+                f'--scale: "{part.strip()}" must be a number from {1 / _FASTEST:g} to {_FASTEST:g} (0.5: half as fast)'
+            )
     return found

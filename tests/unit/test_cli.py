@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--budget", "soon"], '--budget: "soon" is not a time, such as 90s, 2m or 1h30m'),
         (["--budget", "3s"], "--budget is 3s; it must be at least 10s"),
         (["--trials", "0"], "--trials is 0; it must be at least 1"),
-        (["--rate", "-1"], "--rate is -1; it must be above 0 requests/s"),
+        (["--rate", "-1"], "--rate is -1; it must be a number from 1e-06 to 1e+06 requests/s"),
         (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
         (["--cpu", "--out", "nowhere/x.yaml"], "--out: nowhere/x.yaml cannot be written: there is no directory nowhere"),
         (["--cpu", "--out", "x.txt"], "--out: x.txt must end in .yaml"),

@@ -213,8 +213,8 @@ def test_facts_that_are_none_are_refused() -> None:
         ("cubic", facts.coefficients, "family is 'cubic'"),
         ("norm3", facts.coefficients, "family is 'norm3'"),
         ("max+experts", facts.coefficients, "does not go with"),
-        ("max", facts.coefficients | {"pair_s": -1.0}, "pair_s is -1.0; it must be"),
-        ("max", {k: v for k, v in facts.coefficients.items() if k != "pair_s"}, "lacks the coefficients pair_s"),
+        ("max", facts.coefficients | {"pair_s": -1.0}, "cost_model.coefficients.pair_s is -1; it must be"),
+        ("max", {k: v for k, v in facts.coefficients.items() if k != "pair_s"}, "coefficients pair_s are missing"),
     ):
         with pytest.raises(ValueError, match=words):
             CostModel(facts.model_copy(update={"family": family, "coefficients": coefficients}))

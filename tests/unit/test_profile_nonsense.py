@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import os
 import threading
@@ -14,11 +15,16 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from autotune.cli.main import run
+from autotune.cost_model import serving_knowledge
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
 from autotune.profile.text import DEEPEST, LARGEST
+from autotune.profiling.table import show
+from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
+from runtime.step_model import StepFeatures
 from tests.sample_profile import full_profile
 
 VALID: dict[str, Any] = yaml.safe_load(dump_profile(full_profile()))
@@ -56,8 +62,8 @@ BALANCED = ("settings", "balanced")
     ("keys", "value", "text"),
     [
         # figures that are none
-        ((*POINT, "goodput", "mean"), math.nan, "points.0.goodput.mean is nan; it must be a number, not infinite"),
-        ((*POINT, "rate"), math.inf, "points.0.rate is inf; it must be a number, not infinite"),
+        ((*POINT, "goodput", "mean"), math.nan, "points.0.goodput.mean is nan; it must be a finite number"),
+        ((*POINT, "rate"), math.inf, "points.0.rate is inf; it must be a finite number"),
         (("calibration", "alone_ttft_ms"), -1.5, "calibration.alone_ttft_ms is -1.5; it must be at least 0"),
         (("workload", "window_s"), 0, "workload.window_s is 0; it must be above 0"),
         ((*POINT, "e2e_p99_ms"), -1, "points.0.e2e_p99_ms is -1; it must be at least 0"),
@@ -103,13 +109,24 @@ BALANCED = ("settings", "balanced")
         (("engine", "limits", "token_budget"), 700, "settings.throughput.knobs.token_budget is 768; it must be a whole number"),
         (("machine", "gpu"), None, "machine.gpu is null; where kind is gpu it must say which"),
         # the cost model
-        (("cost_model", "covariance"), [[1.0]], "cost_model.covariance has 1 rows of 1; it must be 2 × 2"),
-        (("cost_model", "covariance"), [], "cost_model.covariance has 0 rows of 0; it must be 2 × 2"),
-        (("cost_model", "covariance", 1), [1.0], "cost_model.covariance has 2 rows of 1 or 2; it must be 2 × 2"),
+        (("cost_model", "covariance"), [[1.0]], "cost_model.covariance has 1 rows of 1; it must be 7 × 7"),
+        (("cost_model", "covariance"), [], "cost_model.covariance has 0 rows of 0; it must be 7 × 7"),
+        (("cost_model", "covariance", 1), [1.0], "cost_model.covariance has 7 rows of 1 or 7; it must be 7 × 7"),
         (("cost_model", "covariance", 0, 0), -1.0, "cost_model.covariance has a variance of -1 in row 1"),
         (("cost_model", "covariance", 0, 1), 1.0, "cost_model.covariance is not symmetric in row 2, column 1"),
         (("cost_model", "coefficients"), {}, "cost_model.coefficients is {}; "),
-        (("cost_model", "coefficients", "overhead"), math.nan, "cost_model.coefficients.overhead is nan; "),
+        (("cost_model", "coefficients", "overhead_s"), math.nan, "cost_model.coefficients.overhead_s is nan; "),
+        (("cost_model", "coefficients", "overhead_s"), -1, "cost_model.coefficients.overhead_s is -1; it must be a number fr"),
+        (("cost_model", "coefficients", "pair_s"), 1e9, "cost_model.coefficients.pair_s is 1e+09; it must be a number from 0"),
+        (("cost_model", "coefficients", "overhed_s"), 1, "cost_model.family is 'sum'; it has no coefficients overhed_s"),
+        (("cost_model", "coefficients", "token_s@x"), 1, "cost_model.family is 'sum'; "),
+        (("cost_model", "coefficients", "expert_tokens"), 0, "cost_model.coefficients.expert_tokens is 0; it must be above 0"),
+        (("cost_model", "family"), "zzz", "cost_model.family is 'zzz'; it must be sum, max or norm2"),
+        (("cost_model", "family"), "max", "cost_model.family is 'max'; its coefficients weights_s are missing"),
+        (("simulation", "speed"), 1e-9, "simulation.speed is 1e-09; it must be at least 0.001"),
+        (("workload", "rate"), 1e-12, "workload.rate is 1e-12; it must be at least 1e-06"),
+        (("workload", "rate"), 1e15, "workload.rate is 1000000000000000.0; it must be at most 1e+06"),
+        (("engine", "kv_pool", "blocks"), 10**12, "engine.kv_pool holds 1.6e+13 tokens in all; it must be at most 1073741824"),
         (("cost_model", "learner", "mixed"), [1.0], "cost_model.learner.mixed is [1.0]; "),
         (("cost_model", "learner", "decode_covariance"), [[1.0]], "cost_model.learner.decode_covariance has 1 rows of 1; it m"),
         (("cost_model", "regions", 1, "region"), "decode", "cost_model.regions are decode, decode, mixed; each may be there o"),
@@ -278,9 +295,18 @@ def test_a_changed_profile_loads_or_is_told_in_one_line(
     path = tmp_path_factory.getbasetemp() / "mutated.yaml"
     path.write_text(yaml.safe_dump(data, allow_unicode=True, sort_keys=False), encoding="utf-8", errors="replace")
     found = attempt(path)
-    if found is not None:  # whatever is accepted is written and read back the same
-        save_profile(found, path)
-        assert load_profile(path) == found
+    if found is None:
+        return
+    save_profile(found, path)  # whatever is accepted is written and read back the same
+    assert load_profile(path) == found
+    show(found, Console(file=io.StringIO(), width=120))  # and can be used
+    serving_knowledge(found)
+    try:
+        world = Scenario.of(found, str(path), workload="poisson:prompt=100,output=10")
+    except InputError as error:
+        assert str(error).startswith((f"{path} holds no cost model", "--kv-tokens"))
+    else:
+        assert 0 <= world.cost.predict(StepFeatures(1, 100, 100, 100, 5000, 1)) < math.inf
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

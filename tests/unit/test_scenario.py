@@ -232,10 +232,9 @@ def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() ->
 
 def test_speeds_are_numbers_above_0() -> None:
     assert parse_speeds("compute=0.5, bandwidth=2,overhead=1e0") == {"compute": 0.5, "bandwidth": 2, "overhead": 1}
-    for text in ("compute=inf", "compute=nan", "compute=x", "speed=1", ""):
+    for text in ("compute=inf", "compute=nan", "compute=x", "speed=1", "", "compute=1e-9", "overhead=1e4"):
         with pytest.raises(InputError):
             parse_speeds(text)
-    assert math.isfinite(parse_speeds("compute=1e-9")["compute"])
 
 
 def test_ceilings_are_raised_for_what_is_asked() -> None:

@@ -261,7 +261,8 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str
         (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit'),
         (["--workload", "nope"], '--workload: workload "nope": '),
         (["--scale", "compute"], '--scale: "compute" is no speed; write compute=0.5,bandwidth=0.4'),
-        (["--scale", "compute=0"], '--scale: "compute=0" must be a number above 0'),
+        (["--scale", "compute=0"], '--scale: "compute=0" must be a number from 0.001 to 1000'),
+        (["--kv-tokens", "999999999999"], "--kv-tokens is 999999999999; it must be a whole number from 1 to 1073741824"),
         (["--scale", "compute=1,compute=2"], "--scale: compute is given twice"),
         (["--price", "2.50"], '--price: "2.50" is not a price for a time; write 2.50/h'),
         (["--controller", "pid"], "--controller is 'pid'; it must be one of "),
@@ -280,7 +281,43 @@ def test_wrong_options(path: str, capsys: pytest.CaptureFixture[str], options: l
 
 
 def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, ["simulate", "--profile", path, "--rate", "-1"]) == "--rate is -1; it must be above 0"
+    for rate in ("-1", "0", "1e10", "1e-12"):
+        told = f"--rate is {float(rate):g}; it must be a number from 1e-06 to 1e+06 requests/s"
+        assert refused(capsys, ["simulate", "--profile", path, "--rate", rate]) == told
+    named = refused(capsys, ["simulate", "--profile", path, "--workload", EVEN + ",rate=1e9"])
+    assert named == "--workload: rate is 1e+09; it must be a number from 1e-06 to 1e+06 requests/s"
+
+
+def test_the_least_rate_there_is_takes_no_more_memory_than_another(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A window of a hundred million seconds, and not a figure for each of them."""
+    found = told(capsys, "simulate", "--profile", path, "--rate", "1e-6", "--token-budget", "256")
+    assert found["settings"][0]["attainment"] == 1.0
+
+
+def test_memory_that_is_not_there_is_one_line(
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Scenario, "measure", too_much)
+    assert run(["simulate", "--profile", path, *QUICK]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: that takes more memory than there is; ")
+
+
+def test_a_workload_that_is_not_here_is_named_with_its_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace of another machine: the profile is as good as ever for other loads."""
+    facts = profiled().workload.model_copy(update={"spec": "azure-conv:/no/where.csv"})
+    file = tmp_path / "p.yaml"
+    save_profile(profiled(workload=facts), file)
+    words = refused(capsys, ["simulate", "--profile", str(file)])
+    assert words.startswith(f'{file}: workload.spec: workload "azure-conv:/no/where.csv": ')
+    assert words.endswith("; --workload names another")
+    assert run(["simulate", "--profile", str(file), "--workload", EVEN, "--rate", "5", *QUICK]) == 0
 
 
 def test_ctrl_c_in_a_verb_that_does_not_wait_for_it(

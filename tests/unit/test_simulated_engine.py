@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from tests.unit.simulated_cases import LIMITS, Everything, RunMachine
+from tests.unit.simulated_profile import scenario
 
 FAST = RunMachine(base=1e-3, chunk=0.0, token=2e-5, context=1e-8, pair=0.0, overlap=False)
 
@@ -144,3 +146,19 @@ def test_a_controller_decides_the_same_whether_or_not_steps_could_be_skipped() -
         made.append((decisions, heard.requests, heard.steps))
     assert made[0] == made[1]
     assert sum(bool(d.changes) for d in made[0][0]) >= 2
+
+
+def test_nothing_of_the_hosts_time_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole measurement under a controller, with the clocks of the host gone."""
+    world = scenario()
+    usual = world.measure(Knobs(64, 0, 512, 512), 10.0, 1, requests=60, controller="predictive")
+
+    def looked(*_: Any) -> float:
+        raise AssertionError("a clock of the host was looked at")
+
+    with monkeypatch.context() as gone:
+        for clock in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
+            gone.setattr(time, clock, looked)
+            gone.setattr(time, f"{clock}_ns", looked)
+        alone = world.measure(Knobs(64, 0, 512, 512), 10.0, 1, requests=60, controller="predictive")
+    assert alone.model_dump(exclude={"wall_s"}) == usual.model_dump(exclude={"wall_s"})
