@@ -12,6 +12,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from autotune.cli.display import Display
     from autotune.profile import Profile
+    from autotune.profile.parts import CostFacts
     from autotune.simulate.capacity import SettingCapacity
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
@@ -129,7 +130,7 @@ class Asked:
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
             f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
-            f"error {profile.cost_model.error:.1%}\n"
+            f"error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
             f"{control}{doubtful}"
         )
@@ -160,6 +161,12 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
         f"--scale bandwidth={speeds['bandwidth']:g} does not act on reading the weights: in a cost model of family {cost.family} "
         "that is part of the overhead (overhead= scales both)",
     )
+
+
+def _as_served(cost: CostFacts) -> str:
+    """What steps take and how they scatter beyond the fit, a clause."""
+    more = f", {cost.excess_s * 1e3:.2g} ms more in service" if cost.excess_s else ""
+    return more + (", scattered as served steps were" if cost.jitter is not None else "")
 
 
 def capacity_words(found: SettingCapacity) -> str:

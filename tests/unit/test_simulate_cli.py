@@ -16,7 +16,9 @@ from autotune.cli.main import run
 from autotune.price import per_million
 from autotune.profile import load_profile, save_profile
 from autotune.simulate.scenario import Scenario
+from benchmarks.controller.hardware import h200
 from runtime.knobs import Knobs
+from tests.unit.jitter_cases import STALLS
 from tests.unit.simulated_profile import EVEN, profiled
 
 
@@ -42,6 +44,14 @@ def test_simulate_shows_the_profiles_settings(path: str, capsys: pytest.CaptureF
     for text in ("interactive", "balanced", "throughput", "in SLO", "5 req/s", "cost model max", "llama-3.1-8b"):
         assert text in out
     assert "tokens\n" not in out and "…" not in out  # no price was given; nothing is cut
+
+
+def test_the_head_says_what_serving_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, facts = tmp_path / "p.yaml", h200().facts
+    save_profile(profiled(cost_model=facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS})), file)
+    for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
+        run([*verb, "--token-budget", "512", "--workload", EVEN, *QUICK])
+        assert "error 0.0%, 2 ms more in service, scattered as served steps were" in capsys.readouterr().out
 
 
 def test_simulate_in_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
