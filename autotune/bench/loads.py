@@ -9,7 +9,7 @@ from autotune.evaluate import Served
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import Setup
-from autotune.profiling.steps import measure_steps_and_pace
+from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
 from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
@@ -98,8 +98,6 @@ def setup_for(
 ) -> Setup:
     """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
     alone = request_alone(engine, model, seed=seed, clock=clock, stop=stop)
-    measured = measure_steps_and_pace(
-        engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance
-    )
+    measured = measure_steps(engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance)
     cost = measured.cost(measured.seconds).serving()
     return draw_setup(engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0)

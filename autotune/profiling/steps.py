@@ -91,22 +91,6 @@ def measure_steps(
     clock: Clock,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
-) -> list[StepPoint]:
-    """The points of :func:`measure_steps_and_pace`."""
-    return measure_steps_and_pace(
-        engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance
-    ).points
-
-
-def measure_steps_and_pace(
-    engine: Served,
-    model: ModelFacts,
-    *,
-    budget_s: float,
-    seed: int,
-    clock: Clock,
-    stop: Callable[[], bool] | None = None,
-    advance: Callable[[float, str], None] = lambda share, note: None,
 ) -> MeasuredSteps:
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 

@@ -13,7 +13,7 @@ from autotune.bench import fixed
 from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import Recorder
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import measure_steps_and_pace
+from autotune.profiling.steps import measure_steps
 from benchmarks.controller_live.cases import cases
 from benchmarks.controller_live.machine import Machine, taking
 from benchmarks.controller_live.serving import turn
@@ -31,7 +31,7 @@ _IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to
 
 def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
     """What steps cost on this machine. Raises :class:`autotune.evaluate.Interrupted` on ``stop``."""
-    points = measure_steps_and_pace(
+    points = measure_steps(
         machine.engine, machine.facts, budget_s=seconds, seed=seed, clock=machine.clock, stop=stop
     ).points
     return fit_cost_model(points)

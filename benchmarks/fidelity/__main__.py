@@ -23,9 +23,10 @@ What is compared:
   a queue multiplies every error in step time.
 
 A figure of a workload is the median over its rounds of simulated ÷ real: what a calibration is off by luck cancels, what it is
-off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT also that of single rounds, luck and
-all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without
-them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept the engine's thread waiting.
+off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT, TTFT and E2E also those of
+single rounds, luck and all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the
+traces are replayed, without them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept
+the engine's thread waiting.
 
 Run ``python -m benchmarks.fidelity`` (``--quick``: about five minutes); the last line is JSON.
 """
@@ -46,7 +47,7 @@ from typing import Any, NamedTuple
 from autotune.cost_model import CostModel
 from autotune.evaluate import Recorder, evaluate
 from autotune.profile.parts import ModelFacts
-from autotune.profiling.steps import measure_steps_and_pace
+from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
 from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
@@ -99,7 +100,7 @@ class Bench:
     def calibrate(self, budget_s: float) -> CostModel:
         engine, clock, paces = self.roomy
         looked = len(paces)
-        found = measure_steps_and_pace(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
+        found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
         cost = found.cost(found.seconds)
         facts = cost.facts
         print(
@@ -156,15 +157,7 @@ class Bench:
 
     def compared(self) -> list[Compared]:
         return [
-            Compared(
-                case,
-                metric,
-                statistics.median(values),
-                statistics.median(self.ratios[case, metric]),
-                (max(values) - min(values)) / statistics.median(values) if statistics.median(values) else 0.0,
-                statistics.median(abs(ratio) for ratio in self.ratios[case, metric]),
-            )
-            for (case, metric), values in self.real.items()
+            Compared.of(case, metric, values, self.ratios[case, metric]) for (case, metric), values in self.real.items()
         ]
 
 

@@ -21,7 +21,8 @@ LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
 class Compared(NamedTuple):
     """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range.
 
-    ``single``: the median of what single rounds are off by.
+    ``single``: the median of what single rounds are off by; ``single_ok``: the share of them that is off by no more than is
+    allowed.
     """
 
     case: str
@@ -30,10 +31,27 @@ class Compared(NamedTuple):
     error: float
     spread: float
     single: float
+    single_ok: float
+
+    @classmethod
+    def of(cls, case: str, metric: str, real: Sequence[float], ratios: Sequence[float]) -> Compared:
+        """From a figure of each round: what was real, and simulated ÷ real − 1."""
+        middle = statistics.median(real)
+        spread = (max(real) - min(real)) / middle if middle else 0.0
+        off = [abs(ratio) for ratio in ratios]
+        fits = [each <= allowed(spread) for each in off]
+        return cls(
+            case, metric, middle, statistics.median(ratios), spread, statistics.median(off), statistics.fmean(fits)
+        )
 
     @property
     def ok(self) -> bool:
-        return abs(self.error) <= max(CLOSE, SPREADS * self.spread)
+        return abs(self.error) <= allowed(self.spread)
+
+
+def allowed(spread: float) -> float:
+    """How far off TTFT and E2E may be where real runs are within ``spread`` of each other."""
+    return max(CLOSE, SPREADS * spread)
 
 
 def metrics(score: Score) -> dict[str, float]:
@@ -115,5 +133,6 @@ def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[
         "tpot_error_of_single_rounds": round(
             statistics.median(c.single for c in found if c.metric.startswith("TPOT")), 4
         ),
+        "ttft_e2e_ok_share_of_single_rounds": round(statistics.fmean(c.single_ok for c in loose), 4),
         "step_error_simulated": round(median_error_simulated(every), 4),
     }

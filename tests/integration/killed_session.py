@@ -68,20 +68,6 @@ def profile(journal: Path, log: Path) -> None:
         study.finish(question.trials, question.budget_s, question.sim_trials)
 
 
-def small_model(folder: Path) -> Path:
-    """A Llama of two tiny layers with random weights, and no tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def command(folder: Path, model: Path, log: Path, *also: str) -> None:
     """``autotune profile`` in ``folder``, until it is done; its process ends with 0 if a profile was made."""
     from autotune.cli.main import run

@@ -15,6 +15,7 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.profile import save_profile
+from tests.integration.llama_folder import llama_folder
 from tests.unit.profiles import profile
 
 LOAD = [
@@ -32,18 +33,7 @@ LOAD = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a Llama of two tiny layers, random weights and no tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("models") / "small"
-    LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return str(llama_folder(tmp_path_factory.mktemp("models") / "small"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from autotune.cost_model import CostModel, fit_cost_model
 from autotune.evaluate import Recorder
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import measure_steps_and_pace
+from autotune.profiling.steps import measure_steps
 from benchmarks.clocks.undisturbed import UndisturbedClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
@@ -48,7 +48,7 @@ def test_served_steps_take_what_the_calibrated_model_says() -> None:
     known = set(threading.enumerate())
     with Engine(loaded, limits=limits, kv_tokens=8192, threads=1, clock=clock) as engine:
         clock.follow(next(t for t in threading.enumerate() if t.name.startswith("engine ") and t not in known))
-        found = measure_steps_and_pace(
+        found = measure_steps(
             engine, facts, budget_s=6.0, seed=1, clock=clock, advance=lambda share, note: told.append(share)
         )
         cost: CostModel = fit_cost_model(found.points, seconds=found.seconds)

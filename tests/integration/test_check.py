@@ -18,6 +18,7 @@ from runtime.clock import MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.torch_backend.loading import load_model
+from tests.integration.llama_folder import llama_folder
 from tests.sample_profile import sample_profile
 
 LIMITS = KnobLimits(max_batch_size=64, max_wait_ms=100, token_budget=512, chunk_size=512)
@@ -28,20 +29,12 @@ TRIES = 3
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """A profile with a cost model just calibrated: a Llama of two small layers on this CPU."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("models") / "small"
-    LlamaForCausalLM(config).save_pretrained(path)
+    llama_folder(path, vocabulary=320, hidden=128, intermediate=384, context=1024)
     loaded = load_model(str(path), dtype="float32", device="cpu")
     with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
         here, facts = with_threads(machine()), model_facts(loaded, 0)
-        points = measure_steps(engine, facts, budget_s=4, seed=0, clock=MonotonicClock())
+        points = measure_steps(engine, facts, budget_s=4, seed=0, clock=MonotonicClock()).points
     return sample_profile(
         {"balanced": Knobs(16, 0, 128, 128)},
         machine=here,

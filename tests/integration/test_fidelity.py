@@ -73,10 +73,12 @@ def test_on_known_hardware_the_simulation_is_the_engine(bench: Bench) -> None:
 def test_the_summary_is_of_medians_and_names_what_is_outside(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for case, tpot, ttft in (("a", 0.01, 0.1), ("b", -0.03, -0.4), ("c", 0.2, 0.4)):
-        found += [Compared(case, f"TPOT {p}", 10.0, tpot, 0.02, 0.07) for p in ("p50", "p99")]
-        found += [Compared(case, "throughput", 100.0, tpot / 2, 0.02, 0.5)]
-        found += [Compared(case, f"TTFT {p}", 50.0, ttft, 0.3 if case == "c" else 0.02, 0.5) for p in ("p50", "p99")]
-        found += [Compared(case, f"E2E {p}", 500.0, 0.0, 0.0, 0.5) for p in ("p50", "p99")]
+        found += [Compared(case, f"TPOT {p}", 10.0, tpot, 0.02, 0.07, 1.0) for p in ("p50", "p99")]
+        found += [Compared(case, "throughput", 100.0, tpot / 2, 0.02, 0.5, 1.0)]
+        found += [
+            Compared(case, f"TTFT {p}", 50.0, ttft, 0.3 if case == "c" else 0.02, 0.5, 0.75) for p in ("p50", "p99")
+        ]
+        found += [Compared(case, f"E2E {p}", 500.0, 0.0, 0.0, 0.5, 0.5) for p in ("p50", "p99")]
     steps = {"a": [1.01, 0.98], "b": [1.03], "c": [0.5]}
     summary = report(
         found, {case: [StepPair(2 * told, 9.0, 2.2 * told, 2.0) for told in each] for case, each in steps.items()}
@@ -84,11 +86,18 @@ def test_the_summary_is_of_medians_and_names_what_is_outside(capsys: pytest.Capt
     # TTFT of c is off by 0.4, but so far apart were the real runs (1.5 × 0.3)
     assert summary.pop("step_error_simulated") == pytest.approx(0.1, abs=0.03)
     assert summary.pop("tpot_error_of_single_rounds") == 0.07
+    assert summary.pop("ttft_e2e_ok_share_of_single_rounds") == 0.625
     assert summary == {"step_error": 0.025, "tpot_error": 0.03, "throughput_error": 0.015, "ttft_e2e_ok_share": 0.8333}
     printed = capsys.readouterr().out
     assert "outside: TTFT p99 of b: -40.0%" in printed and "of c" not in printed
     assert "worst: TPOT 20.0%, throughput 10.0%, step 50.0%" in printed
     json.dumps(summary)
+
+
+def test_rounds_that_are_off_to_both_sides_cancel_but_for_single_ones() -> None:
+    found = Compared.of("a", "TTFT p50", [100.0, 110.0, 90.0, 100.0], [0.4, -0.4, 0.1, -0.1])
+    assert (found.real, found.error, found.spread) == (100.0, 0.0, pytest.approx(0.2))
+    assert found.ok and found.single == pytest.approx(0.25) and found.single_ok == 0.5  # 1.5 × 0.2 is allowed
 
 
 def test_a_case_says_what_it_runs() -> None:

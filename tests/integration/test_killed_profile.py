@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from autotune.profile import load_profile
-from tests.integration.killed_session import MOMENTS, SIMULATED_TRIALS, command, command_that_dies, profile, small_model
+from tests.integration.killed_session import MOMENTS, SIMULATED_TRIALS, command, command_that_dies, profile
 from tests.integration.killing import Kill, finished, killed_often, measured
+from tests.integration.llama_folder import llama_folder
 from tests.unit.simulating import noted
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:
 
 def test_the_command_itself(tmp_path: Path) -> None:
     """``autotune profile`` of a real model on the CPU. Its files are whole at the end, and tell what the journal holds."""
-    model = small_model(tmp_path / "model")
+    model = llama_folder(tmp_path / "model")
     whole, folder, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
     for place in (whole, folder):
         place.mkdir()
@@ -52,7 +53,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 def test_the_command_killed_while_it_writes(tmp_path: Path) -> None:
     """At each moment of its end. What was measured is not measured again, and a profile that is there is a whole one."""
-    model, folder, log = small_model(tmp_path / "model"), tmp_path / "killed", tmp_path / "log"
+    model, folder, log = llama_folder(tmp_path / "model"), tmp_path / "killed", tmp_path / "log"
     folder.mkdir()
     kept: list[str] = []
     for moment in MOMENTS:

@@ -22,7 +22,8 @@ from autotune.profiling.study import open_study
 from autotune.profiling.trials import quiet
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.errors import InputError
-from tests.integration.killed_session import command, small_model
+from tests.integration.killed_session import command
+from tests.integration.llama_folder import llama_folder
 from tests.integration.postgres_server import PASSWORD, postgres
 from tests.unit.simulating import SPACE, STARTING, Valley, note, noted
 
@@ -165,7 +166,7 @@ def test_a_measurement_whose_machine_dies_is_made_by_who_waited(shared: SharedSt
 
 def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     """Two at the same time, one of which is killed; then one more when all is done, which measures nothing."""
-    model, log = small_model(tmp_path / "model"), tmp_path / "log"
+    model, log = llama_folder(tmp_path / "model"), tmp_path / "log"
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.failing_disks import on_small_disk
-from tests.integration.killed_session import small_model
+from tests.integration.llama_folder import llama_folder
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ print(json.dumps(told))
 
 
 def test_every_way_a_disk_fails(tmp_path: Path) -> None:
-    model, disk = small_model(tmp_path / "model"), tmp_path / "disk"
+    model, disk = llama_folder(tmp_path / "model"), tmp_path / "disk"
     disk.mkdir()
     told = on_small_disk(disk, f"MODEL = {str(model)!r}\n{SCENES}", size="2m", timeout=290)
     scenes = {scene.pop("scene"): scene for scene in told}

@@ -11,7 +11,7 @@ from autotune.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples
-from autotune.profiling.steps import MeasuredSteps, measure_steps, measure_steps_and_pace
+from autotune.profiling.steps import MeasuredSteps, measure_steps
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -52,7 +52,7 @@ def machine(hardware: Formula, *, kv_tokens: int = 400_000, limits: KnobLimits |
 
 def measured(engine: SimulatedEngine, *, budget_s: float = 60.0, **more: object) -> list[StepPoint]:
     max_model_len = more.pop("max_model_len", 16384)
-    return measure_steps(engine, facts(max_model_len), budget_s=budget_s, seed=3, clock=engine.clock, **more)  # type: ignore[arg-type]
+    return measure_steps(engine, facts(max_model_len), budget_s=budget_s, seed=3, clock=engine.clock, **more).points  # type: ignore[arg-type]
 
 
 def worst(points: list[StepPoint], hardware: Formula) -> float:
@@ -103,7 +103,7 @@ def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
 def test_what_served_loads_take_is_told_with_their_stalls() -> None:
     def found(hardware: Formula) -> MeasuredSteps:
         engine = machine(hardware)
-        return measure_steps_and_pace(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock)
+        return measure_steps(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock)
 
     clean, stalling = found(Formula()), found(Formula(stalls=0.02))  # 2% of the steps take six times as long
     assert clean.served == pytest.approx(1.0, abs=0.01) and clean.excess_s < 2e-4

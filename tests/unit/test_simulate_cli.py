@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,49 +199,47 @@ def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.Capture
         assert words in capsys.readouterr().out
 
 
+@pytest.fixture
+def stopped(
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, Callable[[Knobs], bool]], tuple[dict[str, Any], str]]:
+    """``stopped(verb, at)``: what a verb says, and what on stderr, after Ctrl-C at the first setting that ``at`` says."""
+    measure = Scenario.measure
+
+    def stopped(verb: str, at: Callable[[Knobs], bool]) -> tuple[dict[str, Any], str]:
+        def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
+            if at(knobs):
+                os.kill(os.getpid(), signal.SIGINT)
+            return measure(self, knobs, *rest, **options)
+
+        monkeypatch.setattr(Scenario, "measure", interrupted)
+        where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
+        assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
+        captured = capsys.readouterr()
+        return json.loads(captured.out), captured.err
+
+    return stopped
+
+
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])
-def test_what_was_found_before_a_stop_is_shown(
-    path: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_found_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     """Ctrl-C comes once the second setting is under way."""
-    measure, interactive = Scenario.measure, profiled().settings["interactive"].knobs
-
-    def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
-        if knobs != interactive:
-            os.kill(os.getpid(), signal.SIGINT)
-        return measure(self, knobs, *rest, **options)
-
-    monkeypatch.setattr(Scenario, "measure", interrupted)
-    where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
-    assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    interactive = profiled().settings["interactive"].knobs
+    found, told = stopped(verb, lambda knobs: knobs != interactive)
     assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
-    assert captured.err.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
+    assert told.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
 
 
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])
-def test_the_cheapest_before_a_stop_is_shown(
-    path: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cheapest_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     """Ctrl-C comes at the first setting that is asked for no other reason than the price."""
-    measure, known = Scenario.measure, {s.knobs for s in profiled().settings.values()}
-
-    def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
-        if knobs not in known:
-            os.kill(os.getpid(), signal.SIGINT)
-        return measure(self, knobs, *rest, **options)
-
-    monkeypatch.setattr(Scenario, "measure", interrupted)
-    where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
-    assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    known = {s.knobs for s in profiled().settings.values()}
+    found, told = stopped(verb, lambda knobs: knobs not in known)
     assert len(found["settings"]) == 3 and found["stopped"]
     assert Knobs(**found["cheapest"]["knobs"]) in known and found["cheapest"]["price_per_million"] > 0
     assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (len(known), False)
-    assert f"cheapest of {len(known)} settings tried before the stop that holds" in captured.err
-    assert captured.err.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
+    assert f"cheapest of {len(known)} settings tried before the stop that holds" in told
+    assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
 
 
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:

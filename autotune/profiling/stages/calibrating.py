@@ -12,7 +12,7 @@ from autotune.profiling.doubts import doubts
 from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.profiling.steps import measure_steps_and_pace
+from autotune.profiling.steps import measure_steps
 
 _KEY = "calibration"
 
@@ -45,7 +45,7 @@ def _measure(context: Context) -> dict[str, Any]:
         alone = request_alone(engine, context.model, seed=question.seed, clock=context.clock, stop=context.stop)
         spent = context.clock.now() - begun
         context.reporter.progress(0.05, "", f"alone: {alone.tpot * 1000:.1f} ms a token", None)
-        measured = measure_steps_and_pace(
+        measured = measure_steps(
             engine,
             context.model,
             budget_s=max(schedule.calibrate_s - spent, schedule.calibrate_s / 2),
