@@ -51,7 +51,8 @@ def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path
     ("content", "says"),
     [
         (b'{"kind": "step", "region": \nnot json\n[1]\n3\n', "4 lines of example.points.jsonl could not be read"),
-        (b"\xff\xfe\x00", "cannot be read: it is not text"),
+        (b"\xff\xfe\x00", "1 line of example.points.jsonl could not be read and was left out."),
+        (b"[" * 100_000, "1 line of example.points.jsonl could not be read and was left out."),
         (b"", None),
     ],
 )
@@ -60,6 +61,16 @@ def test_a_broken_sidecar_is_said(evidence: Evidence, tmp_path: Path, content: b
     found = gather(evidence.profile, tmp_path / "example.yaml")
     assert found.runs == ()
     assert found.lacking == () if says is None else says in found.lacking[0]
+
+
+def test_of_a_sidecar_with_a_line_that_is_no_text_the_line_is_left_out(
+    evidence: Evidence, path: Path, tmp_path: Path
+) -> None:
+    whole = path.with_name("example.points.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "example.points.jsonl").write_bytes(b"".join([*whole[:5], b'{"stage": "\xff"}\n', *whole[5:]]))
+    found = gather(evidence.profile, tmp_path / "example.yaml")
+    assert (found.runs, found.steps, found.failures) == (evidence.runs, evidence.steps, evidence.failures)
+    assert found.lacking == ("1 line of example.points.jsonl could not be read and was left out.",)
 
 
 def test_the_runs_of_another_profile_are_left_alone(path: Path, tmp_path: Path) -> None:
