@@ -125,7 +125,7 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
 
 
 def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
-    found = session(tmp_path / "a.journal", question(rate=10.0))[0]
+    found = session(tmp_path / "a.journal", question(rate=10.0, sim_trials=6, trials=2))[0]
     assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
     sure = found.confidence
     assert sure is not None and sure.best < 0.6, "equals share it"
