@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and whether it can be written."""
 
 from __future__ import annotations
 
@@ -51,6 +51,25 @@ def write_together(files: Mapping[Path, str | bytes]) -> None:
         _settle(folder)
 
 
+def writable(option: str, path: Path) -> None:
+    """Raises :class:`InputError` that names ``option`` when no file can be written at ``path``; before there is work to lose."""
+    if path.is_dir():
+        raise InputError(f"{option}: {path} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{option}: {path} cannot be written: there is no directory {path.parent}")
+    refused = _refused(path.parent, os.W_OK | os.X_OK) or (_refused(path) if path.exists() else None)
+    if refused is not None:
+        raise InputError(f"{option}: {path} cannot be written ({refused.strerror})")
+
+
+def _refused(place: Path, mode: int = os.W_OK) -> OSError | None:
+    """Why this process may not write to what is at ``place``: nobody may, or not this user; None: it may."""
+    if os.access(place, mode):
+        return None
+    code = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+    return OSError(code, os.strerror(code))
+
+
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
     try:
@@ -78,8 +97,8 @@ def _target(path: Path) -> Path:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
-    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    if target.exists() and (refused := _refused(target)) is not None:  # a rename would not ask
+        raise refused
     return target
 
 

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from autotune.callables.profile import CallableProfile, Point
 from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, Setting
+from autotune.tables import Room, empty_table, fullest
 
 _OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
-_WIDE = 100  # columns of the full table
 
 
 def show(profile: CallableProfile, console: Console) -> None:
@@ -60,8 +60,12 @@ def _workers(profile: CallableProfile) -> list[str]:
 
 def table(profile: CallableProfile, width: int = 120) -> Table:
     """One row a setting; a narrow terminal loses the interval and the rates. A ceiling as high as it goes is open."""
-    wide = width >= _WIDE
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0) if wide else (0, 1, 0, 0), header_style="bold")
+    return fullest(lambda room: _drawn(profile, room), width)
+
+
+def _drawn(profile: CallableProfile, room: Room) -> Table:
+    wide = room <= Room.ALL_CLOSE
+    drawn = empty_table(room)
     drawn.add_column("", no_wrap=True)
     drawn.add_column("strategy", no_wrap=True)
     knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]

@@ -86,7 +86,7 @@ def capacity(
         console.print()
         shown = list(known.values())
         top = max(shown, key=lambda one: one.order) if best is None else best.setting
-        console.print(capacity_table(shown, top, asked.price), soft_wrap=True)
+        console.print(capacity_table(shown, top, asked.price, console.width), soft_wrap=True)
         console.print(
             f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests keep {scenario.slo}, "
             f"to {search.precision:.0%}; {interval_words(seeds)}",

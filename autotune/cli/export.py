@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
-from autotune.cli.files import writable
+from autotune.writing import writable
 from runtime.errors import InputError
 
 HELP = "Write a profile's setting as another engine's configuration. PROFILE is a YAML file, or the name of a shipped profile."

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.writing import writable
 from runtime.errors import InputError
 
 
@@ -30,13 +30,3 @@ class Files:
         for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
             writable(option, path)
         return files
-
-
-def writable(option: str, path: Path) -> None:
-    """Raises :class:`InputError` that names ``option`` when no file can be written at ``path``."""
-    if path.is_dir():
-        raise InputError(f"{option}: {path} is a directory; name a file")
-    if not path.parent.is_dir():
-        raise InputError(f"{option}: {path} cannot be written: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise InputError(f"{option}: {path} cannot be written: permission denied")

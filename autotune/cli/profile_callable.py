@@ -80,10 +80,10 @@ def profile_callable(
     from autotune.callables.kept import identity
     from autotune.callables.subject import load_subject
     from autotune.cli.display import make_console
-    from autotune.cli.files import writable
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.profiling.fingerprint import machine
     from autotune.profiling.study import open_study
+    from autotune.writing import writable
 
     question = _question(strategy, most, replicas, slo, rate, budget, seed)
     if inputs is None:

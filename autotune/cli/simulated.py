@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.rates import check_rate
+from autotune.controllers.registry import CONTROLLERS
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
     "What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
 )
-CONTROLLER_HELP = "Have this controller turn the knobs, from each setting on: predictive or static."
+CONTROLLER_HELP = f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}."
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
 
@@ -46,7 +47,6 @@ class Asked:
         knobs: dict[str, float],
     ) -> None:
         from autotune.cli.knob_options import checked_knobs
-        from autotune.controllers.registry import CONTROLLERS
         from autotune.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, parse_speeds

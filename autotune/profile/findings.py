@@ -152,7 +152,9 @@ class Confidence(Part):
         description="coefficient of variation of goodput between runs of one setting, at the least that of a share of so many "
         "requests"
     )
-    best: Share = Field(description="probability that the recommended setting is the best of the validated ones")
+    best: Share = Field(
+        description="probability that the recommended setting is the best of the validated ones; equals share it"
+    )
     regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
     sentence: str = Field(description="the same in words")
 

@@ -50,9 +50,11 @@ class Observation(NamedTuple):
 
 
 class Sureness(NamedTuple):
-    """``best``: probability that the choice is the best of those measured; ``regret``: what it is expected to fall short."""
+    """``best``: probability that the choice is the best of those measured, which equals share; ``unbeaten``: that none of them
+    is better; ``regret``: what it is expected to fall short."""
 
     best: float
+    unbeaten: float
     regret: float
 
 
@@ -118,7 +120,11 @@ class Belief:
         best = draws.max(axis=1)
         tied = draws >= best[:, None] - self._quantum / 10
         mine = kept.index(choice)
-        return Sureness(float((tied[:, mine] / tied.sum(axis=1)).mean()), float((best - draws[:, mine]).mean()))
+        return Sureness(
+            float((tied[:, mine] / tied.sum(axis=1)).mean()),
+            float(tied[:, mine].mean()),
+            float((best - draws[:, mine]).mean()),
+        )
 
     def _gain(self, k: int) -> float:
         """What a measurement of ``k`` is worth: the best average gain of one, two, four or eight in a row.

@@ -58,12 +58,11 @@ def choose(
     latency, and no better in goodput, is not balanced.
     """
     known = expected or {}
-    worth = {p.knobs: min(1.0, max(0.0, known.get(p.knobs, p.attainment))) for p in found}
+    worth = {p.knobs: _worth(p, known) for p in found}
     yardstick = next((p for p in found if p.knobs == baseline), None)
     fair = [p for p in found if yardstick is None or p is yardstick or not outdone(p, yardstick)]
     best = max(fair, key=lambda p: (worth[p.knobs], -latency(p, slo)))
-    equal = [p for p in fair if worth[best.knobs] - worth[p.knobs] <= _tolerance(p, best, noise)]
-    balanced = min(equal, key=lambda p: (latency(p, slo), -worth[p.knobs]))
+    balanced = min(equals(fair, best, known, noise), key=lambda p: (latency(p, slo), -worth[p.knobs]))
     enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
     interactive = min(enough, key=lambda p: (latency(p, slo), -worth[p.knobs]))
     throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
@@ -82,6 +81,12 @@ def choose(
     }
 
 
+def equals(found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float) -> list[Point]:
+    """Those of ``found`` whose goodput is not told apart from that of ``point``, itself among them; as in :func:`choose`."""
+    here = _worth(point, expected)
+    return [p for p in found if abs(here - _worth(p, expected)) <= _tolerance(p, point, noise)]
+
+
 def outdone(point: Point, other: Point) -> bool:
     """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
     pairs = (
@@ -93,6 +98,11 @@ def outdone(point: Point, other: Point) -> bool:
     )
     both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
     return bool(both) and other.attainment >= point.attainment and all(mine > theirs for mine, theirs in both)
+
+
+def _worth(point: Point, expected: Mapping[Knobs, float]) -> float:
+    """The share a setting is believed to serve; without a belief, the one it measured."""
+    return min(1.0, max(0.0, expected.get(point.knobs, point.attainment)))
 
 
 def _tolerance(a: Point, b: Point, noise: float) -> float:

@@ -11,15 +11,10 @@ from autotune.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile
 from autotune.profiling.choice import refuted
 from autotune.profiling.points import pareto
-from runtime.knobs import KNOBS
-
-HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
-"""Short column titles; a knob without one goes by its full name."""
+from autotune.tables import Room, fullest, setting_cells, setting_table
 
 BASELINE, OTHERS = "vLLM defaults", "also Pareto"
 _MOST_OTHERS = 4
-_WIDE = 110  # columns of the full table
-_WIDE_PRICED = 125  # with the price of tokens, and air between the columns
 
 
 def rows(profile: Profile) -> list[tuple[str, Point, str]]:
@@ -40,32 +35,32 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
 
 
 def table(profile: Profile, width: int = 120) -> Table:
-    """For a terminal of ``width`` columns; a narrow one loses throughput and the interval of the share."""
-    wide, price = width >= _WIDE, profile.price_per_hour
-    airy = width >= (_WIDE if price is None else _WIDE_PRICED)
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1) if airy else (0, 1, 0, 0), header_style="bold")
-    drawn.add_column("", no_wrap=True)
-    for spec in KNOBS:
-        drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
-    drawn.add_column("│")
+    """For a terminal of ``width`` columns; a narrow one loses throughput and intervals."""
+    return fullest(lambda room: _drawn(profile, room), width)
+
+
+def _drawn(profile: Profile, room: Room) -> Table:
+    full, price = room <= Room.ALL_CLOSE, profile.price_per_hour
     priced = () if price is None else ("per M tok",)
-    for title in ("in SLO", "req/s", *(("tok/s",) if wide else ()), *priced, "TTFT p99", "TPOT p99"):
-        drawn.add_column(title, justify="right", no_wrap=True)
-    drawn.add_column("", no_wrap=True)
+    titles = ("in SLO", "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
+    drawn = setting_table(titles, room)
+    marked = room < Room.BAREST  # else by its style alone
+    if marked:
+        drawn.add_column("", no_wrap=True)
     for label, point, mark in rows(profile):
         style = "bold green" if mark else "dim" if label in (OTHERS, BASELINE) else ""
-        knobs = [f"{getattr(point.knobs, spec.name):g}" for spec in KNOBS]
-        interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if wide else ""
+        interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
+        spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if room < Room.BARE else ""
         figures = [
             f"{point.attainment * 100:.0f}%{interval}",
-            f"{point.goodput.mean:.1f} ± {(point.goodput.high - point.goodput.low) / 2:.1f}",
-            *((f"{point.throughput.mean:.0f}",) if wide else ()),
+            f"{point.goodput.mean:.1f}{spread}",
+            *((f"{point.throughput.mean:.0f}",) if full else ()),
             *(() if price is None else (_cost(price, point),)),
             _ms(point.ttft_p99_ms),
             _ms(point.tpot_p99_ms),
+            *((mark if full else mark[:1],) if marked else ()),
         ]
-        mark = mark if wide else mark[:1]
-        drawn.add_row(*(Text(cell, style=style) for cell in (label, *knobs, "│", *figures, mark)))
+        drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, room), *figures)))
     return drawn
 
 

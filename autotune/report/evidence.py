@@ -145,9 +145,9 @@ def gather(profile: Profile, path: Path) -> Evidence:
             profile, path.name, lacking=(f"The file of raw runs, {files[0].name}, is not beside the profile.",)
         )
     try:
-        lines = there.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
+        lines = there.read_bytes().splitlines()
+    except OSError as error:
+        why = error.strerror or error
         return Evidence(profile, path.name, lacking=(f"The file of raw runs, {there.name}, cannot be read: {why}.",))
     runs, steps, failures, unread = _read(lines)
     mine = {(p.stage, p.knobs, round(p.rate, 6)) for p in profile.points}
@@ -158,12 +158,12 @@ def gather(profile: Profile, path: Path) -> Evidence:
         )
     lacking = []
     if unread:
-        lines_ = "1 line" if unread == 1 else f"{unread} lines"
-        lacking.append(f"{lines_} of {there.name} could not be read and were left out.")
+        count, were = ("1 line", "was") if unread == 1 else (f"{unread} lines", "were")
+        lacking.append(f"{count} of {there.name} could not be read and {were} left out.")
     return Evidence(profile, path.name, tuple(runs), tuple(steps), tuple(failures), tuple(lacking))
 
 
-def _read(lines: Iterable[str]) -> tuple[list[Run], list[StepPoint], list[Failure], int]:
+def _read(lines: Iterable[bytes]) -> tuple[list[Run], list[StepPoint], list[Failure], int]:
     """Runs, steps, failures, and how many lines are none of these."""
     runs: list[Run] = []
     steps: list[StepPoint] = []
@@ -173,14 +173,14 @@ def _read(lines: Iterable[str]) -> tuple[list[Run], list[StepPoint], list[Failur
         if not line.strip():
             continue
         try:
-            data: Any = json.loads(line)
+            data: Any = json.loads(line.decode())
             if data.get("kind") == "step":
                 steps.append(StepPoint.model_validate({k: v for k, v in data.items() if k != "kind"}))
             elif "failed" in data:
                 failures.append(Failure(str(data["stage"]), int(data["trial"]), str(data["failed"])))
             else:
                 runs.append(Run.model_validate(data))
-        except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             unread += 1
     return runs, steps, failures, unread
 

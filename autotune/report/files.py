@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.profile import find_profile, shipped_profiles
+from autotune.writing import writable
 from runtime.errors import InputError
 
 _SNIFFED = 65536
@@ -69,10 +70,7 @@ def place(profile: Path, out: Path | None) -> Path:
         out = here / f"{profile.stem}.html"
     elif out.suffix not in (".html", ".htm"):
         raise InputError(f"--out: {out} must end in .html, or no browser shows it")
-    if out.is_dir():
-        raise InputError(f"--out: {out} is a directory; name a file")
-    if not out.parent.is_dir():
-        raise InputError(f"--out: {out} cannot be written: there is no directory {out.parent}")
+    writable("--out", out)
     if out.exists() and not _ours(out):
         raise InputError(f"--out: {out} exists and is no report; name another file")
     return out

@@ -114,11 +114,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         "goodput",
         number(point.goodput.mean),
         "req/s in SLO",
-        f"{number(stands.ratio, 2)}× the vLLM defaults"
-        if stands.ratio is not None and stands.clear
-        else "no clear difference to the vLLM defaults"
-        if stands.ratio is not None
-        else f"{number(point.goodput.low)} to {number(point.goodput.high)}",
+        stands.beside or f"{number(point.goodput.low)} to {number(point.goodput.high)}",
         "good" if stands.clear else "",
     )
     share = Figure(

@@ -8,19 +8,21 @@ from autotune.profile import Point
 from autotune.report.evidence import Evidence
 from autotune.report.wording import number, plus_minus
 
-_WORTH_SAYING = 1.02
+_WORTH_SAYING = 1.02  # as a multiple; less is a percentage
 
 
 @dataclass(frozen=True)
 class Standing:
-    """``ratio``: goodput over the baseline's, None without one; ``clear``: their 95% intervals do not overlap.
+    """``ratio``: goodput over the baseline's, None without one; ``clear``: the setting's 95% interval lies above the baseline's.
 
-    ``short``: for a title; ``sentence``: for the headline, without its subject.
+    ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
+    subject. A difference is claimed only where the intervals do not overlap.
     """
 
     ratio: float | None
     clear: bool
     short: str
+    beside: str | None
     sentence: str
 
 
@@ -29,34 +31,31 @@ def standing(evidence: Evidence) -> Standing:
     point, baseline = evidence.recommended.point, evidence.profile.baseline
     rate = f"{number(point.goodput.mean)} req/s in SLO"
     if baseline is None or baseline.stage != point.stage:
-        return Standing(None, False, rate, "no baseline was measured beside it")
+        return Standing(None, False, rate, None, "no baseline was measured beside it")
     if baseline.knobs == point.knobs:
-        return Standing(
-            1.0, False, f"{rate}, with the vLLM defaults themselves", "these are the vLLM defaults themselves"
-        )
+        same = "the vLLM defaults themselves"
+        return Standing(1.0, False, f"{rate}, with {same}", f"with {same}", f"these are {same}")
     base = baseline.goodput
     clear = point.goodput.low > base.high
-    if base.mean <= 0:
-        return Standing(
-            None,
-            clear,
-            f"{rate}, none with the vLLM defaults",
-            "the vLLM defaults answer none within it on this same engine",
-        )
-    ratio = point.goodput.mean / base.mean
-    if clear and ratio >= _WORTH_SAYING:
-        times = f"{number(ratio, 2)}×"
-        return Standing(
-            ratio, True, f"{rate}, {times} the vLLM defaults",
-            f"{times} what the vLLM defaults reach on this same engine ({plus_minus(baseline)})",
-        )  # fmt: skip
-    if abs(ratio - 1) < 0.005:
-        more = "as many as with the vLLM defaults"
-        return Standing(ratio, False, f"{rate}, {more}", f"{more} on this same engine ({plus_minus(baseline)})")
-    more = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
     apart = clear or base.low > point.goodput.high
-    within = "" if apart else ", a difference within what repeated runs spread"
-    return Standing(ratio, clear, f"{rate}, {more}", f"{more} on this same engine ({plus_minus(baseline)}){within}")
+    ratio = point.goodput.mean / base.mean if base.mean > 0 else None
+    alike = ratio is not None and abs(ratio - 1) < 0.005
+    here = f"on this same engine ({plus_minus(baseline)})"
+    if ratio is None:
+        told, sentence = "none with the vLLM defaults", "the vLLM defaults answer none within it on this same engine"
+    elif alike:
+        told = "as many as with the vLLM defaults"
+        sentence = f"{told} {here}"
+    elif clear and ratio >= _WORTH_SAYING:
+        times = f"{number(ratio, 2)}×"
+        told, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
+    else:
+        told = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
+        sentence = f"{told} {here}"
+    if not apart and not alike:
+        told = "no clear difference to the vLLM defaults"
+        sentence += ", a difference within what repeated runs spread"
+    return Standing(ratio, clear, f"{rate}, {told}", told, sentence)
 
 
 def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:

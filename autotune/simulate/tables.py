@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -10,60 +11,89 @@ from rich.text import Text
 
 from autotune.price import money, per_million
 from autotune.profile.parts import Point
-from autotune.profiling.table import HEADINGS
 from autotune.simulate.capacity import Best, SettingCapacity
-from runtime.knobs import KNOBS, Knobs
+from autotune.tables import Room, fullest, setting_cells, setting_table
+from runtime.knobs import Knobs
 from runtime.slo import SLO
 
-_WIDE = 130  # columns of the full table
+_LABEL = 14  # columns of a label that is broken into lines
 
 
 def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
     """One row a setting: what it did at the rate asked for. Those that held the SLO's share are bright.
 
-    For ``width`` columns: a narrow one loses medians and preemptions.
+    For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """
-    wide = width >= _WIDE
-    titles = ["in SLO", "goodput/s", "tok/s", *(("TTFT p50",) if wide else ()), "TTFT p99"]
-    titles += [*(("TPOT p50",) if wide else ()), "TPOT p99", "E2E p99", *(("preempted",) if wide else ())]
-    drawn = _table(titles + (["/M tokens\nat this rate"] if price is not None else []), gap=2 if wide else 1)
+    return fullest(lambda room: _simulated(points, slo, price, room), width)
+
+
+def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Room) -> Table:
+    full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
+    shown: dict[str, Callable[[Point], str]] = {
+        "in SLO": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
+        "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
+    }
+    if not barest or price is None:
+        shown["tok/s"] = lambda p: f"{p.throughput.mean:.0f}"
+    if full:
+        shown["TTFT p50"] = lambda p: _ms(p.ttft_p50_ms)
+    if not barest or slo.ttft_ms is not None:
+        shown["TTFT p99"] = lambda p: _ms(p.ttft_p99_ms)
+    if full:
+        shown["TPOT p50"] = lambda p: _ms(p.tpot_p50_ms)
+    if not barest or slo.tpot_ms is not None or slo.itl_ms is not None:
+        shown["TPOT p99"] = lambda p: _ms(p.tpot_p99_ms)
+    if not barest or slo.e2e_ms is not None:
+        shown["E2E p99"] = lambda p: _ms(p.e2e_p99_ms)
+    if full:
+        shown["preempted"] = lambda p: str(p.preemptions)
+    if price is not None:
+        shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: _price(price, p.throughput.mean)
+    drawn = setting_table(shown, room)
     for point in points:
-        figures = [
-            f"{point.attainment:.1%} ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})",
-            f"{point.goodput.mean:.2f}",
-            f"{point.throughput.mean:.0f}",
-            *((_ms(point.ttft_p50_ms),) if wide else ()),
-            _ms(point.ttft_p99_ms),
-            *((_ms(point.tpot_p50_ms),) if wide else ()),
-            _ms(point.tpot_p99_ms),
-            _ms(point.e2e_p99_ms),
-            *((str(point.preemptions),) if wide else ()),
-        ]
-        if price is not None:
-            figures.append(_price(price, point.throughput.mean))
-        _add(drawn, point.label, point.knobs, figures, "" if point.attainment >= slo.attainment else "dim")
+        style = "" if point.attainment >= slo.attainment else "dim"
+        _add(drawn, point.label, point.knobs, [cell(point) for cell in shown.values()], style, room)
     return drawn
 
 
-def capacity_table(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None) -> Table:
-    """One row a setting: the highest rate at which it holds the SLO, and what it does there."""
-    titles = ["capacity, req/s", "tok/s", "TTFT p99", "TPOT p99", "running"]
-    drawn = _table(titles + (["/M tokens\nat capacity"] if price is not None else []))
+def capacity_table(
+    found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, width: int = 120
+) -> Table:
+    """One row a setting: the highest rate at which it holds the SLO, and what it does there.
+
+    For ``width`` columns: a narrow one loses how many requests run, then intervals.
+    """
+    return fullest(lambda room: _capacities(found, best, price, room), width)
+
+
+def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, room: Room) -> Table:
+    full, bare = room <= Room.ALL_CLOSE, room >= Room.BARE
+    tokens = room < Room.BAREST or price is None  # the price says the same
+    titles = [
+        "capacity,\nreq/s" if bare else "capacity, req/s",
+        *(("tok/s",) if tokens else ()),
+        "TTFT p99",
+        "TPOT p99",
+    ]
+    titles += [*(("running",) if full else ()), *(("/M tokens\nat capacity",) if price is not None else ())]
+    drawn = setting_table(titles, room)
     rows = list(found) + ([best] if best not in found else [])
     for one in rows:
         low, high = one.interval
         scores = one.scores
         ttft, tpot = (_middle(getattr(s, name).p99 for s in scores) for name in ("ttft_ms", "tpot_ms"))
+        running = _middle(s.steps.mean_running for s in scores)
+        interval = "" if bare else f" ({low:.3g}–{high:.3g})"
         figures = [
-            "unbounded" if one.unbounded else f"{one.rate:.3g} ({low:.3g}–{high:.3g})" if one.rate else "none",
-            "–" if one.unbounded else f"{one.throughput:.0f}",
+            "unbounded" if one.unbounded else f"{one.rate:.3g}{interval}" if one.rate else "none",
+            *(("–" if one.unbounded else f"{one.throughput:.0f}",) if tokens else ()),
             _ms(ttft),
             _ms(tpot),
-            "–" if (running := _middle(s.steps.mean_running for s in scores)) is None else f"{running:.1f}",
+            *(("–" if running is None else f"{running:.1f}",) if full else ()),
         ]
         if price is not None:
             figures.append("–" if one.unbounded else _price(price, one.throughput))
-        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "")
+        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "", room)
     return drawn
 
 
@@ -130,20 +160,16 @@ def point_data(point: Point, price: float | None) -> dict[str, Any]:
     return point.model_dump(mode="json") | {"price_per_million": cost}
 
 
-def _table(titles: Iterable[str], gap: int = 2) -> Table:
-    drawn = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    drawn.add_column("", no_wrap=True)
-    for spec in KNOBS:
-        drawn.add_column(HEADINGS.get(spec.name, spec.name), justify="right", no_wrap=True)
-    drawn.add_column("│", no_wrap=True)
-    for title in titles:
-        drawn.add_column(title, justify="right", no_wrap=True)
-    return drawn
+def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str, room: Room) -> None:
+    broken = (
+        textwrap.wrap(label, _LABEL, break_long_words=False, break_on_hyphens=False) if room >= Room.SHORT else [label]
+    )
+    cells = (*setting_cells("\n".join(broken).replace(", ", ",\n"), knobs, room), *figures)
+    drawn.add_row(*(Text(cell, style=style) for cell in cells))
 
 
-def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str) -> None:
-    values = [f"{getattr(knobs, spec.name):g}" for spec in KNOBS]
-    drawn.add_row(*(Text(cell, style=style) for cell in (label.replace(", ", ",\n"), *values, "│", *figures)))
+def _between(point: Point, room: Room) -> str:
+    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})" if room < Room.BARE else ""
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

@@ -106,6 +106,7 @@ def test_settings_beyond_the_ceiling_share_being_best() -> None:
         found.observe(Observation(index, 0.0, full=True))
     sure = found.sureness(0)
     assert sure.best == pytest.approx(1 / 3, abs=0.02) and sure.regret == pytest.approx(0.0, abs=1e-6)
+    assert sure.unbeaten > 0.99, "nobody is better, though three are as good"
 
 
 def test_a_share_of_few_requests_is_noisy_even_without_a_miss() -> None:

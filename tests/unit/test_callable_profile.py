@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
+from rich.console import Console
 
 import autotune
 from autotune.callables.assemble import assemble
@@ -16,6 +18,7 @@ from autotune.callables.profile import CallableProfile, load_callable_profile, l
 from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.callables.simulate import simulate
 from autotune.callables.sweep import Findings, Question
+from autotune.callables.table import table
 from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
 from autotune.profiling.fingerprint import machine, software
@@ -52,6 +55,15 @@ def file(made: CallableProfile, tmp_path: Path) -> Path:
 def test_what_is_written_is_read_back(made: CallableProfile, file: Path) -> None:
     assert load_callable_profile(file) == load_either(file) == made
     assert made.strategy == "adaptive" and made.slo_met and "not measured" in made.verdict
+
+
+@pytest.mark.parametrize("width", [80, 90, 95, 100, 110, 120])
+def test_its_table_is_never_cut(made: CallableProfile, width: int) -> None:
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(table(made, width))
+    text = console.export_text()
+    assert "…" not in text and text.count("\n") == 1 + len(made.points) and "recommended (simulated)" in text
+    assert "items/call" in text or width < 110
 
 
 def test_whatever_reads_a_language_models_profile_refuses_it(

@@ -94,7 +94,7 @@ def test_a_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) 
         pytest.skip("root may write anywhere")
     Path("locked").mkdir(mode=0o500)
     assert run(["profile", "--cpu", "--out", "locked/x.yaml"]) == 2
-    assert "permission denied" in capsys.readouterr().err
+    assert "--out: locked/x.yaml cannot be written (Permission denied)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["show"])

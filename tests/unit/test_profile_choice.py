@@ -8,7 +8,7 @@ import pytest
 
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import sidecar
-from autotune.profiling.choice import alike, choose, highest_held, latency, refuted, tells
+from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
 from autotune.profiling.confidence import confidence
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
@@ -258,6 +258,25 @@ def test_confidence_in_words() -> None:
     assert "do not separate" in against.sentence and "prefers" not in against.sentence
     certain = confidence(0.998, 0.0, 0.0, 0.018, 3, separated=False)
     assert "probability above 99%" in certain.sentence and "100%" not in certain.sentence
+
+
+def test_of_equals_none_is_called_the_best() -> None:
+    full = confidence(0.5, 0.002, 0.0, 0.018, 2, unbeaten=0.995, full=True, separated=False)
+    assert full.best == 0.5 and full.sentence == (
+        "noise is not visible: every run kept everything; the measurements alone do not separate the 2 settings measured: by "
+        "them and simulation together the recommended one is as good as any measured with a probability above 99%, and is "
+        "expected to serve 0.2% less than the best of them"
+    )
+    apart = confidence(0.5, 0.0, 0.01, 0.018, 2, unbeaten=0.97)
+    assert "the recommended one is as good as any measured with a probability of 97%" in apart.sentence
+
+
+def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:
+    full, other, missed, one = at(SMALL, 40), at(LARGE, 40), at(OTHER, 38), at(VLLM, 39)
+    found, expected = [full, other, missed, one], {SMALL: 1.02, LARGE: 0.99, OTHER: 0.96, VLLM: 0.985}
+    assert equals(found, full, expected, 0.02) == [full, other, one] and equals(found, full, expected, 0.0) == [full]
+    assert equals(found, other, expected, 0.02) == [full, other, one]
+    assert equals([full, missed], full, {}, 0.2) == [full]  # two requests apart, whatever the noise
 
 
 def test_where_all_keep_everything_the_quicker_is_balanced() -> None:

@@ -117,10 +117,20 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
     assert 0 <= sure.noise < 0.1 and 0 <= sure.best <= 1 and 0 <= sure.regret < 0.05
     repeated = [(r.knobs, r.score.seed) for r in whole.runs if r.stage == "validation"]
     assert len(repeated) > len(set(repeated))  # one setting met one and the same load twice
-    assert ("above 99%" if sure.best > 0.99 else f"probability of {sure.best:.0%}") in sure.sentence
+    chance = "above 99%" if sure.best > 0.99 else f"of {sure.best:.0%}"
+    assert f"the recommended one is the best with a probability {chance}" in sure.sentence
     expected = whole.expected
     short = max(expected.values()) - expected[whole.settings()["balanced"].knobs]
     assert 0 <= short <= sure.regret, "the mean of the best of several is at least the best mean"
+
+
+def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
+    found = session(tmp_path / "a.journal", question(rate=10.0, sim_trials=6, trials=2))[0]
+    assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
+    sure = found.confidence
+    assert sure is not None and sure.best < 0.6, "equals share it"
+    assert "the recommended one is as good as any measured with a probability " in sure.sentence
+    assert f"{sure.best:.0%}" not in sure.sentence and "is the best" not in sure.sentence
 
 
 def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findings) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import run
+from autotune.controllers.registry import CONTROLLERS
 from autotune.price import per_million
 from autotune.profile import load_profile, save_profile
 from autotune.simulate.scenario import Scenario
@@ -79,6 +80,16 @@ def test_a_controller_starts_from_the_setting_and_betters_a_bad_one(
     assert turned["settings"][0]["attainment"] > fixed["settings"][0]["attainment"] + 0.1
     assert turned["settings"][0]["knobs"]["max_batch_size"] == 2  # where it began
     assert turned["controller"] == "predictive"
+
+
+@pytest.mark.parametrize("verb", ["simulate", "capacity"])
+def test_help_names_every_controller_there_is(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([verb, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"from each setting on: {', '.join(CONTROLLERS)}." in said and "length_table" in CONTROLLERS
 
 
 def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(

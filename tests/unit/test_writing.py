@@ -78,9 +78,26 @@ def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
         TRY + "path = folder / 'x.yaml'; attempt(path, 'old'); read_only()\n"
         "print(json.dumps([attempt(path, 'new'), attempt(folder / 'y.yaml', 'new'), state()]))",
     )
-    assert told == "/x.yaml: cannot be written (Read-only file system)" or told.endswith("(Permission denied)")
+    assert told == "/x.yaml: cannot be written (Read-only file system)"
     assert new == "/y.yaml: cannot be written (Read-only file system)"
     assert sizes == {"x.yaml": 3}
+
+
+def test_every_verb_says_of_a_read_only_disk_that_it_is(tmp_path: Path) -> None:
+    told = on_small_disk(
+        tmp_path,
+        "import contextlib, io\nfrom autotune.cli.main import run\n(folder / 'old.yaml').write_text('')\nread_only()\n"
+        "told = []\n"
+        "for verb, name in (('profile --cpu', 'x.yaml'), ('profile --cpu', 'old.yaml'), ('report cpu-2core-tiny', 'x.html'),\n"
+        "                   ('export cpu-2core-tiny --to vllm --model a/b --allow-lossy', 'x.yaml')):\n"
+        "    errors = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(errors):\n"
+        "        code = run([*verb.split(), '--out', str(folder / name)])\n"
+        "    told.append([code, errors.getvalue().replace(str(folder), '')])\n"
+        "print(json.dumps(told))",
+    )
+    names = ("x.yaml", "old.yaml", "x.html", "x.yaml")
+    assert told == [[2, f"error: --out: /{name} cannot be written (Read-only file system)\n"] for name in names]
 
 
 def test_folders_and_files_one_may_not_write() -> None:
@@ -93,14 +110,18 @@ def test_folders_and_files_one_may_not_write() -> None:
         os.chmod(name, 0o755)
         os.chmod(locked, 0o555)
         os.chmod(mine, 0o777)
-        code = TRY + f"folder = Path({name!r}); drop()\n"
+        code = TRY + f"from autotune.writing import writable\nfolder = Path({name!r}); drop()\n"
         code += (
-            "print(json.dumps([attempt(folder / f, 'new') for f in ('locked/x.yaml', 'locked/y.yaml', 'open/x.yaml')]))"
+            "names = ('locked/x.yaml', 'locked/y.yaml', 'open/x.yaml'); asked = []\n"
+            "for one in names:\n"
+            "    try: writable('--out', folder / one)\n"
+            "    except InputError as error: asked.append(str(error).replace(str(folder), ''))\n"
+            "print(json.dumps([[attempt(folder / one, 'new') for one in names], asked]))"
         )
-        told = without_privileges(code)
-        assert told == [
-            f"/{f}: cannot be written (Permission denied)" for f in ("locked/x.yaml", "locked/y.yaml", "open/x.yaml")
-        ]
+        names = "locked/x.yaml", "locked/y.yaml", "open/x.yaml"
+        told, asked = without_privileges(code)
+        assert told == [f"/{one}: cannot be written (Permission denied)" for one in names]
+        assert asked == [f"--out: /{one} cannot be written (Permission denied)" for one in names]
         assert sorted(str(p.relative_to(name)) for p in Path(name).rglob("*.*")) == ["locked/x.yaml", "open/x.yaml"]
         os.chmod(locked, 0o755)
 

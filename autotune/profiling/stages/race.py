@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from autotune.evaluate import EvaluationError
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
-from autotune.profiling.choice import GIVE_UP, alike, latency
+from autotune.profiling.choice import GIVE_UP, alike, equals, latency
 from autotune.profiling.confidence import confidence
 from autotune.profiling.points import Run, points
 from autotune.profiling.setup import Setup
@@ -250,6 +250,7 @@ class Race:
             repeats,
             found.noise,
             len(belief.measured),
+            unbeaten=sure.unbeaten if len(equals(mine, best, found.expected, found.noise)) > 1 else None,
             full=all(p.met == p.offered for p in mine),
             separated=all(p is best or p.attainment_high < best.attainment_low for p in mine),
             simulation_agrees=simulated[choice] >= max(simulated.values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.profile import Profile
 from autotune.profiling.choice import tells
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
@@ -18,7 +19,7 @@ def section(evidence: Evidence) -> Section:
     if found is None:
         return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that keeps the SLO.")
     if len(found.tried) < 2:
-        return absent(KEY, TOPIC, "Only one rate was tried, as asked, so there is no curve to show.")
+        return absent(KEY, TOPIC, f"Only one rate was tried{_why_one(evidence.profile)}, so there is no curve to show.")
     tried = sorted(found.tried, key=lambda p: p.offered_rate)
     xs, ys = [p.offered_rate for p in tried], [100 * p.attainment for p in tried]
     hover = [
@@ -53,3 +54,10 @@ def section(evidence: Evidence) -> Section:
         "luck, and one above it good luck."
     )
     return Section(KEY, TOPIC, title, lead, (Plot("capacity", "", f"{TOPIC}. {title}.", [view], 300),))
+
+
+def _why_one(profile: Profile) -> str:
+    """Why no rate but that of the comparison was tried, as far as the profile tells."""
+    if profile.workload.rate_from == "user":
+        return ", as asked"
+    return " before the run was stopped" if profile.status == "stopped" else ""

@@ -12,6 +12,7 @@ import pytest
 from autotune.profile import Spread
 from autotune.report import Evidence, Report, compose, gather, html
 from autotune.report.figure import round_ticks
+from autotune.report.headline import headline
 from autotune.report.panels import pareto
 from autotune.report.panels.steps import regions
 from autotune.report.standing import standing
@@ -50,7 +51,8 @@ def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path
     ("content", "says"),
     [
         (b'{"kind": "step", "region": \nnot json\n[1]\n3\n', "4 lines of example.points.jsonl could not be read"),
-        (b"\xff\xfe\x00", "cannot be read: it is not text"),
+        (b"\xff\xfe\x00", "1 line of example.points.jsonl could not be read and was left out."),
+        (b"[" * 100_000, "1 line of example.points.jsonl could not be read and was left out."),
         (b"", None),
     ],
 )
@@ -59,6 +61,16 @@ def test_a_broken_sidecar_is_said(evidence: Evidence, tmp_path: Path, content: b
     found = gather(evidence.profile, tmp_path / "example.yaml")
     assert found.runs == ()
     assert found.lacking == () if says is None else says in found.lacking[0]
+
+
+def test_of_a_sidecar_with_a_line_that_is_no_text_the_line_is_left_out(
+    evidence: Evidence, path: Path, tmp_path: Path
+) -> None:
+    whole = path.with_name("example.points.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "example.points.jsonl").write_bytes(b"".join([*whole[:5], b'{"stage": "\xff"}\n', *whole[5:]]))
+    found = gather(evidence.profile, tmp_path / "example.yaml")
+    assert (found.runs, found.steps, found.failures) == (evidence.runs, evidence.steps, evidence.failures)
+    assert found.lacking == ("1 line of example.points.jsonl could not be read and was left out.",)
 
 
 def test_the_runs_of_another_profile_are_left_alone(path: Path, tmp_path: Path) -> None:
@@ -140,7 +152,11 @@ def test_values_around_a_knob_stay_below_its_ceiling() -> None:
     ("base", "says", "clear"),
     [
         ((5.0, 4.9, 5.1), "2.3× the vLLM defaults", True),
-        ((11.0, 10.0, 12.0), "6% more than with the vLLM defaults", False),
+        ((11.0, 10.0, 12.0), "no clear difference to the vLLM defaults", False),
+        ((12.6, 12.0, 13.2), "no clear difference to the vLLM defaults", False),
+        ((13.0, 12.5, 13.5), "10% fewer than with the vLLM defaults", False),
+        ((11.5, 11.0, 11.9), "no clear difference to the vLLM defaults", False),
+        ((11.1, 11.05, 11.15), "1.1× the vLLM defaults", True),
         ((11.7, 11.0, 12.4), "as many as with the vLLM defaults", False),
         ((0.0, 0.0, 0.0), "none with the vLLM defaults", True),
     ],
@@ -151,9 +167,13 @@ def test_no_difference_is_claimed_that_was_not_measured(
     plain = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
     spread = Spread(mean=base[0], low=base[1], high=base[2], runs=(base[0],))
     point = sample_point(plain, "baseline").model_copy(update={"goodput": spread})
-    found = standing(Evidence(sample_profile().model_copy(update={"baseline": point}), "p.yaml"))
-    assert says in found.short and found.clear is clear
-    assert ("within what repeated runs spread" in found.sentence) == ("more" in says)
+    compared = Evidence(sample_profile().model_copy(update={"baseline": point}), "p.yaml")
+    found = standing(compared)
+    assert found.short == f"11.7 req/s in SLO, {says}" and found.beside == says and found.clear is clear
+    assert ("within what repeated runs spread" in found.sentence) == ("no clear" in says)
+    head = headline(compared)
+    assert (head.title, head.figures[0].beside) == (found.short, says)
+    assert pareto.section(compared).title == f"Best: {found.short}"
 
 
 def test_regions_are_computed_when_no_model_says_them(evidence: Evidence) -> None:

@@ -192,6 +192,25 @@ def test_a_profile_of_one_point() -> None:
     Page(html(made))
 
 
+@pytest.mark.parametrize(
+    ("rate_from", "status", "says"),
+    [
+        ("user", "complete", "Only one rate was tried, as asked, so there is no curve to show."),
+        ("calibration", "complete", "Only one rate was tried, so there is no curve to show."),
+        ("calibration", "stopped", "Only one rate was tried before the run was stopped, so there is no curve to show."),
+    ],
+)
+def test_why_there_is_no_curve_is_said_only_where_it_is_known(
+    evidence: Evidence, rate_from: str, status: str, says: str
+) -> None:
+    whole = evidence.profile.capacity
+    assert whole is not None
+    load = evidence.profile.workload.model_copy(update={"rate_from": rate_from})
+    one = Capacity(knobs=whole.knobs, rate=None, tried=whole.tried[:1])
+    found = replace(evidence, profile=changed(evidence, workload=load, status=status, capacity=one))
+    assert capacity.section(found).absent == says
+
+
 def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
     none = evidence.profile.capacity
     assert none is not None

@@ -1,0 +1,74 @@
+"""Tables for people: how full a form of one a terminal has room for, and the columns of the knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime.knobs import KNOBS, Knobs
+
+HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
+"""Short column titles; a knob without one goes by its full name."""
+
+_SHORTER = HEADINGS | {"max_batch_size": "batch"}
+_BOUNDLESS = 100_000  # columns of a terminal that cuts nothing
+
+
+class Room(IntEnum):
+    """How much of a table there is room for, from all of it to what cannot be done without."""
+
+    ALL = 0  # two blanks between columns
+    ALL_CLOSE = 1  # one
+    MAIN = 2  # without the columns that tell the least
+    MAIN_CLOSE = 3
+    SHORT = 4  # the same under shorter titles
+    BARE = 5  # without intervals
+    BAREST = 6
+
+    @property
+    def gap(self) -> int:
+        """Blanks between columns."""
+        return 2 if self in (Room.ALL, Room.MAIN) else 1
+
+
+def fullest(draw: Callable[[Room], Table], width: int) -> Table:
+    """What ``draw`` makes for the most room that takes no more than ``width`` columns; the barest where none does."""
+    for room in Room:
+        drawn = draw(room)
+        if columns(drawn) <= width:
+            break
+    return drawn
+
+
+def columns(drawn: Table) -> int:
+    """How wide a terminal must be to show all of ``drawn``."""
+    return Console(width=_BOUNDLESS, file=StringIO()).measure(drawn).maximum
+
+
+def empty_table(room: Room) -> Table:
+    """Without columns yet: no lines, only blanks between them."""
+    return Table(box=None, pad_edge=False, padding=(0, room.gap, 0, 0), header_style="bold")
+
+
+def setting_table(titles: Iterable[str], room: Room) -> Table:
+    """Without rows yet: a label, the knobs, a bar, then figures under ``titles``."""
+    drawn = empty_table(room)
+    short = room >= Room.SHORT
+    drawn.add_column("", no_wrap=True)
+    for spec in KNOBS:
+        drawn.add_column((_SHORTER if short else HEADINGS).get(spec.name, spec.name), justify="right", no_wrap=True)
+    if not short:
+        drawn.add_column("│", no_wrap=True)
+    for title in titles:
+        drawn.add_column(title, justify="right", no_wrap=True)
+    return drawn
+
+
+def setting_cells(label: str, knobs: Knobs, room: Room) -> list[str]:
+    """What stands left of the figures in a row of :func:`setting_table`."""
+    values = (f"{getattr(knobs, spec.name):g}" for spec in KNOBS)
+    return [label, *values, *([] if room >= Room.SHORT else ["│"])]

@@ -1,0 +1,138 @@
+"""Tables take the form there is room for: nothing of them is cut, and nothing is left out that there is room for."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from autotune.cli.main import run
+from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
+from autotune.profiling import table as profiled_tables
+from autotune.score import Latency
+from autotune.simulate.capacity import SeedCapacity, SettingCapacity
+from autotune.simulate.tables import capacity_table, simulated_table
+from autotune.tables import Room, columns, empty_table, fullest
+from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.slo import SLO
+from tests.unit.profiles import SMALL, VLLM, findings, profile, score
+from tests.unit.profiles import run as measured
+from tests.unit.simulated_profile import EVEN, profiled
+
+WIDTHS = (80, 90, 100, 110, 112, 120, 125, 130, 140, 150, 160)
+LARGEST = Knobs(**{spec.name: getattr(KnobLimits(), spec.name) for spec in KNOBS}).with_(max_wait_ms=12.5)
+PRICES = (None, 2.5)
+PROMISE = SLO(ttft_ms=500, tpot_ms=50)
+
+
+def shown(drawn: Table, width: int) -> str:
+    """What a terminal of ``width`` columns shows of it, as the verbs print it."""
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(drawn, soft_wrap=True)
+    text = console.export_text()
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    return text
+
+
+def sluggish(price: float | None = None) -> Profile:
+    """Of large figures."""
+    times = {"ttft_ms": Latency(p50=1111, p99=22222), "tpot_ms": Latency(p50=111, p99=2222)}
+    slow: dict[str, Any] = times | {"throughput": 12345.0}
+    return profile(
+        findings(measured(LARGEST, 40, **slow), measured(VLLM, 20, **slow), measured(SMALL, 30)), price=price
+    )
+
+
+def capacities(*labels: str) -> list[SettingCapacity]:
+    times: dict[str, Any] = {"ttft_ms": Latency(p50=9876, p99=12345), "tpot_ms": Latency(p50=987, p99=1234)}
+    seeds = tuple(
+        SeedCapacity(seed, rate, 1.01 * rate, score(LARGEST, offered_rate=rate, **times), 7, 100_000.0)
+        for seed, rate in enumerate((0.123, 0.0987, 0.145))
+    )
+    return [SettingCapacity(label, LARGEST, seeds) for label in labels]
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> None:
+    profiles = [sluggish(price)]
+    profiles += [
+        load_profile(file).model_copy(update={"price_per_hour": price}) for file in shipped_profiles().values()
+    ]
+    for made in profiles:
+        text = shown(profiled_tables.table(made, width), width)
+        assert "…" not in text and text.count("\n") == 1 + len(profiled_tables.rows(made))
+        assert all(word in text for word in ("budget", "in SLO", "TTFT p99", "TPOT p99", "vLLM defaults"))
+        assert "←" in text or width < 90
+        assert ("per M tok" in text) == (price is not None)
+        assert ("tok/s" in text and "← recommended" in text) or width < 120
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_was_simulated_is_never_cut(width: int, price: float | None) -> None:
+    found = [
+        p.model_copy(update={"label": label}) for p in sluggish().points for label in ("interactive, balanced", "asked")
+    ]
+    text = shown(simulated_table(found, PROMISE, price, width), width)
+    assert "…" not in text
+    for words in ("interactive,", "chunk", "in SLO", "goodput", "TTFT p99", "TPOT p99", "22.22 s", "8192"):
+        assert words in text
+    assert "100.0% (91.2–100.0)" in text or width < (120 if price else 110)
+    assert ("/M tokens" in text) == (price is not None)
+    assert ("TTFT p50" in text) == ("preempted" in text)
+    assert "TTFT p50" in text or width < (150 if price else 140)
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_capacities_are_never_cut(width: int, price: float | None) -> None:
+    found = capacities("interactive, balanced", "TensorRT-LLM defaults", "vLLM defaults, small GPU")
+    text = shown(capacity_table(found[:2], found[2], price, width), width)
+    assert "…" not in text
+    for words in ("TensorRT-LLM", "capacity,", "req/s", "TTFT p99", "12.35 s", "1.23 s", "0.122", "small GPU"):
+        assert words in text
+    assert "0.122 (0.0647–0.18)" in text or width < (100 if price else 90)
+    assert ("at capacity" in text) == (price is not None)
+    assert "running" in text or width < (130 if price else 110)
+
+
+def test_what_nothing_was_promised_of_goes_last() -> None:
+    points = sluggish().points
+    bare = shown(simulated_table(points, SLO(e2e_ms=5000), 2.5, 40), 80)
+    assert "E2E p99" in bare and "TTFT" not in bare and "TPOT" not in bare and "tok/s" not in bare
+    assert "tok/s" in shown(simulated_table(points, SLO(e2e_ms=5000), None, 40), 80)
+
+
+def test_the_fullest_form_that_fits_is_taken() -> None:
+    drawn: list[Room] = []
+
+    def draw(room: Room) -> Table:
+        drawn.append(room)
+        made = empty_table(room)
+        made.add_column("x" * (70 - 10 * room))
+        made.add_row(":" * 3)
+        return made
+
+    assert columns(draw(Room.ALL)) == 70
+    for width, room in ((200, Room.ALL), (70, Room.ALL), (69, Room.ALL_CLOSE), (30, Room.SHORT), (3, Room.BAREST)):
+        drawn.clear()
+        assert columns(fullest(draw, width)) == 70 - 10 * room and drawn[-1] == room
+
+
+@pytest.mark.parametrize("price", [(), ("--price", "2.5/h")])
+def test_verbs_draw_for_the_terminal_they_are_on(
+    price: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    save_profile(profiled(), tmp_path / "h200.yaml")
+    of, quick = str(tmp_path / "h200.yaml"), ("--workload", EVEN, "--requests", "50", "--seeds", "2", *price)
+    for words in (["show", of, *price], ["simulate", "--profile", of, "--rate", "5", *quick], ["capacity", of, *quick]):
+        run(words)
+        out = capsys.readouterr().out
+        assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
