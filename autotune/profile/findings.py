@@ -6,9 +6,11 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.cost_shape import Shape
+from autotune.cost_shape import TOKEN, Shape
 from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
+_MOST = 1e3  # s; for a sequence, a prompt or a step
+_MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, "expert_tokens": 1e6}
 _DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
 
 
@@ -132,6 +134,10 @@ class CostFacts(Part):
             Shape.of(self.family, self.coefficients)
         except ValueError as error:
             raise ValueError(f".{error}") from None
+        for name, value in self.coefficients.items():
+            most = _MOST_EACH.get(name, 1.0 if name.startswith(TOKEN) else _MOST)
+            if value > most:
+                raise ValueError(f".coefficients.{name} is {value:g}; it must be at most {most:g}")
         check_covariance(".covariance", self.covariance, len(self.coefficients))
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):

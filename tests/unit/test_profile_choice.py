@@ -9,7 +9,6 @@ import pytest
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
-from autotune.profiling.confidence import confidence
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
 from autotune.profiling.stages.finalists import shortlist
@@ -237,38 +236,6 @@ def test_only_what_was_allowed_is_recommended() -> None:
     found = findings(run(VLLM, 40), run(LARGE, 30), space=space)
     assert found.settings()["balanced"].knobs == LARGE
     assert findings(run(VLLM, 40), run(LARGE, 30)).settings()["balanced"].knobs == VLLM
-
-
-def test_confidence_in_words() -> None:
-    sure = confidence(0.87, 0.004, 0.03, 0.05, 6)
-    assert (sure.noise, sure.best, sure.regret) == (0.05, 0.87, 0.004)
-    assert sure.sentence.startswith("runs of one setting differ by 3.0%; of 6 settings measured the recommended one is")
-    assert "probability of 87%" in sure.sentence and "0.4% less" in sure.sentence
-    alone = confidence(1.0, 0.0, None, 0.05, 1)
-    assert alone.noise == 0.05 and "the only one measured: the recommendation rests on simulation" in alone.sentence
-    full = confidence(0.4, 0.0, 0.0, 0.018, 3, full=True, separated=False)
-    assert full.noise == 0.018 and "0.0%; " not in full.sentence
-    assert full.sentence.startswith(
-        "noise is not visible: every run kept everything; the measurements alone do not separate"
-    )
-    assert (
-        "with simulation, which prefers it, the recommended one is the best with a probability of 40%" in full.sentence
-    )
-    against = confidence(0.6, 0.0, 0.01, 0.018, 3, separated=False, simulation_agrees=False)
-    assert "do not separate" in against.sentence and "prefers" not in against.sentence
-    certain = confidence(0.998, 0.0, 0.0, 0.018, 3, separated=False)
-    assert "probability above 99%" in certain.sentence and "100%" not in certain.sentence
-
-
-def test_of_equals_none_is_called_the_best() -> None:
-    full = confidence(0.5, 0.002, 0.0, 0.018, 2, unbeaten=0.995, full=True, separated=False)
-    assert full.best == 0.5 and full.sentence == (
-        "noise is not visible: every run kept everything; the measurements alone do not separate the 2 settings measured: by "
-        "them and simulation together the recommended one is as good as any measured with a probability above 99%, and is "
-        "expected to serve 0.2% less than the best of them"
-    )
-    apart = confidence(0.5, 0.0, 0.01, 0.018, 2, unbeaten=0.97)
-    assert "the recommended one is as good as any measured with a probability of 97%" in apart.sentence
 
 
 def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +12,10 @@ from autotune.cli.main import run
 from autotune.controllers.registry import CONTROLLERS
 from autotune.price import per_million
 from autotune.profile import load_profile, save_profile
-from autotune.simulate.scenario import Scenario
 from benchmarks.controller.hardware import h200
 from runtime.knobs import Knobs
 from tests.unit.jitter_cases import STALLS
+from tests.unit.simulate_command import QUICK, told
 from tests.unit.simulated_profile import EVEN, profiled
 
 
@@ -27,16 +23,6 @@ from tests.unit.simulated_profile import EVEN, profiled
 def path(tmp_path: Path) -> str:
     save_profile(profiled(), tmp_path / "h200.yaml")
     return str(tmp_path / "h200.yaml")
-
-
-QUICK = ("--requests", "100", "--seeds", "2")
-
-
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    assert run([*arguments, *QUICK, "--json"]) == code
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
 
 
 def test_simulate_shows_the_profiles_settings(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,49 +196,6 @@ def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.Capture
         assert words in capsys.readouterr().out
 
 
-@pytest.fixture
-def stopped(
-    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, Callable[[Knobs], bool]], tuple[dict[str, Any], str]]:
-    """``stopped(verb, at)``: what a verb says, and what on stderr, after Ctrl-C at the first setting that ``at`` says."""
-    measure = Scenario.measure
-
-    def stopped(verb: str, at: Callable[[Knobs], bool]) -> tuple[dict[str, Any], str]:
-        def interrupted(self: Scenario, knobs: Knobs, *rest: Any, **options: Any) -> Any:
-            if at(knobs):
-                os.kill(os.getpid(), signal.SIGINT)
-            return measure(self, knobs, *rest, **options)
-
-        monkeypatch.setattr(Scenario, "measure", interrupted)
-        where = ["simulate", "--rate", "5", "--profile", path] if verb == "simulate" else ["capacity", path]
-        assert run([*where, "--workload", EVEN, *QUICK, "--price", "1/h", "--json"]) == 130
-        captured = capsys.readouterr()
-        return json.loads(captured.out), captured.err
-
-    return stopped
-
-
-@pytest.mark.parametrize("verb", ["simulate", "capacity"])
-def test_what_was_found_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
-    """Ctrl-C comes once the second setting is under way."""
-    interactive = profiled().settings["interactive"].knobs
-    found, told = stopped(verb, lambda knobs: knobs != interactive)
-    assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
-    assert told.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
-
-
-@pytest.mark.parametrize("verb", ["simulate", "capacity"])
-def test_the_cheapest_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
-    """Ctrl-C comes at the first setting that is asked for no other reason than the price."""
-    known = {s.knobs for s in profiled().settings.values()}
-    found, told = stopped(verb, lambda knobs: knobs not in known)
-    assert len(found["settings"]) == 3 and found["stopped"]
-    assert Knobs(**found["cheapest"]["knobs"]) in known and found["cheapest"]["price_per_million"] > 0
-    assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (len(known), False)
-    assert f"cheapest of {len(known)} settings tried before the stop that holds" in told
-    assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
-
-
 def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("capacity", path, "--workload", EVEN, "--token-budget", "512")
     whole = told(capsys, *options)["settings"][0]["capacity"]
@@ -265,101 +208,3 @@ def test_no_rate_at_all_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[
     assert all(s["capacity"] is None and s["price_per_million"] is None for s in found["settings"])
     assert run(["capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", *QUICK]) == 1
     assert re.search(r"none of the \d+ settings tried holds tpot=2ms@99%", capsys.readouterr().out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
-    assert run(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
-    return captured.err.removeprefix("error: ").rstrip("\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit'),
-        (["--workload", "nope"], '--workload: workload "nope": '),
-        (["--scale", "compute"], '--scale: "compute" is no speed; write compute=0.5,bandwidth=0.4'),
-        (["--scale", "compute=0"], '--scale: "compute=0" must be a number from 0.001 to 1000'),
-        (["--kv-tokens", "999999999999"], "--kv-tokens is 999999999999; it must be a whole number from 1 to 1073741824"),
-        (["--scale", "compute=1,compute=2"], "--scale: compute is given twice"),
-        (["--price", "2.50"], '--price: "2.50" is not a price for a time; write 2.50/h'),
-        (["--controller", "pid"], "--controller is 'pid'; it must be one of "),
-        (["--token-budget", "0"], "--token-budget is 0; it must be a whole number between 1 and "),
-        (["--seeds", "0"], "--seeds is 0; it must be a whole number from 1 to 1000"),
-        (["--seed", "-1"], "--seed is -1; it must be a whole number from 0 to "),
-        (["--requests", "5"], "--requests is 5; it must be a whole number from 10 to 10000000"),
-        (["--token-budget", "abc"], "--token-budget is abc; it must be a whole number"),
-        (["--max-wait-ms", "abc"], "--max-wait-ms is abc; it must be a number"),
-        (["--kv-tokens", "15"], "--kv-tokens is 15; it must be a whole number of at least 16: blocks of 16 tokens"),
-    ],
-)  # fmt: skip
-def test_wrong_options(path: str, capsys: pytest.CaptureFixture[str], options: list[str], text: str) -> None:
-    for verb in (["capacity", path], ["simulate", "--profile", path]):
-        assert refused(capsys, [*verb, *options]).startswith(text)
-
-
-def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for rate in ("-1", "0", "1e10", "1e-12"):
-        told = f"--rate is {float(rate):g}; it must be a number from 1e-06 to 1e+06 requests/s"
-        assert refused(capsys, ["simulate", "--profile", path, "--rate", rate]) == told
-    named = refused(capsys, ["simulate", "--profile", path, "--workload", EVEN + ",rate=1e9"])
-    assert named == "--workload: rate is 1e+09; it must be a number from 1e-06 to 1e+06 requests/s"
-
-
-def test_the_least_rate_there_is_takes_no_more_memory_than_another(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A window of a hundred million seconds, and not a figure for each of them."""
-    found = told(capsys, "simulate", "--profile", path, "--rate", "1e-6", "--token-budget", "256")
-    assert found["settings"][0]["attainment"] == 1.0
-
-
-def test_memory_that_is_not_there_is_one_line(
-    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_much(*_: Any, **__: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(Scenario, "measure", too_much)
-    assert run(["simulate", "--profile", path, *QUICK]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: that takes more memory than there is; ")
-
-
-def test_a_workload_that_is_not_here_is_named_with_its_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A trace of another machine: the profile is as good as ever for other loads."""
-    facts = profiled().workload.model_copy(update={"spec": "azure-conv:/no/where.csv"})
-    file = tmp_path / "p.yaml"
-    save_profile(profiled(workload=facts), file)
-    words = refused(capsys, ["simulate", "--profile", str(file)])
-    assert words.startswith(f'{file}: workload.spec: workload "azure-conv:/no/where.csv": ')
-    assert words.endswith("; --workload names another")
-    assert run(["simulate", "--profile", str(file), "--workload", EVEN, "--rate", "5", *QUICK]) == 0
-
-
-def test_ctrl_c_in_a_verb_that_does_not_wait_for_it(
-    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as while its modules load."""
-
-    def interrupted(file: Path) -> Path:
-        os.kill(os.getpid(), signal.SIGINT)
-        return file
-
-    monkeypatch.setattr("autotune.profile.find_profile", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert run(["simulate", "--profile", path]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "stopped\n"
-
-
-def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_profile(profiled(cost_model=None), tmp_path / "old.yaml")
-    text = refused(capsys, ["capacity", str(tmp_path / "old.yaml")])
-    assert text.endswith(
-        "old.yaml holds no cost model, so nothing can be simulated from it; make it anew with autotune profile"
-    )
