@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import threading
 from collections import Counter
 
@@ -67,6 +68,9 @@ async def test_a_timeout_holds_while_an_await_waits_for_room() -> None:
     fn, heard, b, tasks = await full()
     with pytest.raises(RequestTimeoutError):
         await asyncio.wait_for(b(9, timeout_s=0.05, request_id="late"), 30)
+    until = time.monotonic() + 30
+    while not heard.requests and time.monotonic() < until:  # listeners hear of it from a thread of their own
+        await asyncio.sleep(0.01)
     assert [(r.id, r.reason) for r in heard.requests] == [("late", TIMEOUT)]
     fn.gate.release(2)
     assert await asyncio.gather(*tasks) == [0, 1]
