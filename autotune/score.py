@@ -16,7 +16,7 @@ from runtime.slo import SLO, attainment, wilson_interval
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
 
-_MOST_BLOCKS = 86_400  # of a second or more
+_MOST_BLOCKS = 10_000  # of a second or more
 
 
 class Latency(BaseModel):
@@ -53,7 +53,7 @@ class Score(BaseModel):
     trace may be something else.
     ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
     window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
-    met) of each second of the window (of longer parts where it is more than a day), for intervals that respect bursts.
+    met) of each second of the window (of longer parts where it has more than 10,000), for intervals that respect bursts.
     ``lateness_p99_ms``: how late the sender was.
     """
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from autotune.bench.comparing import Comparison
 from autotune.bench.contenders import Contender
+from autotune.writing import writable
 from runtime.errors import InputError
 from runtime.slo import SLO
 
@@ -29,8 +30,7 @@ def check(path: Path) -> Path:
     """``path`` if a plot can go there. Raises :class:`InputError`."""
     if path.suffix not in FORMATS:
         raise InputError(f"--out: {path} must end in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"--out: {path} cannot be written: there is no directory {path.parent}")
+    writable("--out", path)
     return path
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from autotune.bounds import MOST_KV_TOKENS
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
@@ -32,7 +33,7 @@ def capacity(
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
     scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
-    kv_tokens: Annotated[int | None, Option(min=1, max=2**30, help=shared.KV_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, max=MOST_KV_TOKENS, help=shared.KV_HELP)] = None,
     price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
     seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
     seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
@@ -47,7 +48,7 @@ def capacity(
     from autotune.cli.display import Display, make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.evaluate import Interrupted
-    from autotune.simulate.capacity import Search
+    from autotune.simulate.capacity import Search, best_so_far
     from autotune.simulate.tables import (
         capacity_data,
         capacity_table,
@@ -80,6 +81,7 @@ def capacity(
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
+            best = best_so_far(known) if asked.price is not None else None
         finally:
             display.close()
     if known:

@@ -101,7 +101,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (InputError, ModelError) as error:
         return _complain(str(error))
     except MemoryError:
-        return _complain("that takes more memory than there is; ask for less of it (--requests, --kv-tokens, --rate)")
+        return _complain(
+            "that takes more memory than there is; ask for less (fewer requests, a smaller KV pool or model)"
+        )
     except typer.Exit as error:
         return error.exit_code
     except UsageError as error:

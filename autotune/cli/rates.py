@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from autotune.bounds import LEAST_RATE, MOST_RATE
 from runtime.errors import InputError
-
-LEAST, MOST = 1e-6, 1e6  # requests/s
 
 
 def check_rate(option: str, rate: float | None) -> None:
     """Raise :class:`InputError` for a ``rate`` that nobody can wait for, or that no sender sends."""
-    if rate is not None and not LEAST <= rate <= MOST:
-        raise InputError(f"{option} is {rate:g}; it must be a number from {LEAST:g} to {MOST:g} requests/s")
+    if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
+        raise InputError(f"{option} is {rate:g}; it must be a number from {LEAST_RATE:g} to {MOST_RATE:g} requests/s")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from autotune.bounds import MOST_KV_TOKENS
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
@@ -38,7 +39,7 @@ def simulate(
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
     scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
-    kv_tokens: Annotated[int | None, Option(min=1, max=2**30, help=shared.KV_HELP)] = None,
+    kv_tokens: Annotated[int | None, Option(min=1, max=MOST_KV_TOKENS, help=shared.KV_HELP)] = None,
     price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
     seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
     seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
@@ -55,7 +56,7 @@ def simulate(
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.evaluate import Interrupted
     from autotune.profiling.points import Run, point
-    from autotune.simulate.capacity import Search
+    from autotune.simulate.capacity import Search, best_so_far
     from autotune.simulate.tables import cheapest_data, cheapest_sentence, point_data, simulated_table
 
     console = make_console(stderr=as_json)
@@ -64,6 +65,7 @@ def simulate(
     scenario, taken = asked.scenario, tuple(range(seed, seed + seeds))
     display = Display(console, "")
     points: list[Point] = []
+    known: dict[str, SettingCapacity] = {}
     best: Best | None = None
     stopped = False
     with stop_on_interrupt() as stop:
@@ -85,7 +87,6 @@ def simulate(
             if asked.price is not None:
                 display.stage("pricing")
                 search = Search(scenario, taken, requests, controller=controller, stop=stop.is_set)
-                known: dict[str, SettingCapacity] = {}
                 told = shared.progress(display)
                 for name, setting in asked.settings.items():
                     known[name] = search.capacity(name, setting, offered, told)
@@ -94,6 +95,7 @@ def simulate(
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
+            best = best_so_far(known)
         finally:
             display.close()
     if points:

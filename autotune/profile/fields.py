@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
+from autotune.bounds import LEAST_RATE, MOST_RATE
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import METRICS, SLO
 
@@ -31,7 +32,7 @@ Amount = Annotated[float, Field(ge=0, le=MOST)]
 """A time, a rate, a size: zero or more. The field's name or description has the unit."""
 
 AboveZero = Annotated[float, Field(gt=0, le=MOST)]
-Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
+Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Requests/s that are offered."""
 
 Share = Annotated[float, Field(ge=0, le=1)]

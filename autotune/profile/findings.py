@@ -6,11 +6,11 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.cost_shape import TOKEN, Shape
+from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
 from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _MOST = 1e3  # s; for a sequence, a prompt or a step
-_MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, "expert_tokens": 1e6}
+_MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, EXPERT_TOKENS: 1e6}
 _DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from autotune.bounds import MOST_KV_TOKENS
 from autotune.profile.fields import (
     AboveZero,
     Amount,
@@ -59,10 +60,6 @@ __all__ = [
     "Spread",
     "StepPoint",
 ]
-
-
-MOST_KV_TOKENS = 2**30
-"""In a KV pool: far more than the memory of any machine of today holds."""
 
 
 class GpuInfo(Part):

@@ -15,6 +15,7 @@ from runtime.slo import wilson_interval
 
 Stage = Literal["simulation", "search", "validation", "capacity"]
 _RESAMPLES = 2000
+_DRAWS = 5_000_000  # in memory at a time
 
 
 class Run(Part):
@@ -78,7 +79,7 @@ def point(runs: Sequence[Run]) -> Point:
 
 
 def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]], runs: tuple[float, ...]) -> Spread:
-    """The mean goodput and its 95% percentile-bootstrap interval over one-second blocks.
+    """The mean goodput and its 95% percentile-bootstrap interval over blocks of a second or more.
 
     Requests of a burst are late together, so single requests are no independent sample; seconds nearly are (a block
     bootstrap: Künsch 1989). With few blocks the interval is rather too narrow than too wide.
@@ -86,7 +87,9 @@ def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]]
     met = np.array([m for _, seconds in blocks for _, m in seconds], dtype=float)
     window = sum(seconds for seconds, _ in blocks)
     rng = np.random.default_rng(0)  # the same runs give the same interval
-    sums = rng.choice(met, size=(_RESAMPLES, len(met))).sum(axis=1) / window
+    at_once = max(1, _DRAWS // max(1, len(met)))  # of so many blocks that memory does not grow with the window
+    counts = [min(at_once, _RESAMPLES - made) for made in range(0, _RESAMPLES, at_once)]
+    sums = np.concatenate([rng.choice(met, size=(count, len(met))).sum(axis=1) for count in counts]) / window
     low, high = np.percentile(sums, [2.5, 97.5])
     return Spread(mean=_round(met.sum() / window), low=_round(low), high=_round(high), runs=tuple(map(_round, runs)))
 
@@ -122,7 +125,7 @@ def _mean(scores: Sequence[Score], get: Callable[[Score], float]) -> float:
 
 
 def _mean_blocks(same: Sequence[Score]) -> list[tuple[float, float]]:
-    """Requests offered and met of each second, means over runs of the same requests."""
+    """Requests offered and met of each block, means over runs of the same requests."""
     seconds = zip(*(score.blocks for score in same), strict=False)
     return [(statistics.fmean(o for o, _ in runs), statistics.fmean(m for _, m in runs)) for runs in seconds]
 

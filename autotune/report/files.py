@@ -58,7 +58,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     """The JSON object a line of a log is; None where it is none (a profile is YAML of many lines)."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

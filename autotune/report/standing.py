@@ -41,7 +41,9 @@ def standing(evidence: Evidence) -> Standing:
     ratio = point.goodput.mean / base.mean if base.mean > 0 else None
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
-    if ratio is None:
+    if ratio is None and point.goodput.mean == 0:
+        told, sentence = "none with the vLLM defaults either", "nor do the vLLM defaults on this same engine"
+    elif ratio is None:
         told, sentence = "none with the vLLM defaults", "the vLLM defaults answer none within it on this same engine"
     elif alike:
         told = "as many as with the vLLM defaults"
@@ -52,7 +54,7 @@ def standing(evidence: Evidence) -> Standing:
     else:
         told = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
         sentence = f"{told} {here}"
-    if not apart and not alike:
+    if not apart and not alike and (base.mean or point.goodput.mean):
         told = "no clear difference to the vLLM defaults"
         sentence += ", a difference within what repeated runs spread"
     return Standing(ratio, clear, f"{rate}, {told}", told, sentence)

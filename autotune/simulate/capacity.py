@@ -114,6 +114,13 @@ class Best(NamedTuple):
     whole: bool = True
 
 
+def best_so_far(known: Mapping[str, SettingCapacity]) -> Best | None:
+    """Of a search that was stopped before it was through with what it is to begin from; None when nothing is known."""
+    if not known:
+        return None
+    return Best(max(known.values(), key=lambda one: one.order), len(known), whole=False)
+
+
 @dataclass(frozen=True)
 class Search:
     """How to look: over which seeds, with how many requests each time, to which relative precision."""

@@ -201,21 +201,23 @@ def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> N
 
 
 def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
-    asked = 0
-
-    def stop() -> bool:
-        return asked > 0
-
-    def told(rate: float, held: bool) -> None:
-        nonlocal asked
-        asked += held and rate > first.rate  # a better one has been found; looking at it closely was not cut short
-
     knobs = {"first": Knobs(2, 0, 1024, 512), "better": Knobs(8, 0, 1024, 512), "best": Knobs(64, 0, 1024, 512)}
-    first = Search(scenario(), (0,), 100).capacity("first", knobs.pop("first"), 5.0)
-    stopped = Search(scenario(), (0,), 100, stop=stop).best({"first": first}, knobs, told)
-    assert stopped == ((first, 1, False))  # it was cut short while it looked at the better one
-    whole = Search(scenario(), (0,), 100).best({"first": first}, knobs)
-    assert whole.whole and whole.tried == 3 and whole.setting.rate > first.rate
+    plain = Search(scenario(), (0,), 100)
+    first = plain.capacity("first", knobs.pop("first"), 5.0)
+    better = plain.best({"first": first}, {"better": knobs["better"]}).setting
+    whole = plain.best({"first": first}, knobs)
+    assert whole.whole and whole.tried == 3 and whole.setting.rate > better.rate > first.rate
+    for reached, answer in ((first, (first, 1, False)), (better, (better, 2, False))):
+        heard: list[float] = []  # rates that held; stopped at the first that is beyond what ``reached`` holds
+
+        def told(rate: float, held: bool, heard: list[float] = heard) -> None:
+            heard += [rate] if held else []
+
+        def stop(heard: list[float] = heard, bar: float = reached.seeds[0].rate) -> bool:
+            return max(heard, default=0.0) > bar * 1.005
+
+        stopped = Search(scenario(), (0,), 100, stop=stop).best({"first": first}, knobs, told)
+        assert stopped == answer  # what was being looked at closely is not in it
 
 
 def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() -> None:

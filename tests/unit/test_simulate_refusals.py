@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
 from autotune.simulate.scenario import Scenario
 from benchmarks.controller.hardware import h200
+from runtime.knobs import Knobs
 from tests.unit.simulate_command import QUICK, refused, told
 from tests.unit.simulated_profile import EVEN, profiled
 
@@ -58,7 +60,14 @@ def test_the_least_rate_there_is_takes_no_more_memory_than_another(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A window of a hundred million seconds, and not a figure for each of them."""
-    found = told(capsys, "simulate", "--profile", path, "--rate", "1e-6", "--token-budget", "256")
+    score = Scenario.of(load_profile(path), workload=EVEN).measure(Knobs(), 1e-6, 0, requests=100)
+    assert len(score.blocks) == 10_000 and sum(offered for offered, _ in score.blocks) == 100
+    tracemalloc.start()
+    try:
+        found = told(capsys, "simulate", "--profile", path, "--rate", "1e-6", "--token-budget", "256")
+        assert tracemalloc.get_traced_memory()[1] < 300e6
+    finally:
+        tracemalloc.stop()
     assert found["settings"][0]["attainment"] == 1.0
 
 

@@ -53,7 +53,24 @@ def test_what_was_found_before_a_stop_is_shown(stopped: Any, verb: str) -> None:
     interactive = profiled().settings["interactive"].knobs
     found, told = stopped(verb, lambda knobs: knobs != interactive)
     assert [one["label"] for one in found["settings"]] == ["interactive"] and found["stopped"]
-    assert told.splitlines()[-1] == "stopped: 1 of 3 settings are done, the cheapest is not known"
+    priced = verb == "capacity"  # simulate has looked at no capacity by then
+    assert (found["cheapest"] is not None) == priced
+    cheapest = "what is left may be cheaper" if priced else "the cheapest is not known"
+    assert told.splitlines()[-1] == f"stopped: 1 of 3 settings are done, {cheapest}"
+
+
+def test_simulate_stopped_at_the_capacity_of_the_second_setting_knows_that_of_the_first(stopped: Any) -> None:
+    interactive, seen = profiled().settings["interactive"].knobs, []
+
+    def again(knobs: Knobs) -> bool:
+        """The table took a simulation of each setting for each of two seeds; then come their capacities, in order."""
+        seen.append(knobs)
+        return sum(one != interactive for one in seen) > 2 * 2
+
+    found, told = stopped("simulate", again)
+    assert len(found["settings"]) == 3 and Knobs(**found["cheapest"]["knobs"]) == interactive
+    assert (found["cheapest"]["tried"], found["cheapest"]["whole"]) == (1, False)
+    assert told.splitlines()[-1] == "stopped: all settings are done, what is left may be cheaper"
 
 
 @pytest.mark.parametrize("verb", ["simulate", "capacity"])
