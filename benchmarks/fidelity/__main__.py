@@ -1,8 +1,9 @@
 """What the simulator says of six workloads that its calibration never saw, against what the live engine does.
 
-In rounds: a calibration (:mod:`autotune.profiling.steps`) of the CPU engine gives a cost model; then the engine serves each
-workload, and the simulator, by that model, the same arrivals under the same knobs, limits and KV pool. Rates are shares of what
-the engine, simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
+In rounds: the CPU engine serves each workload, and the simulator, by a cost model, the same arrivals under the same knobs, limits
+and KV pool. Before and behind every round a calibration (:mod:`autotune.profiling.steps`) gives a model, and the mean of what is
+simulated by the two counts for the round: what drifts from one to the other is in both. Rates are shares of what the engine,
+simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
 clock that follows anchor steps run between their own, so that a machine whose pace drifts counts as one whose
 pace does not (:mod:`benchmarks.clocks.paced`).
 
@@ -23,10 +24,10 @@ What is compared:
   a queue multiplies every error in step time.
 
 A figure of a workload is the median over its rounds of simulated ÷ real: what a calibration is off by luck cancels, what it is
-off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT, TTFT and E2E also those of
-single rounds, luck and all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the
-traces are replayed, without them the presets fitted to them. ``--undisturbed`` leaves out the time for which the kernel kept
-the engine's thread waiting.
+off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT, TTFT and E2E also those of one
+calibration against one run, luck and all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files)
+slices of the traces are replayed, without them the presets fitted to them. ``--undisturbed`` leaves out the time for which the
+kernel kept the engine's thread waiting.
 
 Run ``python -m benchmarks.fidelity`` (``--quick``: about five minutes); the last line is JSON.
 """
@@ -48,15 +49,17 @@ from autotune.cost_model import CostModel
 from autotune.evaluate import Recorder, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps
+from autotune.score import Score
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
 from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
-from benchmarks.fidelity.table import Compared, StepPair, bias, median_error, metrics, report, step_pairs
+from benchmarks.fidelity.table import Compared, Fitted, StepPair, bias, median_error, metrics, report, step_pairs
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
+from runtime.records import StepRecord
 
 WARM_UP = 20.0  # seconds of each engine before anything counts
 _TOGETHER = 60  # requests sent at once meanwhile
@@ -70,6 +73,16 @@ class Timed(NamedTuple):
     paces: list[float]
 
 
+class Run(NamedTuple):
+    """A real run that no simulation has been compared with."""
+
+    case: Case
+    workload: Workload
+    score: Score
+    steps: Sequence[StepRecord]
+    said: str
+
+
 class Bench:
     """Two engines of one model, the roomy one and one with a small pool; and what was found."""
 
@@ -77,10 +90,11 @@ class Bench:
         self.roomy, self.tight, self.facts = roomy, tight, facts
         self.duration, self.seed = duration, seed
         self.real: dict[tuple[str, str], list[float]] = {}
-        self.ratios: dict[tuple[str, str], list[float]] = {}
+        self.ratios: dict[tuple[str, str], list[tuple[float, ...]]] = {}  # of a round: by each of its calibrations
         self.steps: dict[str, list[StepPair]] = {}
+        self.fitted: list[Fitted] = []
         self._runs = 0
-        self.usual: CostModel | None = None  # what steps take by the fit; None: what simulations go by
+        self._open: list[Run] = []
 
     def warm_up(self, seconds: float) -> None:
         """Have both engines work for a while, on none of the workloads: users' engines have been up for longer, too."""
@@ -98,6 +112,7 @@ class Bench:
                     stream.result()
 
     def calibrate(self, budget_s: float) -> CostModel:
+        """What simulations go by now; the runs since the calibration before this one are compared with both."""
         engine, clock, paces = self.roomy
         looked = len(paces)
         found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
@@ -110,15 +125,19 @@ class Bench:
             f"served, steps took {found.served - 1:+.1%} ({facts.excess_s * 1e3:.2f} ms each){_scatter(cost)}",
             flush=True,
         )
-        self.usual = cost
+        self.fitted.append(Fitted(cost, cost.serving()))
+        for run in self._open:
+            self._compare(run)
+        self._open.clear()
         return cost.serving()
 
     def _prompts(self) -> int:
         self._runs += 1
         return (self.seed << 16) + self._runs
 
-    def run(self, number: int, case: Case, workload: Workload, cost: CostModel) -> None:
-        """One real run and its simulation. ``number`` 0 does not count; its arrivals are others, if not from a trace."""
+    def run(self, number: int, case: Case, workload: Workload) -> None:
+        """One real run, to be compared behind the next calibration. ``number`` 0 does not count; its arrivals are others, if
+        not from a trace."""
         (engine, clock, paces), log = self.tight if case.tight else self.roomy, Recorder()
         busy, looked = others(), len(paces)
         unsubscribe = engine.subscribe(log)
@@ -140,18 +159,29 @@ class Bench:
         if not number:
             return
         spent = others()
-        told = metrics(simulated(cost, case, workload, self.seed, self.duration))
-        for name, value in metrics(real).items():
-            self.real.setdefault((case.name, name), []).append(value)
-            self.ratios.setdefault((case.name, name), []).append(told[name] / value - 1 if value else 0.0)
-        steps = step_pairs(log.steps, self.usual or cost, cost)
-        self.steps.setdefault(case.name, []).extend(steps)
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
+        said = (
+            f"{number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
+            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, others use {cores:.2f} cores"
+        )
+        print(f"  round {said}", flush=True)
+        self._open.append(Run(case, workload, real, log.steps, said))
+
+    def _compare(self, run: Run) -> None:
+        """``run`` with what is simulated by the calibrations before and behind it."""
+        name = run.case.name
+        around = self.fitted[-2:]
+        told = [metrics(simulated(f.serving, run.case, run.workload, self.seed, self.duration)) for f in around]
+        for metric, value in metrics(run.score).items():
+            self.real.setdefault((name, metric), []).append(value)
+            self.ratios.setdefault((name, metric), []).append(
+                tuple(each[metric] / value - 1 if value else 0.0 for each in told)
+            )
+        steps = step_pairs(run.steps, around)
+        self.steps.setdefault(name, []).extend(steps)
+        tpot = ", ".join(f"{ratio:+.1%}" for ratio in self.ratios[name, "TPOT p50"][-1])
         print(
-            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
-            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, "
-            f"step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, "
-            f"TPOT {self.ratios[case.name, 'TPOT p50'][-1]:+.1%}, others use {cores:.2f} cores",
+            f"  round {run.said.split(',')[0]}: step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, TPOT {tpot}",
             flush=True,
         )
 
@@ -184,7 +214,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about five minutes")
     parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
-    parser.add_argument("--calibrate", type=float, help="seconds of calibration in each round (default: 60, quick 25)")
+    parser.add_argument(
+        "--calibrate", type=float, help="seconds of a calibration, before and behind each round (default: 60, quick 25)"
+    )
     parser.add_argument("--conv", help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--code", help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--threads", type=int, default=1, help="of the model; the sender needs a core too (default: 1)")
@@ -238,10 +270,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             loads.append((case, workload.at_rate(case.load * served)))
             print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
         for number in range(rounds + 1):
-            if number > 1:  # the first one is there, and round 0 does not count
-                cost = bench.calibrate(budget_s)
             for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
-                bench.run(number, case, workload, cost)
+                bench.run(number, case, workload)
+            if number:  # round 0 does not count
+                bench.calibrate(budget_s)
     found = bench.compared()
     summary = report(found, bench.steps)
     if args.save is not None:

@@ -21,8 +21,8 @@ LOOSE_METRICS = ("TTFT p50", "TTFT p99", "E2E p50", "E2E p99")
 class Compared(NamedTuple):
     """One metric of one workload: medians over the rounds of the real runs, of simulated ÷ real − 1, and the real range.
 
-    ``single``: the median of what single rounds are off by; ``single_ok``: the share of them that is off by no more than is
-    allowed.
+    ``single``: the median of what one simulation is off by from one run; ``single_ok``: the share of them that is off by no
+    more than is allowed.
     """
 
     case: str
@@ -34,14 +34,20 @@ class Compared(NamedTuple):
     single_ok: float
 
     @classmethod
-    def of(cls, case: str, metric: str, real: Sequence[float], ratios: Sequence[float]) -> Compared:
-        """From a figure of each round: what was real, and simulated ÷ real − 1."""
+    def of(cls, case: str, metric: str, real: Sequence[float], ratios: Sequence[Sequence[float]]) -> Compared:
+        """From a figure of each round: what was real, and simulated ÷ real − 1 by each of its calibrations."""
         middle = statistics.median(real)
         spread = (max(real) - min(real)) / middle if middle else 0.0
-        off = [abs(ratio) for ratio in ratios]
+        off = [abs(ratio) for each in ratios for ratio in each]
         fits = [each <= allowed(spread) for each in off]
         return cls(
-            case, metric, middle, statistics.median(ratios), spread, statistics.median(off), statistics.fmean(fits)
+            case,
+            metric,
+            middle,
+            statistics.median(statistics.fmean(each) for each in ratios),
+            spread,
+            statistics.median(off),
+            statistics.fmean(fits),
         )
 
     @property
@@ -61,6 +67,13 @@ def metrics(score: Score) -> dict[str, float]:
     return found
 
 
+class Fitted(NamedTuple):
+    """What a calibration gave: what steps usually take, and what they take on average in a simulation."""
+
+    usual: CostModel
+    serving: CostModel
+
+
 class StepPair(NamedTuple):
     """A served step: the seconds that the cost model says such a step usually takes, those it takes in simulations, on average
     and in the middle, and those it took."""
@@ -71,17 +84,24 @@ class StepPair(NamedTuple):
     real: float
 
 
-def step_pairs(records: Sequence[StepRecord], usual: CostModel, simulated: CostModel) -> list[StepPair]:
-    """Every step, the idle time before it left out; by the fit, and by what simulations take on average. In the middle these take
-    less, by the median of the jitter."""
-    jitter = simulated.facts.jitter
-    middle = statistics.median(jitter.quantiles) if jitter else 1.0
+def step_pairs(records: Sequence[StepRecord], around: Sequence[Fitted]) -> list[StepPair]:
+    """Every step, the idle time before it left out; what is told is the mean over the calibrations ``around``. In the middle,
+    simulated steps take less than on average, by the median of the jitter."""
+    jitters = [fitted.serving.facts.jitter for fitted in around]
+    middles = [statistics.median(jitter.quantiles) if jitter else 1.0 for jitter in jitters]
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
     pairs = []
     for served in samples(records, idle):
         step = StepFeatures.of(served.record)
-        mean = simulated.predict(step)
-        pairs.append(StepPair(usual.predict(step), mean, middle * mean, served.seconds))
+        means = [fitted.serving.predict(step) for fitted in around]
+        pairs.append(
+            StepPair(
+                statistics.fmean(fitted.usual.predict(step) for fitted in around),
+                statistics.fmean(means),
+                statistics.fmean(middle * mean for middle, mean in zip(middles, means, strict=True)),
+                served.seconds,
+            )
+        )
     return pairs
 
 
