@@ -2,14 +2,14 @@
 
 In rounds: the CPU engine serves each workload, and the simulator, by a cost model, the same arrivals under the same knobs, limits
 and KV pool. Before and behind every round a calibration (:mod:`autotune.profiling.steps`) gives a model, and the mean of what is
-simulated by the two counts for the round: what drifts from one to the other is in both. Rates are shares of what the engine,
+simulated by the two counts for the round: a steady drift cancels. Rates are shares of what the engine,
 simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
 clock that follows anchor steps run between their own, so that a machine whose pace drifts counts as one whose
 pace does not (:mod:`benchmarks.clocks.paced`).
 
 An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
-before the calibration, and before the first round they serve each workload once, half as long and (but for the traces) with other
-arrivals.
+before the first calibration, and before the first round they serve each workload once, half as long and (but for the traces)
+with other arrivals.
 
 The fit is of medians and clean steps; requests feel means. So each simulated step takes as much longer as the steps of the loads
 served in the calibration did on average, and scatters as those did, as in any simulation from a profile.
@@ -29,7 +29,7 @@ calibration against one run, luck and all; the table has every one. With ``--con
 slices of the traces are replayed, without them the presets fitted to them. ``--undisturbed`` leaves out the time for which the
 kernel kept the engine's thread waiting.
 
-Run ``python -m benchmarks.fidelity`` (``--quick``: about five minutes); the last line is JSON.
+Run ``python -m benchmarks.fidelity`` (``--quick``: five to ten minutes); the last line is JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from autotune.writing import write_whole
 from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
-from benchmarks.fidelity.table import Compared, Fitted, StepPair, bias, median_error, metrics, report, step_pairs
+from benchmarks.fidelity.table import Compared, Costs, StepPair, bias, median_error, metrics, report, step_pairs
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
@@ -73,14 +73,14 @@ class Timed(NamedTuple):
     paces: list[float]
 
 
-class Run(NamedTuple):
+class RealRun(NamedTuple):
     """A real run that no simulation has been compared with."""
 
     case: Case
     workload: Workload
     score: Score
     steps: Sequence[StepRecord]
-    said: str
+    number: int
 
 
 class Bench:
@@ -92,9 +92,9 @@ class Bench:
         self.real: dict[tuple[str, str], list[float]] = {}
         self.ratios: dict[tuple[str, str], list[tuple[float, ...]]] = {}  # of a round: by each of its calibrations
         self.steps: dict[str, list[StepPair]] = {}
-        self.fitted: list[Fitted] = []
+        self.costs: list[Costs] = []
         self._runs = 0
-        self._open: list[Run] = []
+        self._open: list[RealRun] = []
 
     def warm_up(self, seconds: float) -> None:
         """Have both engines work for a while, on none of the workloads: users' engines have been up for longer, too."""
@@ -125,7 +125,7 @@ class Bench:
             f"served, steps took {found.served - 1:+.1%} ({facts.excess_s * 1e3:.2f} ms each){_scatter(cost)}",
             flush=True,
         )
-        self.fitted.append(Fitted(cost, cost.serving()))
+        self.costs.append(Costs(cost, cost.serving()))
         for run in self._open:
             self._compare(run)
         self._open.clear()
@@ -160,18 +160,19 @@ class Bench:
             return
         spent = others()
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
-        said = (
-            f"{number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
-            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, others use {cores:.2f} cores"
+        print(
+            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
+            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, "
+            f"others use {cores:.2f} cores",
+            flush=True,
         )
-        print(f"  round {said}", flush=True)
-        self._open.append(Run(case, workload, real, log.steps, said))
+        self._open.append(RealRun(case, workload, real, log.steps, number))
 
-    def _compare(self, run: Run) -> None:
+    def _compare(self, run: RealRun) -> None:
         """``run`` with what is simulated by the calibrations before and behind it."""
         name = run.case.name
-        around = self.fitted[-2:]
-        told = [metrics(simulated(f.serving, run.case, run.workload, self.seed, self.duration)) for f in around]
+        around = self.costs[-2:]
+        told = [metrics(simulated(costs.serving, run.case, run.workload, self.seed, self.duration)) for costs in around]
         for metric, value in metrics(run.score).items():
             self.real.setdefault((name, metric), []).append(value)
             self.ratios.setdefault((name, metric), []).append(
@@ -181,7 +182,7 @@ class Bench:
         self.steps.setdefault(name, []).extend(steps)
         tpot = ", ".join(f"{ratio:+.1%}" for ratio in self.ratios[name, "TPOT p50"][-1])
         print(
-            f"  round {run.said.split(',')[0]}: step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, TPOT {tpot}",
+            f"  round {run.number} {name}: step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, TPOT {tpot}",
             flush=True,
         )
 
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about five minutes")
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: five to ten minutes")
     parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
     parser.add_argument(
@@ -272,14 +273,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number in range(rounds + 1):
             for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
                 bench.run(number, case, workload)
-            if number:  # round 0 does not count
-                bench.calibrate(budget_s)
+            bench.calibrate(budget_s)
     found = bench.compared()
     summary = report(found, bench.steps)
     if args.save is not None:
         every: dict[str, Any] = {
             "summary": summary,
-            "cost_model": cost.facts.model_dump(mode="json"),
+            "cost_models": [costs.serving.facts.model_dump(mode="json") for costs in bench.costs],
             "real": {f"{case}: {metric}": values for (case, metric), values in bench.real.items()},
             "ratios": {f"{case}: {metric}": values for (case, metric), values in bench.ratios.items()},
         }

@@ -67,7 +67,7 @@ def metrics(score: Score) -> dict[str, float]:
     return found
 
 
-class Fitted(NamedTuple):
+class Costs(NamedTuple):
     """What a calibration gave: what steps usually take, and what they take on average in a simulation."""
 
     usual: CostModel
@@ -84,19 +84,19 @@ class StepPair(NamedTuple):
     real: float
 
 
-def step_pairs(records: Sequence[StepRecord], around: Sequence[Fitted]) -> list[StepPair]:
+def step_pairs(records: Sequence[StepRecord], around: Sequence[Costs]) -> list[StepPair]:
     """Every step, the idle time before it left out; what is told is the mean over the calibrations ``around``. In the middle,
     simulated steps take less than on average, by the median of the jitter."""
-    jitters = [fitted.serving.facts.jitter for fitted in around]
+    jitters = [costs.serving.facts.jitter for costs in around]
     middles = [statistics.median(jitter.quantiles) if jitter else 1.0 for jitter in jitters]
     idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
     pairs = []
     for served in samples(records, idle):
         step = StepFeatures.of(served.record)
-        means = [fitted.serving.predict(step) for fitted in around]
+        means = [costs.serving.predict(step) for costs in around]
         pairs.append(
             StepPair(
-                statistics.fmean(fitted.usual.predict(step) for fitted in around),
+                statistics.fmean(costs.usual.predict(step) for costs in around),
                 statistics.fmean(means),
                 statistics.fmean(middle * mean for middle, mean in zip(middles, means, strict=True)),
                 served.seconds,
@@ -150,9 +150,9 @@ def report(found: Sequence[Compared], steps: dict[str, list[StepPair]]) -> dict[
         "tpot_error": round(statistics.median(tpot), 4),
         "throughput_error": round(statistics.median(throughput), 4),
         "ttft_e2e_ok_share": round(sum(c.ok for c in loose) / len(loose), 4),
-        "tpot_error_of_single_rounds": round(
+        "tpot_error_of_single_calibrations": round(
             statistics.median(c.single for c in found if c.metric.startswith("TPOT")), 4
         ),
-        "ttft_e2e_ok_share_of_single_rounds": round(statistics.fmean(c.single_ok for c in loose), 4),
+        "ttft_e2e_ok_share_of_single_calibrations": round(statistics.fmean(c.single_ok for c in loose), 4),
         "step_error_simulated": round(median_error_simulated(every), 4),
     }

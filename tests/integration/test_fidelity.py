@@ -6,19 +6,25 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from autotune.profile.parts import ModelFacts
+import benchmarks.fidelity.__main__ as fidelity
+from autotune.cost_model import CostModel
+from autotune.profile.parts import JitterFacts, ModelFacts
 from autotune.workload import parse_workload
 from benchmarks.fidelity.__main__ import Bench, Timed
 from benchmarks.fidelity.cases import KV_TOKENS, TIGHT_KV_TOKENS, Case, capacity, cases
-from benchmarks.fidelity.table import Compared, StepPair, report
+from benchmarks.fidelity.table import Compared, Costs, StepPair, report, step_pairs
 from runtime.clock import MonotonicClock
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
+from runtime.records import LimitedBy, StepRecord
+from runtime.step_model import StepFeatures
 from tests.fakes import FakeExecutor, FakeModel
+from tests.sample_profile import sample_cost_model
 
 pytestmark = pytest.mark.integration
 
@@ -63,6 +69,7 @@ def test_on_known_hardware_the_simulation_is_the_engine(bench: Bench) -> None:
                 bench.run(number, case, load)
     bench.calibrate(10.0)
     found = {(c.case, c.metric): c for c in bench.compared()}
+    assert all([len(each) for each in ratios] == [2, 2] for ratios in bench.ratios.values())
     for steps in bench.steps.values():
         assert statistics.median(abs(s.told / s.real - 1) for s in steps) < 0.06
     for (_, metric), c in found.items():  # a sleep never ends early, and late where the machine does other work
@@ -86,8 +93,8 @@ def test_the_summary_is_of_medians_and_names_what_is_outside(capsys: pytest.Capt
     )
     # TTFT of c is off by 0.4, but so far apart were the real runs (1.5 × 0.3)
     assert summary.pop("step_error_simulated") == pytest.approx(0.1, abs=0.03)
-    assert summary.pop("tpot_error_of_single_rounds") == 0.07
-    assert summary.pop("ttft_e2e_ok_share_of_single_rounds") == 0.625
+    assert summary.pop("tpot_error_of_single_calibrations") == 0.07
+    assert summary.pop("ttft_e2e_ok_share_of_single_calibrations") == 0.625
     assert summary == {"step_error": 0.025, "tpot_error": 0.03, "throughput_error": 0.015, "ttft_e2e_ok_share": 0.8333}
     printed = capsys.readouterr().out
     assert "outside: TTFT p99 of b: -40.0%" in printed and "of c" not in printed
@@ -101,6 +108,56 @@ def test_rounds_that_are_off_to_both_sides_cancel_but_for_single_ones() -> None:
     assert (
         found.ok and found.single == pytest.approx(0.3) and found.single_ok == pytest.approx(4 / 6)
     )  # 1.5 × 0.2 is allowed
+
+
+def test_a_figure_is_the_median_of_rounds_each_the_mean_of_both_its_calibrations() -> None:
+    found = Compared.of("a", "TTFT p50", [100.0] * 3, [[0.5, 0.1], [0.0, 0.4], [0.1, 0.7]])  # means 0.3, 0.2, 0.4
+    assert found.error == pytest.approx(0.3)  # by those before 0.1, behind 0.4, all six 0.25
+    assert found.single == pytest.approx(0.25) and found.single_ok == pytest.approx(0.5)
+
+
+def fitted(factor: float, **changes: object) -> CostModel:
+    """A machine that takes ``factor`` times as long."""
+    facts = sample_cost_model(**changes)
+    return CostModel(facts.model_copy(update={"coefficients": {n: v * factor for n, v in facts.coefficients.items()}}))
+
+
+def test_what_is_told_of_a_step_is_the_mean_over_both_calibrations() -> None:
+    jitter = JitterFacts(quantiles=(0.7, 0.8, 0.9, 1.6), persistent=0.0, memory=0.0)  # in the middle 0.85
+    usual = fitted(1.0)
+    around = [Costs(usual, fitted(1.1, jitter=jitter)), Costs(fitted(3.0), fitted(3.3))]
+    record = StepRecord(
+        start=1.0, end=1.6, steps=1, decodes=4, decode_context=400, chunks=0, prefill_tokens=0, prefill_context=0,
+        prefill_attention=0, sampled=4, running=4, waiting=0, waiting_tokens=0, kv_free_blocks=1, preemptions=0, epoch=0,
+        budget_used=4, limited_by=LimitedBy.DEMAND,
+    )  # fmt: skip
+    (pair,) = step_pairs([record], around)
+    one = usual.predict(StepFeatures.of(record))
+    assert pair.real == pytest.approx(0.6)
+    assert pair.told == pytest.approx(2.0 * one) and pair.mean == pytest.approx(2.2 * one)
+    assert pair.median == pytest.approx((1.1 * 0.85 + 3.3) / 2 * one)
+
+
+def test_a_run_is_compared_with_the_calibrations_next_to_it_and_round_0_with_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = iter((9.0, 1.0, 2.0, 4.0))
+    monkeypatch.setattr(
+        fidelity,
+        "measure_steps",
+        lambda *a, **k: SimpleNamespace(seconds=1.0, drift=1.0, served=1.0, cost=lambda seconds: fitted(next(factors))),
+    )
+    bench.duration = 0.4
+    case = Case("short, and with a comma", "poisson:prompt=8,output=8", 0.5, Knobs(8, 0, 64, 64))
+    workload = parse_workload(case.spec).at_rate(10.0)
+    bench.calibrate(1.0)
+    for number in range(3):
+        bench.run(number, case, workload)
+        bench.calibrate(1.0)
+    ratios = bench.ratios[case.name, "TPOT p50"]
+    assert [len(each) for each in ratios] == [2, 2] and len(bench.real[case.name, "TPOT p50"]) == 2
+    for before, behind in ratios:  # by 1 and 2, by 2 and 4: TPOT of a near-empty engine is as long as its steps
+        assert (1 + behind) / (1 + before) == pytest.approx(2.0, rel=0.2)
 
 
 def test_a_case_says_what_it_runs() -> None:
