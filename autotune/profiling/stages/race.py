@@ -138,7 +138,9 @@ class Race:
             left = max(0, trials - 1 - len(self._tried))
             unmet = trials > 1 and yardstick is not None and finals.index(yardstick) in others[:1]
             others = others[: max(left, unmet)]  # what was measured before a move does not take the yardstick's place
-        compared = [] if self._tried else others[:1]  # with the best: at the least, however late it is
+        # with the best, at the least, however late it is; behind a move the yardstick, if it was not measured before it
+        needed = not self._tried or (yardstick is not None and finals.index(yardstick) in others[:1])
+        compared = others[:1] if needed else []
         noise_first = not compared or self._room(_TO_COMPARE, best)
         self._must = 1 + len(compared) + (noise_first and bool(compared))
         return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
