@@ -80,7 +80,8 @@ def there(found: Findings) -> list[Run]:
     return found.validated_at(found.setup.rate)
 
 
-@pytest.mark.parametrize("factor", [1.5, pytest.param(0.6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.5, 0.6])
 def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path, factor: float) -> None:
     """The first measurements saw another machine: at the rate that suits that one all settings keep everything, or nothing."""
     asked = question(rate=None, sim_trials=24)
