@@ -51,15 +51,32 @@ class RecursiveLeastSquares:
 
     def update(self, x: Sequence[float], y: float) -> float:
         """Learn that inputs ``x`` gave ``y`` > 0; returns the relative residual before, (y − predicted) / y."""
+        x = [v / y for v in x]
+        residual = 1.0 - sum(map(float.__mul__, self._free, x))
+        px, gain_of = self._absorb_three(*x) if len(x) == 3 else self._absorb(x)
+        step = residual
+        if self.samples > 2 * len(x):
+            most = self._clip * max(self.spread, 0.01)
+            step = min(max(residual, -most), most)
+        self.samples += 1
+        weight = max(0.05, 1 / self.samples)
+        self.spread += weight * (min(abs(residual), 1.0) - self.spread)
+        scale = step / gain_of
+        self._free = [c + scale * p for c, p in zip(self._free, px)]  # noqa: B905  # as long as each other, by the above
+        self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()
+        return residual
+
+    def _absorb(self, x: list[float]) -> tuple[list[float], float]:
+        """Take the input ``x`` into covariance and information; returns covariance·x and 1 + x·covariance·x of before it.
+
+        Forgets in the direction of x only: covariance grows by a multiple of x·xᵀ, information shrinks by the matching term.
+        Where hardly anything is known there is nothing to forget.
+        """
         mul = float.__mul__
         cov, info, keep = self._cov, self._info, self._forgetting
-        x = [v / y for v in x]
-        residual = 1.0 - sum(map(mul, self._free, x))
         rx = [sum(map(mul, row, x)) for row in info]
         known = sum(map(mul, rx, x))
         px = [sum(map(mul, row, x)) for row in cov]
-        # Forget in the direction of x only: cov grows by a multiple of x·xᵀ, info shrinks by the matching term.
-        # Where hardly anything is known there is nothing to forget.
         forget = known > 1.0
         if forget:
             grow = (1 - keep) / (keep * known)
@@ -76,17 +93,35 @@ class RecursiveLeastSquares:
             else:
                 cov[i] = [c - share * pj for c, pj in zip(cov[i], px)]  # noqa: B905
                 info[i] = [c + xi * xj for c, xj in zip(info[i], x)]  # noqa: B905
-        step = residual
-        if self.samples > 2 * len(x):
-            most = self._clip * max(self.spread, 0.01)
-            step = min(max(residual, -most), most)
-        self.samples += 1
-        weight = max(0.05, 1 / self.samples)
-        self.spread += weight * (min(abs(residual), 1.0) - self.spread)
-        scale = step / gain_of
-        self._free = [c + scale * p for c, p in zip(self._free, px, strict=True)]
-        self.coefficients = self._free[:] if min(self._free) >= 0 else self._non_negative()
-        return residual
+        return px, gain_of
+
+    def _absorb_three(self, x: float, y: float, z: float) -> tuple[list[float], float]:
+        """:meth:`_absorb` of three inputs, written out: most steps hold decodes alone, and every one of them comes by here."""
+        (ixx, ixy, ixz), (_, iyy, iyz), (_, _, izz) = self._info
+        (cxx, cxy, cxz), (_, cyy, cyz), (_, _, czz) = self._cov
+        rx, ry, rz = ixx * x + ixy * y + ixz * z, ixy * x + iyy * y + iyz * z, ixz * x + iyz * y + izz * z
+        px, py, pz = cxx * x + cxy * y + cxz * z, cxy * x + cyy * y + cyz * z, cxz * x + cyz * y + czz * z
+        known = rx * x + ry * y + rz * z
+        shrink = grow = 0.0
+        if known > 1.0:
+            keep = self._forgetting
+            shrink = (1 - keep) / known
+            grow = shrink / keep
+            widen = grow * (x * x + y * y + z * z)
+            px, py, pz = px + widen * x, py + widen * y, pz + widen * z
+        gain_of = 1.0 + (px * x + py * y + pz * z)
+        gx, gy, gz = grow * x, grow * y, grow * z
+        sx, sy, sz = px / gain_of, py / gain_of, pz / gain_of
+        cxy, cxz, cyz = cxy + gx * y - sx * py, cxz + gx * z - sx * pz, cyz + gy * z - sy * pz
+        self._cov = [
+            [cxx + gx * x - sx * px, cxy, cxz], [cxy, cyy + gy * y - sy * py, cyz], [cxz, cyz, czz + gz * z - sz * pz]
+        ]  # fmt: skip
+        sx, sy, sz = shrink * rx, shrink * ry, shrink * rz
+        ixy, ixz, iyz = ixy - sx * ry + x * y, ixz - sx * rz + x * z, iyz - sy * rz + y * z
+        self._info = [
+            [ixx - sx * rx + x * x, ixy, ixz], [ixy, iyy - sy * ry + y * y, iyz], [ixz, iyz, izz - sz * rz + z * z]
+        ]  # fmt: skip
+        return [px, py, pz], gain_of
 
     def _non_negative(self) -> list[float]:
         """The non-negative coefficients nearest to the free ones in the metric of what is known.

@@ -143,7 +143,9 @@ class StepLearner:
         """Seconds; 0 before anything was learned."""
         decode = self._decode_inputs(step)
         if step.prefill_tokens == 0 and self._decode.samples:
-            return self._unit * self._decode.predict(decode)
+            a0, a1, a2 = self._decode.coefficients
+            _, decodes, context = decode
+            return self._unit * (a0 + a1 * decodes + a2 * context)
         mixed = self._mixed_inputs(step, decode)
         if not self._decode.samples:
             return self._unit * self._mixed.predict(mixed)
@@ -154,7 +156,7 @@ class StepLearner:
 
         ``predicted``: what :meth:`predict` says of it, if the caller has just asked.
         """
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not 0 < seconds < math.inf:
             return
         self._seen += 1
         if self._seen <= self._warm_up:

@@ -55,7 +55,9 @@ class SlowBands:
         self._steps += 1
         number = decodes // _WIDTH
         off = min(max(math.log(ratio), -4.0), 4.0)
-        band = self._bands.setdefault(number, _Band())
+        band = self._bands.get(number)
+        if band is None:
+            band = self._bands[number] = _Band()
         came_from, before = self._last
         if 0 <= came_from < number and off - before > _SLOW:
             band.entries += 1

@@ -40,7 +40,7 @@ class TrustedModel:
         self.slow = SlowBands()
         self._wrong = 0.0  # decaying share of wrong predictions
         self._untrusted = 0  # steps since it was
-        self._sums = [0.0, 0.0]  # that steps have become longer, and shorter
+        self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
         self._noise = 0.0  # mean of the logarithm's size
         self._latest: deque[float] = deque(maxlen=_LATEST)  # ratios
         self.changes = 0
@@ -49,7 +49,7 @@ class TrustedModel:
     def observe(self, record: StepRecord) -> bool:
         """Learn from a step. False if its time says nothing."""
         seconds = record.duration
-        if record.failed or not (math.isfinite(seconds) and seconds > 0):
+        if record.failed or not 0 < seconds < math.inf:
             return False
         step = StepFeatures.of(record)
         predicted = None
@@ -82,9 +82,10 @@ class TrustedModel:
         off = min(max(math.log(ratio), -_LOUDEST), _LOUDEST)
         usual = _DRIFT + self._noise
         self._noise += 0.02 * (abs(off) - self._noise)
-        longer, shorter = self._sums
-        self._sums = [max(0.0, longer + off - usual), max(0.0, shorter - off - usual)]
-        if max(self._sums) < _ALARM or len(self._latest) < _LATEST:
+        longer, shorter = self._longer + off - usual, self._shorter - off - usual
+        self._longer = longer if longer > 0 else 0.0
+        self._shorter = shorter if shorter > 0 else 0.0
+        if (longer < _ALARM and shorter < _ALARM) or len(self._latest) < _LATEST:
             return
         middle = sorted(self._latest)[_LATEST // 2]
         if abs(math.log(middle)) > _CHANGED:  # else it was a stall or two
@@ -93,4 +94,4 @@ class TrustedModel:
             self.bias = _RESERVE[0]
             self.changes += 1
             self._latest.clear()
-        self._sums = [0.0, 0.0]
+        self._longer = self._shorter = 0.0

@@ -43,11 +43,13 @@ class CostExecutor:
         self._dice = random.Random(seed)
         self._factors = () if jitter is None else 2 * jitter_factors(jitter, seed)  # so that any run of them is a slice
         self._step = 0  # which of them is the next
-        self._predict_run = cast("PredictRun | None", getattr(cost, "predict_run", None))
+        self._predict_run = cast("PredictRun", getattr(cost, "predict_run", self._one_by_one))
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         if plan.repeat > 1 and now < until:
-            return StepResult(self._run(plan, now, until))
+            ends = self._ends(plan.n_decode, plan.decode_context, plan.repeat, now, until)
+            self._step = (self._step + len(ends)) % FACTORS
+            return StepResult(ends)
         tokens = context = pairs = 0
         for _, start, count, _ in plan.chunks:
             tokens += count
@@ -64,19 +66,13 @@ class CostExecutor:
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept for a sequence."""
 
-    def _run(self, plan: StepPlan, now: float, until: float) -> list[float]:
-        """End times of the coming decode steps, up to ``plan.repeat``, the last the first that is not before ``until``."""
-        ends = self._ends(plan, now, until)
-        self._step = (self._step + len(ends)) % FACTORS
-        return ends
-
-    def _ends(self, plan: StepPlan, now: float, until: float) -> list[float]:
-        n, context, left = plan.n_decode, plan.decode_context, plan.repeat
+    def _ends(self, decodes: int, context: int, left: int, now: float, until: float) -> list[float]:
+        """End times of the coming decode steps, up to ``left``, the last the first that is not before ``until``."""
         ends: list[float] = []
         guess = 8  # steps until then; later from what one took
         while True:
             count = min(left, guess, _MOST_AT_ONCE)
-            seconds = self._seconds(n, context, count)
+            seconds = self._predict_run(decodes, context, count)
             if self._factors:
                 begin = (self._step + len(ends)) % FACTORS
                 seconds = list(map(mul, seconds, self._factors[begin : begin + count]))
@@ -99,12 +95,10 @@ class CostExecutor:
             left -= count
             if not left:
                 return ends
-            context += count * n
+            context += count * decodes
             guess = left if until == math.inf else int((until - now) / max(seconds[-1], 1e-9)) + 2
 
-    def _seconds(self, decodes: int, context: int, count: int) -> list[float]:
-        if self._predict_run is not None:
-            return self._predict_run(decodes, context, count)
+    def _one_by_one(self, decodes: int, context: int, count: int) -> list[float]:
         predict = self.cost.predict
         return [predict(StepFeatures(decodes, context + i * decodes, 0, 0, 0)) for i in range(count)]
 

@@ -167,9 +167,10 @@ class EngineCore:
         finished: list[Finished] = []
         expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
         epoch, knobs = self._setting
+        scheduler = self.scheduler
         budget = None if self.policy is None else self._policy_budget(now)
-        plan = self.scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
-        if self.scheduler.turned_away:
+        plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
+        if scheduler.turned_away:
             finished += self._turned_away()
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
@@ -182,15 +183,16 @@ class EngineCore:
             stopped = self._output.process(result)
             if stopped:
                 result = result._replace(stopped=[*result.stopped, *stopped])
-        ended = self.scheduler.update(plan, result)
-        for sequence, _ in ended:
-            self.executor.release(sequence)
-        finished += ended
+        ended = scheduler.update(plan, result)
+        if ended:
+            for sequence, _ in ended:
+                self.executor.release(sequence)
+            finished += ended
         if result.oom_tokens:
             self._shrink(result.oom_tokens)
         record = self._record(plan, result, now)
-        if self.scheduler.admission is not None:
-            self.scheduler.admission.observe(record)
+        if scheduler.admission is not None:
+            scheduler.admission.observe(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
 
     def _expire(self, now: float, finished: list[Finished]) -> float:

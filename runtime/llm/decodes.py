@@ -9,7 +9,6 @@ step at which ``max_tokens`` is reached says who ends. A step therefore costs wh
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from runtime.llm.kv_blocks import KVBlocks
@@ -73,16 +72,15 @@ class Decodes(DecodeSet):
         sequence.token_times += self._ends[first : first + steps]
         sequence.joined = -1
 
-    def need(self) -> int:
-        """Blocks that the coming step begins to fill."""
-        return len(self._wheel[self.step % self._kv.block_size])
-
-    def grow(self) -> None:
-        """Hand out the blocks that the coming step begins to fill."""
+    def grow(self) -> bool:
+        """Hand out the blocks that the coming step begins to fill. False, and none, if there are not enough."""
         bucket = self._wheel[self.step % self._kv.block_size]
         if bucket:
+            if len(bucket) > self._kv.free:
+                return False
             for sequence, block in zip(bucket, self._kv.take(len(bucket)), strict=True):
                 sequence.blocks.append(block)
+        return True
 
     def steps_alike(self) -> int:
         """How many coming steps are certain to be alike: nobody ends before the last, and the blocks suffice.
@@ -116,13 +114,17 @@ class Decodes(DecodeSet):
                 del self._ends[: oldest - self._ends_base]
                 self._ends_base = oldest
 
-    def ended(self) -> Iterator[Sequence]:
-        """Those that have reached ``max_tokens``. Take each out before asking for the next."""
+    def take_ended(self) -> Seq[Sequence]:
+        """Those that have reached ``max_tokens``; each is told once, and is to leave."""
         due = self._due
+        if not due or due[0][0] > self.step:
+            return ()
+        ended = []
         while due and due[0][0] <= self.step:
             _, _, joined, sequence = heapq.heappop(due)
             if sequence.joined == joined:
-                yield sequence
+                ended.append(sequence)
+        return ended
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a counter disagrees with the members."""

@@ -129,11 +129,8 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         before, decodes = self.preemptions, self.decodes
-        if need := decodes.need():
-            while need > self.kv.free:
-                self._preempt()
-                need = decodes.need()
-            decodes.grow()
+        while not decodes.grow():
+            self._preempt()
         n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
         if n == 0:
@@ -254,7 +251,7 @@ class Scheduler:
                 self._computed(chunk, now)
         for sequence, reason in result.stopped:
             self._end(sequence, reason, now, finished)
-        for sequence in self.decodes.ended():
+        for sequence in self.decodes.take_ended():
             self._end(sequence, FinishReason.LENGTH, now, finished)
         return finished
 

@@ -3,12 +3,14 @@
 The next token of a decoding sequence with a TPOT target τ is due at ``first token + τ · tokens so far``. All decodes
 advance together, so that is ``key + τ · g`` with the scheduler's step index g and a key that stands still: one heap for
 each τ gives the earliest in constant time, whatever the batch.
+
+Nothing is followed before somebody asks: an engine that no controller looks at pays nothing for it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from runtime.request import Sequence
@@ -53,12 +55,13 @@ class _Earliest:
 
 
 class SlackTracker:
-    """Follows the sequences of one scheduler. ``slos`` maps request classes to SLOs, ``default`` for the others.
+    """Follows the sequences of one scheduler, from :meth:`follow` on. ``slos`` maps request classes to SLOs, ``default`` for
+    the others.
 
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
 
-    __slots__ = ("_fixed", "_gap", "_gaps", "_pace", "slos")
+    __slots__ = ("_fixed", "_gap", "_gaps", "_pace", "following", "slos")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self.slos = dict(slos)
@@ -66,12 +69,23 @@ class SlackTracker:
         self._pace: dict[float, _Earliest] = {}
         self._gaps: dict[float, int] = {}  # ITL target -> decodes that have it
         self._gap: dict[Sequence, float] = {}
+        self.following = False
 
     def slo_of(self, sequence: Sequence) -> SLO | None:
         return self.slos.get(sequence.request.request_class) or self.slos.get("default")
 
+    def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
+        """Begin, with those that wait for their first or next token and those that decode."""
+        self.following = True
+        for sequence in queued:
+            self.queued(sequence)
+        for sequence in decoding:
+            self.decoding(sequence)
+
     def queued(self, sequence: Sequence) -> None:
         """``sequence`` waits for its first token, or, if preempted, for its next one."""
+        if not self.following:
+            return
         slo = self.slo_of(sequence)
         if slo is None:
             return
@@ -87,7 +101,9 @@ class SlackTracker:
             self._fixed.add(due, sequence)
 
     def decoding(self, sequence: Sequence) -> None:
-        """``sequence`` has just begun to decode (``joined`` is set)."""
+        """``sequence`` has begun to decode (``joined`` is set)."""
+        if not self.following:
+            return
         self._fixed.drop(sequence)
         slo = self.slo_of(sequence)
         if slo is None:
@@ -105,6 +121,8 @@ class SlackTracker:
 
     def left(self, sequence: Sequence) -> None:
         """``sequence`` has ended, or has been preempted (then :meth:`queued` follows)."""
+        if not self.following:
+            return
         self._fixed.drop(sequence)
         for heap in self._pace.values():
             heap.drop(sequence)
@@ -117,7 +135,11 @@ class SlackTracker:
     @property
     def pace(self) -> float:
         """The tightest TPOT target of those that decode, s; inf if none has one."""
-        return min((pace for pace, heap in self._pace.items() if len(heap)), default=inf)
+        tightest = inf
+        for pace, heap in self._pace.items():
+            if pace < tightest and len(heap):
+                tightest = pace
+        return tightest
 
     def fixed(self, now: float) -> float:
         """Seconds from ``now`` until the first TTFT or E2E target is missed; negative if one is, inf if there is none."""

@@ -12,11 +12,13 @@ from runtime.tunable import SchedulerView
 def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
     """A look at ``scheduler`` as of ``now``; costs no more with more sequences decoding."""
     waiting, decodes, slack, kv = scheduler.waiting, scheduler.decodes, scheduler.slack, scheduler.kv
+    if not slack.following:
+        slack.follow((*waiting, *scheduler.prefills), decodes.members)
     oldest = waiting.oldest()
-    going_on = tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills])
-    last_end = now if decodes.last_end is None else decodes.last_end
-    dues = slack.dues(now, decodes.step, last_end)
-    decode_slack = min([left for _, left in dues], default=inf)
+    going_on = tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
+    last_end = decodes.last_end
+    dues = slack.dues(now, decodes.step, now if last_end is None else last_end)
+    decode_slack = min([left for _, left in dues]) if dues else inf
     return SchedulerView(
         now, len(decodes.members), len(going_on), waiting.count, waiting.tokens, sum([left for _, left in going_on]),
         decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,

@@ -42,7 +42,7 @@ class WaitingQueue:
         if new:
             sequence.key = self._ordering.key(sequence)
             self._arrived.append(sequence)
-            if len(self._arrived) > 2 * len(self) + 64:
+            if len(self._arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
         self._pushed += 1
         self.count += 1

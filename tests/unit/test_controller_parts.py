@@ -16,6 +16,18 @@ from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 
 
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 1)), max_size=40), st.integers(1, 12))
+def test_the_latest_values_are_those_told_of_whenever_asked(asked: list[tuple[int, float]], n: int) -> None:
+    recent, values = Recent(n), []
+    assert (recent.mean, recent.quantile(0.5), len(recent)) == (0, 0, 0)
+    for value, q in asked:
+        recent.add(value)
+        values = [*values, value][-n:]
+        if q > 0.3:  # not after every one
+            assert recent.quantile(q) == sorted(values)[min(len(values) - 1, int(q * len(values)))]
+        assert recent.mean == pytest.approx(sum(values) / len(values)) and len(recent) == len(values)
+
+
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(-10, 10_000))
 def test_the_largest_that_fits_from_any_guess(fitting: int, top: int, guess: int) -> None:
     asked: list[int] = []

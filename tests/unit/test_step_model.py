@@ -86,6 +86,23 @@ def test_covariance_stays_bounded_and_coefficients_non_negative() -> None:
     assert rls.predict([1.0, 0.5, 0.25]) == pytest.approx(2.375, abs=0.05)
 
 
+def test_three_inputs_are_taken_in_as_any_number_of_them_is() -> None:
+    class General(RecursiveLeastSquares):
+        def _absorb_three(self, x: float, y: float, z: float) -> tuple[list[float], float]:
+            return self._absorb([x, y, z])
+
+    dice = random.Random(7)
+    written_out, general = RecursiveLeastSquares(3), General(3)
+    for i in range(3000):
+        still = 400 < i < 1500  # in one direction little is learned, and what is known there is not forgotten
+        x = [1.0, 0.5 if still else dice.random(), 0.25 if still else 2 * dice.random()]
+        y = 1.0 + 0.7 * x[1] + 0.1 * x[2] + dice.gauss(0, 0.02)
+        assert written_out.update(x, y) == pytest.approx(general.update(x, y), rel=1e-6, abs=1e-9)
+    assert written_out.coefficients == pytest.approx(general.coefficients, rel=1e-6)
+    for one, other in zip(written_out.covariance(), general.covariance(), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0])
 def test_impossible_times_are_ignored(bad: float) -> None:
     learner = StepLearner()
