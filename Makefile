@@ -45,9 +45,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 $(ARGS)
 
-# One after the other and in one process: these time things and fill the machine.
+# Whole profiles in virtual time, two at once; then what times things and fills the machine, one after the other. 5: ARGS="-k ..."
+# left nothing of one of the two.
 test-slow: $(STAMP)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -n 2 -m "slow and unit" $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not unit" $(ARGS) || test $$? -eq 5
 
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
 test-integration: export AUTOTUNE_BUILD_ENVIRONMENTS := 1

@@ -10,8 +10,10 @@ import pytest
 
 from autotune.attach import control
 from autotune.attached import Control
+from autotune.profiling.findings import Findings
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200
+from tests.unit.profiled_machine import session
 
 
 @pytest.fixture
@@ -26,6 +28,12 @@ def socket_home(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where steering sockets lie during a test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     return short_path / "autotune"
+
+
+@pytest.fixture(scope="session")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """A profiling run in virtual time, left in peace, at a rate that was given."""
+    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autotune.profile import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Silent
@@ -29,8 +31,10 @@ FACTS = ModelFacts(
     name="fake", architecture="none", parameters=1, dtype="float32", random_weights=True, seed=0, max_model_len=4096,
     vocab_size=256, kv_bytes_per_token=1,
 )  # fmt: skip
-SCHEDULE = Schedule(None, window_s=3.0, warmup_s=0.5, calibrate_s=3.0, simulate_s=0.3)  # loads of 300 requests
-LONG = replace(SCHEDULE, calibrate_s=6.0, simulate_s=2.0)  # 1000 requests at 24 trials
+SCHEDULE = Schedule(None, window_s=3.0, warmup_s=0.5, calibrate_s=3.0, simulate_s=0.1)  # loads of FEWEST requests
+LONG = replace(SCHEDULE, calibrate_s=6.0, simulate_s=2.0)  # 833 requests at 24 trials
+FEWEST = 100
+"""Requests of a simulated load. Too few to find the best setting by, enough for all that happens on the way."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def session(
     host: Clock | None = None,
 ) -> tuple[Findings, Told]:
     told, asked = Told(), asked or question()
-    with open_study(journal, {"q": 1}) as study:
+    with open_study(journal, {"q": 1}) as study, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.profiling.simulator._FEWEST_REQUESTS", FEWEST)
         host = host or VirtualClock()  # stands still: what the host takes to simulate must show nowhere
         found = Session(engine or machine(), FACTS, asked, study, told, stop=stop, schedule=schedule, host=host).run()
         if not found.stopped:

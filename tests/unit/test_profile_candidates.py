@@ -21,12 +21,6 @@ from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LIMITS, machine, question, session
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """One at a rate that was given, with few trials."""
-    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
-
-
 def simulator(found: Findings, speed: float = 1.0) -> Simulator:
     assert found.setup is not None and found.cost is not None
     engine: SimulatedEngine = machine()

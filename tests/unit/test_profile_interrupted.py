@@ -27,12 +27,6 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "a.journal"
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """One left in peace, at a rate that was given."""
-    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """What the hardware is asked from here on: (setting, seed, prompt seed) of each measurement."""
     asked: list[tuple[str, int, int]] = []

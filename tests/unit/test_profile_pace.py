@@ -22,6 +22,8 @@ from runtime.clock import VirtualClock
 from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LONG, Padded, Told, machine, question, session
 
+SHORTER = replace(LONG, simulate_s=0.5)  # 500 requests at 10 trials
+
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
@@ -59,9 +61,10 @@ def changed(
         return session(journal, asked, engine=machine(Changing()), schedule=schedule)
 
 
+@pytest.mark.slow
 def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
     """The rate follows it, and the promise is still about kept."""
-    found, told = changed(1.35, journal, question(rate=None, sim_trials=24))
+    found, told = changed(1.35, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     assert told.setup is not None and found.setup is not None
     assert any("the hardware serves as at 7" in note for note in told.notes)
     assert 0.5 < found.setup.rate / told.setup.rate < 0.9
@@ -116,22 +119,24 @@ def test_a_second_comparison_that_was_stopped_leaves_the_first_one_and_is_gone_o
     assert len(there(found)) >= 3
 
 
+@pytest.mark.slow
 def test_noise_is_measured_first_and_where_nothing_is_told_nothing_moves(journal: Path) -> None:
-    found, told = changed(1.0, journal, question(rate=None, sim_trials=24))
+    found, told = changed(1.0, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     first, second, *others = there(found)
     assert (first.knobs, first.score.seed) == (second.knobs, second.score.seed)
     assert len({run.knobs for run in others} - {first.knobs}) >= 2 and len(told.notes) <= 2
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:
-    found, told = changed(1.35, journal, question(sim_trials=10, trials=3))
+    found, told = changed(1.35, journal, question(sim_trials=10, trials=3), schedule=SHORTER)
     assert any("the hardware serves as at" in note for note in told.notes)
     assert {run.knobs for run in found.runs if run.stage == "validation"} == set(found.expected)
     assert found.setup is not None and 0.6 < found.setup.speed < 0.85
 
 
 def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path) -> None:
-    found, heard = changed(5.0, journal, question(sim_trials=10, trials=1))
+    found, heard = changed(5.0, journal, question(sim_trials=10, trials=1), schedule=SHORTER)
     assert any("at less than 30% of its" in note and "calibrate again" in note for note in heard.notes)
     assert not any("serves as at" in note for note in heard.notes)
     assert any("of the speed it was calibrated at" in doubt for doubt in doubts(found))
@@ -153,7 +158,9 @@ class Busy:
         patch.setattr(Scenario, "measure_over", measure_over)
 
 
-@pytest.mark.parametrize(("budget", "seconds_each"), [(20.0, 2e-5), (20.0, 5e-4), (60.0, 5e-4)])
+@pytest.mark.parametrize(("budget", "seconds_each"), [
+    pytest.param(20.0, 2e-5, marks=pytest.mark.slow), (20.0, 5e-4), pytest.param(60.0, 5e-4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_budget_is_held_however_slow_the_host(
     journal: Path, budget: float, seconds_each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

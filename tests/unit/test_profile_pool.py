@@ -67,6 +67,7 @@ def test_simulated_trials_of_another_pool_are_not_gone_on_with(tmp_path: Path) -
         session(tmp_path / "a.journal", asked, engine=machine(kv_tokens=30_000))
 
 
+@pytest.mark.slow
 def test_more_simulated_trials_go_on_with_a_finished_study(tmp_path: Path) -> None:
     journal, fewer, more = tmp_path / "a.journal", question(), question(sim_trials=18)
     before, _ = session(journal, fewer)

@@ -51,12 +51,6 @@ def whole(whole_told: tuple[Findings, Told]) -> Findings:
     return whole_told[0]
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """One at a rate that was given."""
-    return session(tmp_path_factory.mktemp("given") / "a.journal")[0]
-
-
 def truth(knobs: Knobs, rate: float) -> float:
     """Share in SLO on the machine itself, without noise, over more requests than the profiler ever sees."""
     load = parse_workload(WORKLOAD).at_rate(rate)
@@ -67,6 +61,7 @@ def truth(knobs: Knobs, rate: float) -> float:
     return sum(s.met for s in scores) / sum(s.offered for s in scores)
 
 
+@pytest.mark.slow
 def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told], tmp_path: Path) -> None:
     found, told = whole_told
     assert told.stages == ["calibrating", "simulating", "validating", "capacity"]
@@ -95,6 +90,7 @@ def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told],
     assert [line["trial"] for line in lines if line.get("stage") == "simulation"] == list(range(24))
 
 
+@pytest.mark.slow
 def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings) -> None:
     assert whole.setup is not None
     rate = whole.setup.rate
@@ -111,6 +107,7 @@ def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings)
     assert mine >= 0.96 * best
 
 
+@pytest.mark.slow
 def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
     sure = whole.confidence
     assert sure is not None
@@ -133,6 +130,7 @@ def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
     assert f"{sure.best:.0%}" not in sure.sentence and "is the best" not in sure.sentence
 
 
+@pytest.mark.slow
 def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findings) -> None:
     twins = {(twin.knobs, twin.score.rate, twin.score.seed): twin for twin in whole.twins}
     pairs = [(run, twins[run.knobs, run.score.rate, run.score.seed]) for run in whole.runs]
@@ -194,6 +192,7 @@ def test_an_slo_nobody_keeps_falls_short(journal: Path) -> None:
     assert not made.slo_met and "was not met" in made.verdict
 
 
+@pytest.mark.slow
 def test_many_processes_simulate_the_same_settings_of_the_start(journal: Path, given: Findings) -> None:
     found, _ = session(journal, question(workers=2, sim_trials=12), schedule=SCHEDULE)
     start = [r for r in given.simulated if r.label != "search"]

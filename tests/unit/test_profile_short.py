@@ -9,7 +9,7 @@ from tests.unit.profiled_machine import question, session
 
 
 def test_the_baseline_is_measured_before_any_repeat(tmp_path: Path) -> None:
-    schedule = Schedule(9.0, window_s=2.0, warmup_s=0.3, calibrate_s=8.0)
+    schedule = Schedule(9.0, window_s=2.0, warmup_s=0.3, calibrate_s=8.0, simulate_s=0.5)
     found, _ = session(tmp_path / "study.journal", question(budget_s=9.0), schedule=schedule)
     assert found.setup is not None
     rate = found.setup.rate  # of the comparison; the first run may have shown that another was looked for
