@@ -21,7 +21,7 @@ help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
 	@echo "make test              install, then the default test tier (ARGS=... are given to pytest)"
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
-	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles"
+	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles, whole ones in virtual time"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
 	@echo "make format            put the source into ruff's format"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
@@ -45,11 +45,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 $(ARGS)
 
-# Whole profiles in virtual time, two at once; then what times things and fills the machine, one after the other. 5: ARGS="-k ..."
-# left nothing of one of the two.
+# Whole profiles in virtual time and the like, two at once; then what times things and fills the machine, one after the other.
+# ARGS="-k ..." may leave nothing of one of the two, which is 5.
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 -m "slow and unit" $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m "slow and not unit" $(ARGS) || test $$? -eq 5
+	$(PYTEST) -n 2 -m "slow and unit" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+	$(PYTEST) -m "slow and not unit" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
 test-integration: export AUTOTUNE_BUILD_ENVIRONMENTS := 1

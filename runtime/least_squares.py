@@ -67,7 +67,8 @@ class RecursiveLeastSquares:
         return residual
 
     def _absorb(self, x: list[float]) -> tuple[list[float], float]:
-        """Take the input ``x`` into covariance and information; returns covariance·x and 1 + x·covariance·x of before it.
+        """Take the input ``x`` into covariance and information; returns covariance·x and 1 + x·covariance·x, both after
+        forgetting and before learning.
 
         Forgets in the direction of x only: covariance grows by a multiple of x·xᵀ, information shrinks by the matching term.
         Where hardly anything is known there is nothing to forget.

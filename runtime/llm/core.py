@@ -168,7 +168,11 @@ class EngineCore:
         expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
         epoch, knobs = self._setting
         scheduler = self.scheduler
-        budget = None if self.policy is None else self._policy_budget(now)
+        budget = None
+        if self.policy is not None:
+            budget = self._policy_budget(now)
+        elif scheduler.slack.following:
+            scheduler.slack.stop()
         plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
         if scheduler.turned_away:
             finished += self._turned_away()
@@ -219,6 +223,8 @@ class EngineCore:
     def _policy_budget(self, now: float) -> int | None:
         if self.policy is None or not self.scheduler.has_work:
             return None
+        if not self.scheduler.slack.following:
+            self.scheduler.followed(self.scheduler.slack)
         try:
             return max(0, int(self.policy.budget(self.view(now))))
         except Exception:

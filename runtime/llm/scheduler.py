@@ -117,6 +117,11 @@ class Scheduler:
         sequence.cause = cause
         return sequence.record(reason, now, self._epoch)
 
+    def followed(self, slack: SlackTracker) -> SlackTracker:
+        """``slack``, which follows from now on what runs and waits; what comes and goes is told to :attr:`slack` alone."""
+        slack.follow((*self.waiting, *self.prefills), self.decodes)
+        return slack
+
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
         sequence.pending = self.holdings.uncached(sequence)

@@ -4,7 +4,8 @@ The next token of a decoding sequence with a TPOT target τ is due at ``first to
 advance together, so that is ``key + τ · g`` with the scheduler's step index g and a key that stands still: one heap for
 each τ gives the earliest in constant time, whatever the batch.
 
-Nothing is followed before somebody asks: an engine that no controller looks at pays nothing for it.
+Sequences are followed while a step policy asks in every step. Who looks now and then has a tracker made for that look: an
+engine that nobody budgets pays nothing for all this.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class _Earliest:
 
 
 class SlackTracker:
-    """Follows the sequences of one scheduler, from :meth:`follow` on. ``slos`` maps request classes to SLOs, ``default`` for
-    the others.
+    """Follows the sequences of one scheduler, from :meth:`follow` to :meth:`stop`. ``slos`` maps request classes to SLOs,
+    ``default`` for the others.
 
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
@@ -75,12 +76,18 @@ class SlackTracker:
         return self.slos.get(sequence.request.request_class) or self.slos.get("default")
 
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
-        """Begin, with those that wait for their first or next token and those that decode."""
+        """Begin, with those that wait for their first or next token and those that decode, by the promises of now."""
         self.following = True
         for sequence in queued:
             self.queued(sequence)
         for sequence in decoding:
             self.decoding(sequence)
+
+    def stop(self) -> None:
+        """Forget all of them."""
+        self.following = False
+        self._fixed = _Earliest()
+        self._pace, self._gaps, self._gap = {}, {}, {}
 
     def queued(self, sequence: Sequence) -> None:
         """``sequence`` waits for its first token, or, if preempted, for its next one."""

@@ -6,14 +6,15 @@ from math import inf
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.scheduler import Scheduler
+from runtime.llm.slack import SlackTracker
 from runtime.tunable import SchedulerView
 
 
 def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: KnobLimits) -> SchedulerView:
-    """A look at ``scheduler`` as of ``now``; costs no more with more sequences decoding."""
+    """A look at ``scheduler`` as of ``now``; costs no more with more sequences while its ``slack`` follows them."""
     waiting, decodes, slack, kv = scheduler.waiting, scheduler.decodes, scheduler.slack, scheduler.kv
-    if not slack.following:
-        slack.follow((*waiting, *scheduler.prefills), decodes.members)
+    if not slack.following:  # nobody asks in every step: followed for this look alone
+        slack = scheduler.followed(SlackTracker(slack.slos))
     oldest = waiting.oldest()
     going_on = tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
     last_end = decodes.last_end

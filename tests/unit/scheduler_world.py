@@ -16,6 +16,7 @@ from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.tunable import SchedulerView
 
 BLOCK = 4
 
@@ -74,6 +75,13 @@ class CheckingExecutor:
         assert sequence not in self.released, "released twice"
         self.released.append(sequence)
         self.alive.discard(sequence)
+
+
+class Whole:
+    """Asks in every step, and gives each all that the knobs allow."""
+
+    def budget(self, view: SchedulerView) -> int:
+        return view.knobs.token_budget
 
 
 class World:

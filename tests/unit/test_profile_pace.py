@@ -127,7 +127,6 @@ def test_noise_is_measured_first_and_where_nothing_is_told_nothing_moves(journal
     assert len({run.knobs for run in others} - {first.knobs}) >= 2 and len(told.notes) <= 2
 
 
-@pytest.mark.slow
 def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:
     found, told = changed(1.35, journal, question(sim_trials=10, trials=3), schedule=SHORTER)
     assert any("the hardware serves as at" in note for note in told.notes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 from runtime.knobs import Knobs
 from runtime.llm.slack import SlackTracker
 from runtime.slo import SLO
-from tests.unit.scheduler_world import World
+from tests.unit.scheduler_world import Whole, World
 
 SLOS = {
     "default": SLO(ttft_ms=300, tpot_ms=500), "gaps": SLO(itl_ms=30), "whole": SLO(e2e_ms=2000, tpot_ms=400),
@@ -27,19 +28,47 @@ def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
     world.set_knobs(Knobs(10, 0, 32, 12))
     scheduler = world.scheduler
     scheduler.slack.slos.update(SLOS)
-    assert not scheduler.slack.following, "nobody has asked"
-    world.core.view(world.now)
-    assert scheduler.slack.following
+    world.core.policy = Whole()
     seen = set()
-    for _ in range(2000):
+    for number in range(2000):
         if dice.random() < 0.3 and len(world.live) < 30:
             prompt = [dice.randrange(3) for _ in range(dice.randrange(1, 14))]
             world.add(prompt, dice.randrange(1, 24), request_class=dice.choice([*SLOS, "unknown"]))
         elif dice.random() < 0.05 and world.live:
             world.cancel(dice.choice(world.live))
         world.step()
-        late = SlackTracker(SLOS)
-        late.follow((*scheduler.waiting, *scheduler.prefills), scheduler.decodes)
-        assert told(late, world) == told(scheduler.slack, world)
-        seen.add(repr(told(late, world)))
+        assert scheduler.slack.following or not number
+        assert told(scheduler.followed(SlackTracker(SLOS)), world) == told(scheduler.slack, world)
+        seen.add(repr(told(scheduler.slack, world)))
     assert scheduler.preemptions > 20 and len(seen) > 500, "there was too little to follow"
+
+
+def test_only_who_asks_in_every_step_has_them_followed() -> None:
+    world = World(kv_blocks=100)
+    world.scheduler.slack.slos.update(SLOS)
+    first = world.add([1] * 4, 90)
+    world.step()
+    slack, before = world.scheduler.slack, world.core.view(world.now)
+    assert before.decode_slack < 1 and before.pace == 0.5, "who looks now and then is told all the same"
+    assert not slack.following
+    world.core.policy = Whole()
+    world.step()
+    world.add([2] * 4, 90, request_class="gaps")
+    world.step()
+    assert slack.following and slack.pace == 0.5
+    followed = world.core.view(world.now)
+    world.core.policy = None
+    world.step()
+    assert not slack.following and slack.pace == inf and not slack.dues(world.now, 0, 0.0), "nothing is kept of them"
+    assert (
+        {target for target, _ in world.core.view(world.now).dues}
+        == {target for target, _ in followed.dues}
+        == {0.5, 0.03}
+    )
+    world.cancel(first)
+    assert [target for target, _ in world.core.view(world.now).dues] == [0.03]
+    world.core.policy = Whole()
+    world.step()
+    assert slack.following and slack.pace == inf
+    world.drain()
+    assert world.core.view(world.now).least_slack == inf
