@@ -45,11 +45,11 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 $(ARGS)
 
-# Whole profiles in virtual time and the like, two at once; then what times things and fills the machine, one after the other.
-# ARGS="-k ..." may leave nothing of one of the two, which is 5.
+# What times nothing (whole profiles in virtual time, kill tests), two at once; then what times things or fills the machine, one
+# after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 -m "slow and unit" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
-	$(PYTEST) -m "slow and not unit" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+	$(PYTEST) -n 2 --dist loadfile -m "slow and (unit or beside)" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+	$(PYTEST) -m "slow and not (unit or beside)" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
 test-integration: export AUTOTUNE_BUILD_ENVIRONMENTS := 1

@@ -12,7 +12,7 @@ from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from tests.integration.killing import finished, killed_often
 from tests.unit.simulating import SPACE, STARTING, Valley, noted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 TRIALS = 60
 
 

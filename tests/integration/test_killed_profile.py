@@ -17,7 +17,7 @@ from tests.integration.killing import Kill, finished, killed_often, measured
 from tests.integration.llama_folder import llama_folder
 from tests.unit.simulating import noted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 
 def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:

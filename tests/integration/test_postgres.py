@@ -27,7 +27,7 @@ from tests.integration.llama_folder import llama_folder
 from tests.integration.postgres_server import PASSWORD, postgres
 from tests.unit.simulating import SPACE, STARTING, Valley, note, noted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 TRIALS = 12
 
 

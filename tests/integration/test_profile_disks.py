@@ -9,7 +9,7 @@ import pytest
 from tests.failing_disks import on_small_disk
 from tests.integration.llama_folder import llama_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 SCENES = """
 import contextlib, hashlib, io

@@ -102,19 +102,19 @@ def test_a_first_bad_minute_does_not_choose_the_rate(journal: Path, factor: floa
 
 @pytest.mark.slow
 def test_a_second_comparison_that_was_stopped_leaves_the_first_one_and_is_gone_on_with(journal: Path) -> None:
-    asked = question(rate=None, sim_trials=24)
-    whole, told = changed(1.5, journal, asked, until=2)
+    asked = question(rate=None, sim_trials=10)
+    whole, told = changed(1.5, journal, asked, until=2, schedule=SHORTER)
     assert whole.setup is not None
     first = next(
         i for i, run in enumerate(whole.runs, 1) if run.score.rate == whole.setup.rate
     )  # of the second comparison
     other = journal.with_name("stopped.journal")
     for factor, last in ((1.5, first), (1.0, 2)):  # before its first measurement, and before its second
-        found, _ = changed(factor, other, asked, until=2, last=last)
+        found, _ = changed(factor, other, asked, until=2, last=last, schedule=SHORTER)
         assert found.stopped and found.setup is not None and found.setup.rate == rates(told)[-2]
         assert len(found.expected) >= 2 and found.settings()["balanced"].knobs in found.expected
         assert len({p.knobs for p in found.comparable()}) >= 2
-    found, _ = changed(1.0, other, asked)
+    found, _ = changed(1.0, other, asked, schedule=SHORTER)
     assert not found.stopped and found.setup is not None and found.setup.rate == pytest.approx(whole.setup.rate)
     assert len(there(found)) >= 3
 
