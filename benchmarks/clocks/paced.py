@@ -4,6 +4,9 @@ A shared machine is now faster and now slower, by tens of percent and for second
 between the steps of the engine that is measured an anchor runs, one decode step of an engine of its own that is always the same,
 while the clock stands still; and the clock then runs as much slower than real time as the anchor was slower than ever
 seen. Measured on such a clock, everything happens at one pace: arrivals come that much later too.
+
+What slows an anchor slows other steps more or less: a neighbour on the core's other hyperthread costs a loop of Python more than
+a decode step, and a prompt less. So whoever has time waits, the clock standing still, until anchors are as fast as usual again.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ ANCHOR_BLOCKS = ROWS * ((PROMPT + OUTPUT) // BLOCK + 2)
 _BEFORE = 2  # steps that come before the one that counts: the first is 3 to 15% slower, by what ran before it
 _SETTLE = 64  # anchors before any counts
 _SMOOTH = 7  # anchors whose median is the pace
+_DISTURBED = 1.15  # times what an anchor usually takes
+_GRACE_S = 30.0  # of waiting, beside as long as it does not wait
 
 
 class PacedClock:
@@ -98,14 +103,21 @@ class Anchor:
 class PacedExecutor:
     """``executor``, with an anchor between its steps now and then. ``clock`` is the one that the engine is on.
 
-    ``usual``: what an anchor takes at pace 1, s, the same for all engines that are to be compared.
+    ``usual``: what an anchor takes at pace 1, s, the same for all engines that are to be compared. ``patient``: where an anchor
+    is slow, wait for two that are not, in all no longer than it does not wait; then the pace is corrected for, as without.
+    ``waited``: seconds of it.
     """
 
-    def __init__(self, executor: Executor, anchor: Anchor, clock: PacedClock, usual: float) -> None:
+    def __init__(
+        self, executor: Executor, anchor: Anchor, clock: PacedClock, usual: float, *, patient: bool = False
+    ) -> None:
         self._executor, self._anchor, self._clock, self._usual = executor, anchor, clock, usual
+        self._patience = _GRACE_S if patient else 0.0
         self._recent: deque[float] = deque(maxlen=_SMOOTH)
         self._next = 0.0
+        self._waited_until = clock.base.now()
         self.paces: list[float] = []
+        self.waited = 0.0
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         if not plan.empty and time.monotonic() >= self._next:
@@ -118,8 +130,24 @@ class PacedExecutor:
     def look(self) -> None:
         """Run an anchor, the clock standing still, and set its pace."""
         self._clock.run(0.0)
-        self._recent.append(self._anchor.step(self._clock.base))
+        base = self._clock.base
+        begun = base.now()
+        self._recent.append(self._anchor.step(base))
+        if self._patience:
+            self._wait(begun)
         pace = statistics.median(self._recent) / self._usual
         self.paces.append(pace)
         self._next = time.monotonic() + EVERY_S
         self._clock.run(1 / pace)
+
+    def _wait(self, begun: float) -> None:
+        base, slow = self._clock.base, _DISTURBED * self._usual
+        self._patience += begun - self._waited_until
+        asked = base.now()
+        undisturbed = 2 if self._recent[-1] <= slow else 0
+        while undisturbed < 2 and base.now() - asked < self._patience:
+            self._recent.append(self._anchor.step(base))
+            undisturbed = undisturbed + 1 if self._recent[-1] <= slow else 0
+        self._waited_until = base.now()
+        self._patience -= self._waited_until - asked
+        self.waited += self._waited_until - asked

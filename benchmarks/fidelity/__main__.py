@@ -66,11 +66,25 @@ _TOGETHER = 60  # requests sent at once meanwhile
 
 
 class Timed(NamedTuple):
-    """An engine, the clock it runs on, and the paces that clock has had."""
+    """An engine, the clock it runs on, and the executor that sets that clock's pace."""
 
     engine: Engine
     clock: Clock
-    paces: list[float]
+    executor: PacedExecutor
+
+    def looked(self) -> tuple[int, float]:
+        """How many paces its clock has had, and how long it has waited, s."""
+        return len(self.executor.paces), self.executor.waited
+
+    def since(self, looked: tuple[int, float]) -> str:
+        """Of an anchor's times over the fastest ever, since ``looked``: median, and the middle nine tenths; what was waited."""
+        count, waited = looked
+        paces = self.executor.paces[count:]
+        if len(paces) < 3:
+            return "not known"
+        cuts = statistics.quantiles(paces, n=20)
+        waited = self.executor.waited - waited
+        return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f}), waited {waited:.1f} s"
 
 
 class RealRun(NamedTuple):
@@ -113,15 +127,15 @@ class Bench:
 
     def calibrate(self, budget_s: float) -> CostModel:
         """What simulations go by now; the runs since the calibration before this one are compared with both."""
-        engine, clock, paces = self.roomy
-        looked = len(paces)
+        engine, clock, _ = self.roomy
+        looked = self.roomy.looked()
         found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
         cost = found.cost(found.seconds)
         facts = cost.facts
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {_range(paces[looked:])}, after correction its steps drifted by {found.drift - 1:.0%}; "
+            f"the machine's pace {self.roomy.since(looked)}, after correction its steps drifted by {found.drift - 1:.0%}; "
             f"served, steps took {found.served - 1:+.1%} ({facts.excess_s * 1e3:.2f} ms each){_scatter(cost)}",
             flush=True,
         )
@@ -138,12 +152,12 @@ class Bench:
     def run(self, number: int, case: Case, workload: Workload) -> None:
         """One real run, to be compared behind the next calibration. ``number`` 0 does not count; its arrivals are others, if
         not from a trace."""
-        (engine, clock, paces), log = self.tight if case.tight else self.roomy, Recorder()
-        busy, looked = others(), len(paces)
-        unsubscribe = engine.subscribe(log)
+        timed, log = self.tight if case.tight else self.roomy, Recorder()
+        busy, looked = others(), timed.looked()
+        unsubscribe = timed.engine.subscribe(log)
         try:
             real = evaluate(
-                engine,
+                timed.engine,
                 case.knobs,
                 workload,
                 PATIENT,
@@ -152,7 +166,7 @@ class Bench:
                 prompt_seed=self._prompts(),  # tokens of its own: no earlier run's prefixes are found in the cache
                 duration=self.duration if number else self.duration / 2,
                 label=f"{case.name}-{number}",
-                clock=clock,
+                clock=timed.clock,
             )
         finally:
             unsubscribe()
@@ -162,7 +176,7 @@ class Bench:
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
             f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
-            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {_range(paces[looked:])}, "
+            f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {timed.since(looked)}, "
             f"others use {cores:.2f} cores",
             flush=True,
         )
@@ -198,14 +212,6 @@ def _scatter(cost: CostModel) -> str:
     low, high = jitter.four_in_five()
     spells = f"{jitter.persistent:.0%} in spells (memory {jitter.memory:.2f})"
     return f", four in five of them {low:.2f} to {high:.2f} of that, {spells}"
-
-
-def _range(paces: Sequence[float]) -> str:
-    """Of an anchor's times over the fastest ever: median, and the middle nine tenths."""
-    if len(paces) < 3:
-        return "not known"
-    cuts = statistics.quantiles(paces, n=20)
-    return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -249,10 +255,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             base = UndisturbedClock() if args.undisturbed else MonotonicClock()
             clock = PacedClock(base)
             real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
-            executor = PacedExecutor(real, anchor, clock, usual)
+            executor = PacedExecutor(real, anchor, clock, usual, patient=True)
             known = set(threading.enumerate())
             engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
-            made.append(Timed(stack.enter_context(engine), clock, executor.paces))
+            made.append(Timed(stack.enter_context(engine), clock, executor))
             if isinstance(base, UndisturbedClock):
                 base.follow(next(t for t in threading.enumerate() if t not in known and t.name.startswith("engine ")))
         facts = ModelFacts(

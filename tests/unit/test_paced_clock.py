@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.clocks.paced import _SMOOTH, PacedClock, PacedExecutor
+from benchmarks.clocks.paced import _GRACE_S, _SMOOTH, PacedClock, PacedExecutor
 from runtime.clock import VirtualClock
 from runtime.llm.plan import StepResult
 
@@ -71,3 +71,39 @@ def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_t
     assert paced.paces[0] == pytest.approx(1.0) and paced.paces[-1] == pytest.approx(2.0)
     paced.release("x")  # type: ignore[arg-type]
     assert steps.released == ["x"]
+
+
+def test_a_patient_one_waits_for_two_usual_anchors_and_no_longer_than_it_does_not_wait() -> None:
+    base = VirtualClock()
+    clock = PacedClock(base)
+    steps = Steps(base, clock)
+    told = iter([0.1, 0.3, 0.1, 0.3, 0.1, 0.1, 0.1])
+    steps.step = lambda clock: (clock.advance(took := next(told)), took)[1]  # type: ignore[method-assign]
+    paced = PacedExecutor(steps, steps, clock, usual=0.1, patient=True)  # type: ignore[arg-type]  # plays both parts
+    paced.look()
+    assert paced.waited == 0.0
+    before = clock.now()
+    paced.look()
+    assert next(told) == 0.1  # one is left
+    assert paced.waited == pytest.approx(0.1 + 0.3 + 0.1 + 0.1) and clock.now() == before
+
+    steps.step = lambda clock: (clock.advance(0.2), 0.2)[1]  # type: ignore[method-assign]
+    base.advance(10.0)
+    before, since = clock.now(), base.now()
+    paced.look()
+    # the grace and what passed otherwise, less what was waited before
+    assert base.now() - since == pytest.approx(_GRACE_S + 10.0, abs=1.5)
+    assert clock.now() == before and paced.paces[-1] == pytest.approx(2.0)
+    since = base.now()
+    paced.look()
+    assert base.now() - since == pytest.approx(0.2)
+
+
+def test_one_that_is_not_patient_does_not_wait() -> None:
+    base = VirtualClock()
+    clock = PacedClock(base)
+    steps = Steps(base, clock)
+    steps.anchor_s = 0.4
+    paced = PacedExecutor(steps, steps, clock, usual=0.1)  # type: ignore[arg-type]  # plays both parts
+    paced.look()
+    assert base.now() == pytest.approx(0.4) and paced.waited == 0.0
