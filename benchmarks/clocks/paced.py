@@ -112,7 +112,7 @@ class PacedExecutor:
         self, executor: Executor, anchor: Anchor, clock: PacedClock, usual: float, *, patient: bool = False
     ) -> None:
         self._executor, self._anchor, self._clock, self._usual = executor, anchor, clock, usual
-        self._patience = _GRACE_S if patient else 0.0
+        self._patient, self._patience = patient, _GRACE_S
         self._recent: deque[float] = deque(maxlen=_SMOOTH)
         self._next = 0.0
         self._waited_until = clock.base.now()
@@ -133,7 +133,7 @@ class PacedExecutor:
         base = self._clock.base
         begun = base.now()
         self._recent.append(self._anchor.step(base))
-        if self._patience:
+        if self._patient:
             self._wait(begun)
         pace = statistics.median(self._recent) / self._usual
         self.paces.append(pace)
