@@ -6,6 +6,10 @@ at zero cost nothing. Residuals are relative and weighted by how well each point
 does not belong (a stall that survived the median) from pulling. Sums are convex; the other norms start from the sum's
 solution, one norm after the other.
 
+Other shapes than sums have to beat them by a standard error of the cross-validated loss (the rule of Breiman et al., CART, 1984,
+here of paired differences). Where the points do not tell one from the other, the one that lets memory time hide behind compute
+time says too little of steps that hold more of both than any that was measured.
+
 Points of the region ``served`` are means over steps of live serving. Where prompts are computed beside decodes they count for
 most, and planned steps of that kind for little: there serving costs more than clean steps do (prompts arrive, and caches
 are never as warm). Where nothing but decodes is in a step the planned ones are the better measured.
@@ -14,7 +18,7 @@ are never as warm). Where nothing but decodes is in a step the planned ones are 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,10 +91,10 @@ def _folds(points: Sequence[StepPoint]) -> Floats:
 
 
 def fit(points: Sequence[StepPoint]) -> Fitted:
-    """The shape of least cross-validated error, fitted to all points."""
+    """The shape of least cross-validated error, a sum where none is better by more than chance, fitted to all points."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens for p in points]
-    best: tuple[float, Shape, Floats] | None = None
+    told: dict[Shape, Floats] = {}
     for shapes in _chains(candidates(tokens), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}
         for fold in range(FOLDS):
@@ -98,14 +102,12 @@ def fit(points: Sequence[StepPoint]) -> Fitted:
             for shape, coefficients in _solve_chain(shapes, data.where(inside)):
                 outside = shape.columns(data.steps[~inside])
                 held_out[shape][~inside] = shape.times(outside, coefficients)[0]
-        for shape, told in held_out.items():
-            loss = _loss(told, data) * (1 + _WORTH * len(shape.names))
-            if best is None or loss < best[0]:
-                best = loss, shape, told
-    assert best is not None
-    _, shape, told = best
+        told |= held_out
+    shape = _chosen(
+        {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in told.items()}, data
+    )
     coefficients = dict(_solve_chain(_norms_up_to(shape), data))[shape]
-    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), told)
+    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), told[shape])
 
 
 def _counts(points: Sequence[StepPoint]) -> Floats:
@@ -118,9 +120,25 @@ def _counts(points: Sequence[StepPoint]) -> Floats:
     )
 
 
+def _losses(told: Floats, data: Measured) -> Floats:
+    """Of each point."""
+    losses: Floats = np.minimum(np.abs(np.log(np.maximum(told, 1e-9) / data.seconds)), 0.5)
+    return losses
+
+
 def _loss(told: Floats, data: Measured) -> float:
-    ratio = np.log(np.maximum(told, 1e-9) / data.seconds)
-    return float(np.average(np.minimum(np.abs(ratio), 0.5), weights=data.weights))
+    return float(np.average(_losses(told, data), weights=data.weights))
+
+
+def _chosen(losses: Mapping[Shape, Floats], data: Measured) -> Shape:
+    """The best by ``losses``, of each point; the best sum unless it loses by more than a standard error of the difference."""
+    weights = data.weights / data.weights.sum()
+    mean = {shape: float(each @ weights) for shape, each in losses.items()}
+    best = min(mean, key=mean.__getitem__)
+    plain = min((shape for shape in mean if shape.norm == 1 and not shape.experts), key=mean.__getitem__)
+    gain = mean[plain] - mean[best]
+    error = np.linalg.norm(weights * (losses[plain] - losses[best] - gain))
+    return best if gain > error else plain
 
 
 def _chains(shapes: Sequence[Shape], data: Measured) -> list[list[Shape]]:

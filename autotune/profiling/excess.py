@@ -28,10 +28,12 @@ def served_over_told(loads: Sequence[Served]) -> float:
 def excess_of(loads: Sequence[Served]) -> float:
     """Seconds that a step took on average beyond what the model says, stalls and all; 0 if they took less.
 
-    A host at work beside the engine (requests that come, tokens that are sent) costs a step of any length about the same.
+    A host at work beside the engine (requests that come, tokens that are sent) costs a step of any length about the same. What
+    a model says is off by some share of it, so each step counts by one over the square of its length: a long one says little.
     """
-    beyond = [took - told for load in loads for told, took in load]
-    return max(0.0, statistics.fmean(beyond)) if beyond else 0.0
+    steps = [(told, took) for load in loads for told, took in load if told > 0]
+    weight = sum(told**-2 for told, _ in steps)
+    return max(0.0, sum((took - told) / told**2 for told, took in steps) / weight) if steps else 0.0
 
 
 def jitter_of(loads: Sequence[Served]) -> JitterFacts | None:

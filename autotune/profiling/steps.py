@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from autotune.evaluate import EvaluationError, Served
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.excess import excess_of, jitter_of, served_over_told
+from autotune.profiling.pace import Anchor, Pace
 from autotune.profiling.served_steps import served_steps
 from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
@@ -46,19 +46,11 @@ _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of s
 
 
 class _Stretch(NamedTuple):
-    """The steps of one script, and when it ran."""
+    """The steps of one script."""
 
     cold: bool  # whether in the engine's first seconds
-    begun: float
     steps: list[Sample]
     served: bool  # whether they are steps as they come, no two alike
-
-
-class _Anchor(NamedTuple):
-    """Seconds of the anchor's work at a time."""
-
-    at: float
-    pace: float
 
 
 class MeasuredSteps(NamedTuple):
@@ -113,7 +105,7 @@ def measure_steps(
     plan.scripts(seconds, pilot)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
-    anchors: list[_Anchor] = []
+    anchors: list[Anchor] = []
     points: list[StepPoint] = []
     probes: list[StepFeatures] = []
     told: list[float] = []
@@ -125,26 +117,26 @@ def measure_steps(
             steps = served_steps(engine, model, task, seed=seed + len(stretches), clock=clock, stop=stop)
         else:
             steps = driver.run(task())
-        stretches.append(_Stretch(at < warm, at, steps, isinstance(task, Mix)))
+        stretches.append(_Stretch(at < warm, steps, isinstance(task, Mix)))
 
     for number in range(_MOST_ROUNDS):
         tasks = plan.round(number)
         for task in rng.sample(tasks, len(tasks)):
             if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
-                anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
+                anchors.append(Anchor(clock.now(), _anchored(driver.run(plan.anchor()))))
             measure(task)
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
                 break
-        anchors.append(_Anchor(clock.now(), _pace(driver.run(plan.anchor()))))
-        points = step_points(stretches, anchors)
+        anchors.append(Anchor(clock.now(), _anchored(driver.run(plan.anchor()))))
+        points = step_points(stretches, Pace(anchors))
         if number == 0 and lacking(points):  # on a slow machine
             cut = clock.now()
             for least in plan.least():
                 if clock.now() - cut < budget_s:
                     measure(least)
-            points = step_points(stretches, anchors)
+            points = step_points(stretches, Pace(anchors))
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)
@@ -153,12 +145,12 @@ def measure_steps(
         moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
         if clock.now() - begun > budget_s or moved < _SETTLED:
             break
-    paces = [anchor.pace for anchor in anchors]
-    served = _served_and_told(stretches, anchors, fitted)
+    pace = Pace(anchors)
+    served = _served_and_told(stretches, pace, fitted)
     return MeasuredSteps(
         with_predictions(points),
-        statistics.median(paces),
-        max(paces) / min(paces),
+        pace.usual,
+        pace.drift,
         clock.now() - begun,
         served_over_told(served),
         excess_of(served),
@@ -170,16 +162,14 @@ def _room(engine: Served, model: ModelFacts) -> int:
     return min(model.max_model_len, engine.kv_tokens // 2)
 
 
-def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> list[StepPoint]:
+def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:
     """One point for each kind of step: medians, of times at the machine's usual pace.
 
     Served steps of about as many decodes and prompt tokens make one kind, and a point at their means: what now and then costs
     more (a sequence that leaves, or needs more room) belongs to them all.
     """
-    usual = statistics.median(anchor.pace for anchor in anchors)
     kinds: dict[tuple[int, ...], list[tuple[bool, Sample]]] = {}
-    for cold, begun, steps, served in stretches:
-        pace = _pace_at(begun, anchors) / usual
+    for cold, steps, served in stretches:
         for record, seconds in steps:
             if seconds <= 0:  # a clock was set back
                 continue
@@ -188,18 +178,15 @@ def step_points(stretches: Sequence[_Stretch], anchors: Sequence[_Anchor]) -> li
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
-            kinds.setdefault(kind, []).append((cold, Sample(record, seconds / pace)))
+            kinds.setdefault(kind, []).append((cold, Sample(record, seconds / pace.at(record.end))))
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
 
 
-def _served_and_told(
-    stretches: Sequence[_Stretch], anchors: Sequence[_Anchor], model: StepModel
-) -> list[list[tuple[float, float]]]:
+def _served_and_told(stretches: Sequence[_Stretch], pace: Pace, model: StepModel) -> list[list[tuple[float, float]]]:
     """Of each served load, but for those of a cold engine: seconds that ``model`` says and that the steps took, in order."""
-    usual = statistics.median(anchor.pace for anchor in anchors)
     return [
         [
-            (model.predict(StepFeatures.of(s.record)), s.seconds * usual / _pace_at(stretch.begun, anchors))
+            (model.predict(StepFeatures.of(s.record)), s.seconds / pace.at(s.record.end))
             for s in stretch.steps
             if s.seconds > 0
         ]
@@ -259,7 +246,7 @@ def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:
     return Pilot(min(each), statistics.median(_decodes(decodes)))
 
 
-def _pace(anchor: Sequence[Sample]) -> float:
+def _anchored(anchor: Sequence[Sample]) -> float:
     """Seconds of an anchor: its prompts, and as many typical decode steps as there should be."""
     prompts = sum(s.seconds for s in anchor[1:] if s.record.prefill_tokens)
     return prompts + ANCHOR_STEPS * statistics.median(_decodes(anchor))
@@ -270,10 +257,3 @@ def _decodes(anchor: Sequence[Sample]) -> list[float]:
     if not seconds:
         raise EvaluationError("the engine made no decode step in the calibration's anchor")
     return seconds
-
-
-def _pace_at(when: float, anchors: Sequence[_Anchor]) -> float:
-    """The machine's pace at a time, between the anchors around it."""
-    at = bisect([a.at for a in anchors], when)
-    around = anchors[max(0, at - 1) : at + 1]
-    return statistics.fmean(a.pace for a in around)

@@ -29,11 +29,21 @@ TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A profile with a cost model just calibrated: a Llama of two small layers on this CPU."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a Llama of two small layers."""
     path = tmp_path_factory.mktemp("models") / "small"
     llama_folder(path, vocabulary=320, hidden=128, intermediate=384, context=1024)
-    loaded = load_model(str(path), dtype="float32", device="cpu")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def measured(model: str) -> Profile:
+    return calibrated(model)
+
+
+def calibrated(model: str) -> Profile:
+    """A profile with a cost model just calibrated on this CPU."""
+    loaded = load_model(model, dtype="float32", device="cpu")
     with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
         here, facts = with_threads(machine()), model_facts(loaded, 0)
         points = measure_steps(engine, facts, budget_s=4, seed=0, clock=MonotonicClock()).points
@@ -59,12 +69,6 @@ def work() -> float:
     return statistics.median(took)
 
 
-@pytest.fixture(scope="module")
-def usual(measured: Profile) -> float:
-    """What :func:`work` took right behind the calibration."""
-    return work()
-
-
 def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """What ``autotune check --json`` says; its exit code must say the same."""
     save_profile(profile, folder / "small.yaml")
@@ -78,13 +82,13 @@ def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *w
     return told
 
 
-def test_it_fits_right_after_it_was_measured(
-    measured: Profile, usual: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a machine that others use, too, only some tries are undisturbed; of none it could not be told. Of a neighbour on the
-    same core the kernel says nothing: other work then takes longer, too."""
+def test_it_fits_right_after_it_was_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine that others use, too, only some tries are undisturbed, and four seconds of calibration may meet a bad moment;
+    of no good one it could not be told. Of a neighbour on the same core the kernel says nothing: other work then takes longer, too."""
     tries, disturbed = [], []
-    for _ in range(TRIES):
+    for number in range(TRIES):
+        if number % 2 == 0:
+            measured, usual = calibrated(model), work()
         paces = [work() / usual]
         told = check(measured, tmp_path, capsys, "--budget", "2s", "--threshold", "30%")
         paces.append(work() / usual)

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,11 @@ import benchmarks.fidelity.__main__ as fidelity
 from autotune.cost_model import CostModel
 from autotune.profile.parts import JitterFacts, ModelFacts
 from autotune.workload import parse_workload
+from benchmarks.clocks.paced import PacedClock, PacedExecutor
 from benchmarks.fidelity.__main__ import Bench, Timed
 from benchmarks.fidelity.cases import KV_TOKENS, TIGHT_KV_TOKENS, Case, capacity, cases
 from benchmarks.fidelity.table import Compared, Costs, StepPair, report, step_pairs
-from runtime.clock import MonotonicClock
+from runtime.clock import Clock
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
@@ -42,6 +44,14 @@ class Hardware(FakeExecutor):
         return super().execute(plan, now, until)
 
 
+class Steady:
+    """An anchor on a machine that is as fast as usual all the time."""
+
+    def step(self, clock: Clock) -> float:
+        del clock
+        return 0.1
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     model = FakeModel(max_model_len=8192, vocab_size=32000)
@@ -49,12 +59,14 @@ def bench() -> Iterator[Bench]:
         name="fake", architecture="none", parameters=1, dtype="float32", random_weights=True, seed=0, max_model_len=8192,
         vocab_size=32000, kv_bytes_per_token=1,
     )  # fmt: skip
-    with (
-        Engine(model, executor=Hardware(), kv_tokens=KV_TOKENS) as roomy,
-        Engine(model, executor=Hardware(), kv_tokens=TIGHT_KV_TOKENS) as tight,
-    ):
-        clock = MonotonicClock()
-        yield Bench(Timed(roomy, clock, []), Timed(tight, clock, []), facts, 6.0, 0)
+    made: list[Timed] = []
+    with ExitStack() as stack:
+        for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
+            clock = PacedClock()
+            executor = PacedExecutor(Hardware(), Steady(), clock, 0.1, patient=True)  # type: ignore[arg-type]  # plays it
+            engine = Engine(model, executor=executor, kv_tokens=kv_tokens, clock=clock)
+            made.append(Timed(stack.enter_context(engine), clock, executor))
+        yield Bench(made[0], made[1], facts, 6.0, 0)
 
 
 @pytest.mark.slow

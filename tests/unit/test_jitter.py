@@ -70,12 +70,14 @@ def test_spells_are_told_from_what_is_new_in_each_step() -> None:
 
 
 def test_a_long_step_counts_for_its_time() -> None:
-    """Long steps that are as told, short ones that take twice as long; half of that is what each takes more on average."""
-    found = jitter_of([[(1.0, 1.0), (0.1, 0.2)] * 200])
+    """Long steps that take twice as long, short ones that are as told: nothing to speak of is what each takes more."""
+    found = jitter_of([[(1.0, 2.0), (0.1, 0.1)] * 200])
     assert found is not None
-    low, high = 1.0 / 1.05, 0.2 / 0.15
+    more = 1 / 101  # the long ones count a hundredth
+    over = 2.1 / (1.1 + 2 * more)
+    low, high = 0.1 / (0.1 + more) / over, 2.0 / (1.0 + more) / over
     assert found.quantiles[0] == pytest.approx(low, rel=5e-3) and found.quantiles[-1] == pytest.approx(high, rel=5e-3)
-    assert sum(q > 1.1 for q in found.quantiles) in (4, 5)  # 0.15 of 1.2 of the time, in 32 shares
+    assert sum(q < 0.9 for q in found.quantiles) in (3, 4)  # 0.11 of 1.12 of the time, in 32 shares
 
 
 def test_too_few_steps_tell_nothing() -> None:
@@ -112,6 +114,12 @@ def test_what_serving_adds_is_told_in_seconds_and_does_not_scatter_with_the_step
     found = jitter_of(loads)
     assert found is not None and set(found.quantiles) == {1.0}
     assert excess_of([[(0.01, 0.009)] * 10]) == excess_of([]) == 0.0
+
+
+def test_a_model_that_is_off_on_long_steps_says_little_of_what_serving_adds() -> None:
+    """By 10% on the long ones, 50 ms each; the short ones take 1 ms more."""
+    loads = [[(0.5, 0.55), (0.01, 0.011), (0.01, 0.011)] * 100]
+    assert excess_of(loads) == pytest.approx(1e-3, rel=0.02)
 
 
 def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:

@@ -1,0 +1,63 @@
+"""The machine's pace while it is measured: what anchors, always the same work, took now and then.
+
+Anchors are told from each other by drift and by chance, and correcting for chance would add it to what is measured. So the pace
+is a random walk seen through noise (the local-level model; Durbin and Koopman, Time Series Analysis by State Space Methods,
+2012), and how much it walks is chosen by likelihood: where anchors scatter without memory, the pace stands still.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_WALKS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # variance over all the time ÷ that of an anchor
+_FEWEST = 4  # anchors, to tell drift from chance; fewer are believed
+
+
+class Anchor(NamedTuple):
+    """Seconds that the anchor's work took at a time."""
+
+    at: float
+    seconds: float
+
+
+class Pace:
+    """What ``anchors``, in order of time, of which there is one at least, say of the time between them."""
+
+    def __init__(self, anchors: Sequence[Anchor]) -> None:
+        seconds = [anchor.seconds for anchor in anchors]
+        self.usual = statistics.median(seconds)
+        """Seconds of an anchor."""
+        self.drift = max(seconds) / min(seconds)
+        """The slowest over the fastest."""
+        self._at = np.array([anchor.at for anchor in anchors])
+        self._pace = np.log(np.array(seconds) / self.usual)
+        if len(anchors) >= _FEWEST:
+            self._smooth()
+
+    def at(self, when: float) -> float:
+        """Times as long as usual that work takes then."""
+        return math.exp(float(np.interp(when, self._at, self._pace)))
+
+    def _smooth(self) -> None:
+        since = self._at - self._at[0]
+        walk = np.minimum.outer(since, since) / max(since[-1], 1e-9)
+        ones, best = np.ones(len(since)), -math.inf
+        seen, expected = self._pace, self._pace
+        for each in _WALKS:
+            covariance = np.eye(len(since)) + each * walk
+            inverse = np.linalg.inv(covariance)
+            known = ones @ inverse @ ones
+            level = ones @ inverse @ seen / known
+            off = seen - level
+            # restricted likelihood: of the level nothing is known beforehand
+            noise = max(float(off @ inverse @ off) / (len(since) - 1), 1e-12)
+            _, size = np.linalg.slogdet(covariance)
+            likelihood = -((len(since) - 1) * math.log(noise) + size + math.log(known)) / 2
+            if likelihood > best + 1e-9:
+                best, expected = likelihood, level + each * walk @ inverse @ off
+        self._pace = expected - np.median(expected)

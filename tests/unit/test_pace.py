@@ -1,0 +1,58 @@
+"""The pace that anchors tell: a drift is followed, chance is not."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from autotune.profiling.pace import Anchor, Pace
+
+NOISE = 0.03
+
+
+def anchors(slower: Callable[[float], float], seed: int, count: int = 15) -> list[Anchor]:
+    """One each four seconds, of half a second times ``slower``, with noise."""
+    rng = random.Random(seed)
+    return [Anchor(4.0 * i, 0.5 * slower(4.0 * i) * math.exp(rng.gauss(0, NOISE))) for i in range(count)]
+
+
+def worst(slower: Callable[[float], float], seed: int) -> float:
+    """How far off the pace is, relatively to the middle one, at the worst of many times."""
+    pace = Pace(anchors(slower, seed))
+    times = [2.0 + i for i in range(53)]
+    middle = statistics.median(slower(t) for t in times) / statistics.median(pace.at(t) for t in times)
+    return max(abs(pace.at(t) * middle / slower(t) - 1) for t in times)
+
+
+def test_where_anchors_scatter_by_chance_the_pace_stands_still() -> None:
+    off = [worst(lambda t: 1.0, seed) for seed in range(20)]
+    assert statistics.median(off) < NOISE / 3  # the anchors themselves are off by two standard deviations
+    assert max(off) < 2 * NOISE
+
+
+def test_a_drift_is_followed() -> None:
+    off = [worst(lambda t: 1.0 + 0.4 * t / 56, seed) for seed in range(20)]
+    assert statistics.median(off) < 1.7 * NOISE and max(off) < 3 * NOISE
+
+
+def test_a_machine_that_slows_down_once_is_slower_from_then_on() -> None:
+    for seed in range(10):
+        pace = Pace(anchors(lambda t: 1.0 if t < 30 else 1.5, seed))
+        assert pace.at(48) / pace.at(12) == pytest.approx(1.5, rel=2 * NOISE)
+
+
+def test_what_is_told_of_the_anchors_is_as_they_were() -> None:
+    pace = Pace([Anchor(0.0, 2.0), Anchor(1.0, 1.0), Anchor(2.0, 3.0)])
+    assert pace.usual == 2.0 and pace.drift == 3.0
+    assert pace.at(0.0) == pytest.approx(1.0) and pace.at(-5.0) == pytest.approx(1.0)
+    assert pace.at(1.0) == pytest.approx(0.5) and pace.at(9.0) == pytest.approx(1.5)  # three are too few to doubt them
+    assert Pace([Anchor(3.0, 0.25)]).at(7.0) == 1.0
+
+
+def test_anchors_at_one_time_or_all_alike_are_no_trouble() -> None:
+    assert Pace([Anchor(1.0, 0.5)] * 6).at(1.0) == 1.0
+    assert Pace([Anchor(float(i), 0.5) for i in range(6)]).at(2.5) == pytest.approx(1.0)
