@@ -32,7 +32,11 @@ pytestmark = pytest.mark.integration
 
 
 class Hardware(FakeExecutor):
-    """Sleeps for what a small model on a CPU takes."""
+    """Sleeps for what a small model on a CPU takes. ``clock``: the engine's."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         tokens = pairs = 0
@@ -41,7 +45,7 @@ class Hardware(FakeExecutor):
             pairs += chunk.count * chunk.start + chunk.count * (chunk.count + 1) // 2
         seconds = 6e-3 + 1e-4 * plan.n_decode + 3e-7 * plan.decode_context + 1.2e-4 * tokens + 9e-8 * pairs
         time.sleep(seconds + 5e-4 * len(plan.chunks))
-        return super().execute(plan, now, until)
+        return super().execute(plan, now, until)._replace(ends=(self._clock.now(),))
 
 
 class Steady:
@@ -63,7 +67,7 @@ def bench() -> Iterator[Bench]:
     with ExitStack() as stack:
         for kv_tokens in (KV_TOKENS, TIGHT_KV_TOKENS):
             clock = PacedClock()
-            executor = PacedExecutor(Hardware(), Steady(), clock, 0.1, patient=True)  # type: ignore[arg-type]  # plays it
+            executor = PacedExecutor(Hardware(clock), Steady(), clock, 0.1, patient=True)  # type: ignore[arg-type]  # plays it
             engine = Engine(model, executor=executor, kv_tokens=kv_tokens, clock=clock)
             made.append(Timed(stack.enter_context(engine), clock, executor))
         yield Bench(made[0], made[1], facts, 6.0, 0)

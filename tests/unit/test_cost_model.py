@@ -103,6 +103,12 @@ def test_the_family_of_the_hardware_is_found_through_noise_and_stalls(family: st
     assert all(0 < r.median <= r.p90 for r in model.facts.regions)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_on_hardware_that_adds_up_no_other_shape_wins_by_chance(seed: int) -> None:
+    """Of these four seeds one makes experts cross-validate best, by a hair."""
+    assert fit_cost_model(measured(FAMILIES["sum"], seed, noise=0.1)).facts.family == "sum"
+
+
 def test_the_coefficients_are_those_of_the_hardware_within_their_covariance() -> None:
     facts = fit_cost_model(measured(FAMILIES["max"], noise=0.01)).facts
     deviation = dict(

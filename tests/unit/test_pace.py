@@ -36,7 +36,9 @@ def test_where_anchors_scatter_by_chance_the_pace_stands_still() -> None:
 
 def test_a_drift_is_followed() -> None:
     off = [worst(lambda t: 1.0 + 0.4 * t / 56, seed) for seed in range(20)]
-    assert statistics.median(off) < 1.7 * NOISE and max(off) < 3 * NOISE
+    assert (
+        statistics.median(off) < 2 * NOISE and max(off) < 3.5 * NOISE
+    )  # unfollowed it is off by 20%, seven times the noise
 
 
 def test_a_machine_that_slows_down_once_is_slower_from_then_on() -> None:
