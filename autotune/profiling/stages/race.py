@@ -105,6 +105,8 @@ class Race:
             return None
         self._looked = True
         speed = math.exp(statistics.median([*self._told, *(one for told in self._speeds.values() for one in told)]))
+        if knee_key(setup, speed) == knee_key(setup, setup.speed):
+            return None  # it is there already: what the study knows of is the move that led here
         if context.study.measurements.known(knee_key(setup, speed)):
             return speed  # as an earlier session did, whatever its budget was
         faster, (low, high) = speed / setup.speed, _NOTHING_TOLD
