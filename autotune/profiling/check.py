@@ -5,7 +5,7 @@ no kind of step meets only one mood of the machine. In each round, the median of
 region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *doubt* goes:
 
 - the distribution-free 99% interval of a median over the rounds (order statistics; few rounds: all of them), and
-- the cost model's own cross-validated error in that region, smaller the more kinds of steps are averaged over,
+- the cost model's own cross-validated error in that region: the standard error of a median over the kinds of steps,
 
 added as squares. Steps are held against the model that was fitted to planned ones alone, as these are: serving costs more, and
 the model that simulations go by says so. A profile that has no such model is off by that everywhere, so there the error is
@@ -48,6 +48,7 @@ _WARM_UP = 0.5  # of the budget, before it: an engine gets faster in its first s
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
 _LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
 CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
+_OF_MEDIAN = math.sqrt(math.pi / 2) / 0.6745  # times √1/n: standard error of a median of n, from the median of what they are off
 _ORDER = ("decode", "prefill", "prefix", "mixed")
 
 
@@ -241,7 +242,7 @@ def _region(
         predicted_ms=typical * 1000,
         difference=middle - 1,
         noise=max(middle - low, high - middle),
-        model=facts.region_error(name) / (1 if served else math.sqrt(len(kinds))),
+        model=facts.region_error(name) * (1 if served else _OF_MEDIAN / math.sqrt(len(kinds))),
         threshold=threshold,
         crowded=crowded,
     )

@@ -150,17 +150,26 @@ class StepPlan:
 
     def least(self) -> list[Callable[[], Script] | Mix]:
         """A little of all that serving does, where a round has no room for it. After :meth:`scripts`."""
-        several = [max(1, min(n, self._longest)) for n in _FEW]
-        few = several[: max(1, self._fit(len(several), max(several)))]
-        long, chunk = max(1, min(3 * _FEW[-1], self._longest)), max(1, min(_FEW[-1] // 2, self._chunk))
-        beside: list[Wave] = [([min(_FEW[-1], chunk)], chunk), ([long], chunk)]
+        few, long, chunk = self._few()
         batch = min(2, self._slots)
         rate = batch / (_FEW_OUTPUT * self._pilot.step + batch * few[0] * self._pilot.token)
         seconds = max(_SERVED_S, 4 / rate)
         made: list[Callable[[], Script] | Mix] = [
-            partial(self._ladder, few), partial(self._ladder, [long]), partial(self._mixed, few[:2], beside)
+            partial(self._ladder, few), partial(self._ladder, [long]), self._little()
         ]  # fmt: skip
         return [*made, Mix(rate, few[0], min(_FEW_OUTPUT, self._output), seconds, chunk, _EVEN)]
+
+    def _few(self) -> tuple[list[int], int, int]:
+        """A few short prompts, a longer one, and a chunk size that cuts it, for where the time is short."""
+        several = [max(1, min(n, self._longest)) for n in _FEW]
+        few = several[: max(1, self._fit(len(several), max(several)))]
+        return few, max(1, min(3 * _FEW[-1], self._longest)), max(1, min(_FEW[-1] // 2, self._chunk))
+
+    def _little(self) -> Callable[[], Script]:
+        """A short prompt and a longer one in chunks, beside a few sequences that decode."""
+        few, long, chunk = self._few()
+        waves: list[Wave] = [([min(_FEW[-1], chunk)], chunk), ([long], chunk)]
+        return partial(self._mixed, few, waves)
 
     def _ladders(self) -> list[Callable[[], Script]]:
         contexts = [n for n in _CONTEXTS if 1.5 * n <= self._longest] or [max(1, self._longest * 2 // 3)]
@@ -191,6 +200,8 @@ class StepPlan:
                 waves: list[Wave] = [([size], size) for size in _powers(16, top, 4)]
                 waves += [([min(6 * c, self._longest)], c) for c in _CHUNKS if 18 * c <= left]
                 made.append(partial(self._mixed, self._spread(batch, context), waves))
+        if not made and self._fit(1, max(_FEW)):
+            made = [self._little()]  # bursts alone are no measure of what serving mixes
         tokens = min(self._tokens(_BURSTS), self._budget - 1)
         bursts: list[Wave] = [
             ([size] * count, size)
