@@ -14,6 +14,7 @@ from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
 from autotune.profiling.stages.context import Asked, Context
+from autotune.profiling.stages.race import Race
 from autotune.profiling.stages.speed import told_speed
 from autotune.profiling.timing import Schedule
 from autotune.score import Score
@@ -140,6 +141,28 @@ def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path) -> None:
     assert not any("serves as at" in note for note in heard.notes)
     assert any("of the speed it was calibrated at" in doubt for doubt in doubts(found))
     assert "more than 300%" in told_speed(2.98) and "serves as at 74%" in told_speed(0.74)
+
+
+@pytest.mark.parametrize("speeds", [(0.7, 0.7, 0.7), (0.7, 0.7, 1.1, 1.1, 0.7)], ids=["there already", "left before"])
+def test_a_speed_that_was_moved_to_before_is_no_reason_to_compare_anew(
+    journal: Path, speeds: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a given rate a move changes the expectations only; that the study knows of it says nothing of a second comparison."""
+    told, compared = iter(speeds), []
+
+    def speed_of(*_: object) -> float:
+        return next(told, speeds[-1])
+
+    class Counted(Race):
+        def __init__(self, context: Any, setup: Any, *rest: Any, **options: Any) -> None:
+            compared.append(setup.speed)
+            super().__init__(context, setup, *rest, **options)
+
+    monkeypatch.setattr("autotune.profiling.stages.validating.speed_of", speed_of)
+    monkeypatch.setattr("autotune.profiling.stages.race.speed_of", speed_of)
+    monkeypatch.setattr("autotune.profiling.stages.validating.Race", Counted)
+    session(journal, question(sim_trials=10), schedule=SHORTER)
+    assert len(compared) == 1 and compared == pytest.approx([speeds[-2]])
 
 
 class Busy:

@@ -20,7 +20,6 @@ from autotune.profiling.points import Run, points
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Asked, Context
 from autotune.profiling.stages.finalists import Finalist, around, baseline_of, best_of, finalist
-from autotune.profiling.stages.settling import knee_key
 from autotune.profiling.stages.speed import OFF_BY_AT_RATE, speed_of
 from autotune.profiling.timing import CALIBRATION, FINALISTS, KNEE, SIMULATION, VALIDATION
 
@@ -104,16 +103,17 @@ class Race:
         if self._opening or self._looked or not self._speeds:
             return None
         self._looked = True
+        key = f"elsewhere/{setup.rate:g}/{setup.speed:.6f}"
+        if (went := context.study.measurements.find(key)) is not None:
+            return float(went["speed"])  # as an earlier session did, whatever its budget was
         speed = math.exp(statistics.median([*self._told, *(one for told in self._speeds.values() for one in told)]))
-        if knee_key(setup, speed) == knee_key(setup, setup.speed):
-            return None  # it is there already: what the study knows of is the move that led here
-        if context.study.measurements.known(knee_key(setup, speed)):
-            return speed  # as an earlier session did, whatever its budget was
         faster, (low, high) = speed / setup.speed, _NOTHING_TOLD
         best = max(p.attainment for p in points(self._runs()))
         in_vain = (best > high and faster > 1 and setup.rate < setup.most_rate) or (best < low and faster < 1)
         moves = self._may_move and in_vain and abs(faster - 1) > OFF_BY_AT_RATE
-        return speed if moves and self._room(_TO_COMPARE, simulating=True) else None
+        if not (moves and self._room(_TO_COMPARE, simulating=True)):
+            return None
+        return float(context.study.measured(key, lambda: {"speed": speed}, stop=context.stop)["speed"])
 
     def _runs(self) -> list[Run]:
         return self._context.found.validated_at(self._setup.rate)
