@@ -6,9 +6,9 @@ at zero cost nothing. Residuals are relative and weighted by how well each point
 does not belong (a stall that survived the median) from pulling. Sums are convex; the other norms start from the sum's
 solution, one norm after the other.
 
-Other shapes than sums have to beat them by a standard error of the cross-validated loss (the rule of Breiman et al., CART, 1984,
-here of paired differences). Where the points do not tell one from the other, the one that lets memory time hide behind compute
-time says too little of steps that hold more of both than any that was measured.
+Other shapes than sums without experts have to beat them by a standard error of the cross-validated loss (the rule of Breiman et
+al., CART, 1984, here of paired differences). Where the points do not tell one from the other, the one that lets memory time hide
+behind compute time, or has it saturate, says too little of steps that hold more of both than any that was measured.
 
 Points of the region ``served`` are means over steps of live serving. Where prompts are computed beside decodes they count for
 most, and planned steps of that kind for little: there serving costs more than clean steps do (prompts arrive, and caches
@@ -91,7 +91,7 @@ def _folds(points: Sequence[StepPoint]) -> Floats:
 
 
 def fit(points: Sequence[StepPoint]) -> Fitted:
-    """The shape of least cross-validated error, a sum where none is better by more than chance, fitted to all points."""
+    """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens for p in points]
     told: dict[Shape, Floats] = {}
@@ -121,7 +121,7 @@ def _counts(points: Sequence[StepPoint]) -> Floats:
 
 
 def _losses(told: Floats, data: Measured) -> Floats:
-    """Of each point."""
+    """|log(told ÷ measured)| of each point, capped."""
     losses: Floats = np.minimum(np.abs(np.log(np.maximum(told, 1e-9) / data.seconds)), 0.5)
     return losses
 

@@ -124,7 +124,7 @@ class CostFacts(Part):
         default=0.0,
         ge=0,
         le=1e3,
-        description="that a step of a served load took on average beyond what the coefficients say, s",
+        description="that serving adds to a step beyond what the coefficients say, as short steps tell it, s",
     )
     jitter: JitterFacts | None = Field(default=None, description="of served steps; null: not known, none is simulated")
 

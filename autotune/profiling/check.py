@@ -48,7 +48,7 @@ _WARM_UP = 0.5  # of the budget, before it: an engine gets faster in its first s
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
 _LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
 CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
-_OF_MEDIAN = math.sqrt(math.pi / 2) / 0.6745  # times √1/n: standard error of a median of n, from the median of what they are off
+_OF_MEDIAN = math.sqrt(math.pi / 2) / 0.6745  # ÷ √n: standard error of a median of n, from their median error
 _ORDER = ("decode", "prefill", "prefix", "mixed")
 
 

@@ -2,7 +2,7 @@
 
 Anchors are told from each other by drift and by chance, and correcting for chance would add it to what is measured. So the pace
 is a random walk seen through noise (the local-level model; Durbin and Koopman, Time Series Analysis by State Space Methods,
-2012), and how much it walks is chosen by likelihood: where anchors scatter without memory, the pace stands still.
+2012), and how much it walks is chosen by likelihood: where anchors scatter without memory, the pace hardly moves.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class Anchor(NamedTuple):
 
 
 class Pace:
-    """What ``anchors``, in order of time, of which there is one at least, say of the time between them."""
+    """What ``anchors``, in order of time, say of the time between them. Raises ``ValueError`` where none took any time."""
 
     def __init__(self, anchors: Sequence[Anchor]) -> None:
+        anchors = [anchor for anchor in anchors if 0 < anchor.seconds < math.inf]  # or a clock was set back
+        if not anchors:
+            raise ValueError("no anchor took any time")
         seconds = [anchor.seconds for anchor in anchors]
-        self.usual = statistics.median(seconds)
-        """Seconds of an anchor."""
-        self.drift = max(seconds) / min(seconds)
-        """The slowest over the fastest."""
+        self.unevenness = max(seconds) / min(seconds)
+        """The slowest over the fastest, drift and chance together."""
         self._at = np.array([anchor.at for anchor in anchors])
-        self._pace = np.log(np.array(seconds) / self.usual)
+        self._pace = np.log(np.array(seconds) / statistics.median(seconds))
         if len(anchors) >= _FEWEST:
             self._smooth()
 
@@ -46,18 +47,19 @@ class Pace:
     def _smooth(self) -> None:
         since = self._at - self._at[0]
         walk = np.minimum.outer(since, since) / max(since[-1], 1e-9)
+        values, vectors = np.linalg.eigh(walk)
         ones, best = np.ones(len(since)), -math.inf
         seen, expected = self._pace, self._pace
         for each in _WALKS:
-            covariance = np.eye(len(since)) + each * walk
-            inverse = np.linalg.inv(covariance)
+            variances = 1 + each * np.maximum(values, 0.0)
+            inverse = (vectors / variances) @ vectors.T
             known = ones @ inverse @ ones
             level = ones @ inverse @ seen / known
             off = seen - level
             # restricted likelihood: of the level nothing is known beforehand
             noise = max(float(off @ inverse @ off) / (len(since) - 1), 1e-12)
-            _, size = np.linalg.slogdet(covariance)
-            likelihood = -((len(since) - 1) * math.log(noise) + size + math.log(known)) / 2
+            size = float(np.log(variances).sum()) + math.log(known)
+            likelihood = -((len(since) - 1) * math.log(noise) + size) / 2
             if likelihood > best + 1e-9:
                 best, expected = likelihood, level + each * walk @ inverse @ off
         self._pace = expected - np.median(expected)

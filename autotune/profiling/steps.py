@@ -54,16 +54,15 @@ class _Stretch(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """``points``: one for each kind of step, at the machine's usual pace. ``pace``: what an anchor took then, s.
+    """``points``: one for each kind of step, at the machine's usual pace. ``unevenness``: the slowest anchor over the fastest.
 
-    ``drift``: the slowest anchor over the fastest. ``seconds``: on the engine's clock. ``served``: what the steps of served loads
-    took together, stalls and all, over what a model fitted to the points says; 1 where none were served.
-    ``excess_s``: by how much each took longer on average; ``jitter``: how they scattered around that, None if there were too few.
+    ``seconds``: on the engine's clock. ``served``: what the steps of served loads took together, stalls and all, over what a
+    model fitted to the points says; 1 where none were served. ``excess_s``: what serving adds to each, as short ones tell it;
+    ``jitter``: how they scattered around that, None if there were too few.
     """
 
     points: list[StepPoint]
-    pace: float
-    drift: float
+    unevenness: float
     seconds: float
     served: float
     excess_s: float
@@ -86,10 +85,11 @@ def measure_steps(
 ) -> MeasuredSteps:
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 
-    ``budget_s``: seconds on ``clock``, the engine's, within which it ends, or soon after; a slow machine gets more for a first
-    round, and up to as much again for what that had no room for (:mod:`autotune.profiling.coverage`). ``advance``: told the
-    share that is done, and how. The engine is left idle, its knobs changed. Raises :class:`EvaluationError` when a request
-    fails or too few kinds of steps came about, :class:`Interrupted` on ``stop``.
+    ``budget_s``: seconds on ``clock``, the engine's and that of its step records, within which it ends, or soon after; a slow
+    machine gets more for a first round, and up to as much again for what that had no room for
+    (:mod:`autotune.profiling.coverage`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
+    changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
+    ``stop``.
     """
     begun = clock.now()
     driver = StepDriver(
@@ -149,8 +149,7 @@ def measure_steps(
     served = _served_and_told(stretches, pace, fitted)
     return MeasuredSteps(
         with_predictions(points),
-        pace.usual,
-        pace.drift,
+        pace.unevenness,
         clock.now() - begun,
         served_over_told(served),
         excess_of(served),
@@ -186,9 +185,9 @@ def _served_and_told(stretches: Sequence[_Stretch], pace: Pace, model: StepModel
     """Of each served load, but for those of a cold engine: seconds that ``model`` says and that the steps took, in order."""
     return [
         [
-            (model.predict(StepFeatures.of(s.record)), s.seconds / pace.at(s.record.end))
+            (told, s.seconds / pace.at(s.record.end))
             for s in stretch.steps
-            if s.seconds > 0
+            if s.seconds > 0 and (told := model.predict(StepFeatures.of(s.record))) > 0
         ]
         for stretch in stretches
         if stretch.served and not stretch.cold

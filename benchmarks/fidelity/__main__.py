@@ -5,14 +5,14 @@ and KV pool. Before and behind every round a calibration (:mod:`autotune.profili
 simulated by the two counts for the round: a steady drift cancels. Rates are shares of what the engine,
 simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
 clock that follows anchor steps run between their own, so that a machine whose pace drifts counts as one whose
-pace does not (:mod:`benchmarks.clocks.paced`).
+pace does not, and that stands still, for a while, where it is slow (:mod:`benchmarks.clocks.paced`).
 
 An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
 before the first calibration, and before the first round they serve each workload once, half as long and (but for the traces)
 with other arrivals.
 
-The fit is of medians and clean steps; requests feel means. So each simulated step takes as much longer as the steps of the loads
-served in the calibration did on average, and scatters as those did, as in any simulation from a profile.
+The fit is of medians and clean steps; requests feel means. So each simulated step takes longer by what serving added to the short
+steps of the calibration's loads, and scatters as those did, as in any simulation from a profile.
 
 What is compared:
 
@@ -135,8 +135,8 @@ class Bench:
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {self.roomy.since(looked)}, after correction its steps drifted by {found.drift - 1:.0%}; "
-            f"served, steps took {found.served - 1:+.1%} ({facts.excess_s * 1e3:.2f} ms each){_scatter(cost)}",
+            f"the machine's pace {self.roomy.since(looked)}, its own anchors differed by up to {found.unevenness - 1:.0%}; "
+            f"served, steps took {found.served - 1:+.1%}, serving adds {facts.excess_s * 1e3:.2f} ms to each{_scatter(cost)}",
             flush=True,
         )
         self.costs.append(Costs(cost, cost.serving()))

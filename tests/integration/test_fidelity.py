@@ -161,7 +161,9 @@ def test_a_run_is_compared_with_the_calibrations_next_to_it_and_round_0_with_non
     monkeypatch.setattr(
         fidelity,
         "measure_steps",
-        lambda *a, **k: SimpleNamespace(seconds=1.0, drift=1.0, served=1.0, cost=lambda seconds: fitted(next(factors))),
+        lambda *a, **k: SimpleNamespace(
+            seconds=1.0, unevenness=1.0, served=1.0, cost=lambda seconds: fitted(next(factors))
+        ),
     )
     bench.duration = 0.4
     case = Case("short, and with a comma", "poisson:prompt=8,output=8", 0.5, Knobs(8, 0, 64, 64))
