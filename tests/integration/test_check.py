@@ -83,8 +83,9 @@ def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *w
 
 
 def test_it_fits_right_after_it_was_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine that others use, too, only some tries are undisturbed, and four seconds of calibration may meet a bad moment;
-    of no good one it could not be told. Of a neighbour on a core the kernel says nothing: other work then takes longer, too."""
+    """On a machine that others use, too, only some tries are undisturbed; and four seconds of calibration may meet a bad moment
+    themselves, so every second try calibrates anew. Of a neighbour on a core the kernel tells nothing; other work is slower then.
+    """
     tries, disturbed = [], []
     for number in range(TRIES):
         if number % 2 == 0:
