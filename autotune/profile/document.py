@@ -142,9 +142,19 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def find_profile(name: str | Path) -> Path:
-    """The file called ``name``, or else the profile of that name that comes with the package. It may not be there."""
+    """The file called ``name``, or else the profile of that name that comes with the package. Raises :class:`InputError` where
+    there is neither; that a file is there does not mean that it can be read."""
     path = Path(name)
-    return path if path.exists() else shipped_profiles().get(str(name), path)
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:  # a name too long, a NUL in it: reading it says so
+        shipped = shipped_profiles().get(str(name))
+        if shipped is None and isinstance(error, FileNotFoundError):
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}), and is no shipped profile either; `autotune profiles` lists those"
+            ) from None
+        return shipped or path
+    return path
 
 
 def shipped_profiles() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _SNIFFED = 65536
 def find(name: str) -> Path:
     """The file ``name``, or the shipped profile of that name. Raises :class:`InputError`."""
     path = find_profile(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # false of a name too long, of which Path.is_dir raises
         raise InputError(f"{name}: is a directory; name a profile, such as {name.rstrip('/')}/tiny-cpu.yaml")
     return path
 

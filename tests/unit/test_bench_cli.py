@@ -27,7 +27,7 @@ from autotune.cli.main import run
         (["--fixed", "token_budget=64", "--fixed", "token_budget=64"], "--fixed: 1024/64 is compared already"),
         (["--out", "plot.pdf"], "--out: plot.pdf must end in .html, .svg, .png"),
         (["--out", "nowhere/plot.svg"], "--out: nowhere/plot.svg cannot be written: there is no directory nowhere"),
-        (["--profile", "none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
+        (["--profile", "none.yaml"], "none.yaml: cannot be read (No such file or directory), and is no shipped "),
         (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
         (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
     ],

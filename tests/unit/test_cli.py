@@ -99,7 +99,9 @@ def test_a_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("verb", ["show"])
 def test_files_that_are_no_profiles(capsys: pytest.CaptureFixture[str], verb: str, tmp_path: Path) -> None:
-    assert refused(capsys, verb, "none.yaml") == "none.yaml: cannot be read (No such file or directory)"
+    assert refused(capsys, verb, "none.yaml") == (
+        "none.yaml: cannot be read (No such file or directory), and is no shipped profile either; `autotune profiles` lists those"
+    )
     bad = tmp_path / "bad.yaml"
     bad.write_text("knobs: [1,")
     assert run([verb, "bad.yaml"]) == 2

@@ -73,7 +73,11 @@ def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.Captur
             "model tiny has random weights and no published model has its shape; "
             "say what to serve: --model DIRECTORY or --model HUB_ID",
         ),
-        (("nothing.yaml", "--to", "vllm"), "nothing.yaml: cannot be read (No such file or directory)"),
+        (
+            ("nothing", "--to", "vllm"),
+            "nothing: cannot be read (No such file or directory), and is no shipped profile either; "
+            "`autotune profiles` lists those",
+        ),
         (("h200-llama8b.yaml", "--to", "vllm", "--out", "x.json"), 
          "--out: x.json must end in .yaml or .yml, or vLLM does not read it"),
         (("h200-llama8b.yaml", "--to", "vllm", "--out", "no/x.yaml"),

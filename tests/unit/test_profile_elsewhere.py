@@ -15,6 +15,7 @@ from autotune.cli.show import model_lines
 from autotune.profile import find_profile, save_profile, shipped_profiles
 from autotune.profile.schema import schema_text
 from autotune.profiling.fingerprint import machine
+from runtime.errors import InputError
 from runtime.slo import SLO
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
@@ -85,7 +86,12 @@ def test_shipped_profiles_are_found_in_folders(
     name = "nvidia-h200/llama-3.1-8b"
     assert shipped_profiles() == {"cpu": tmp_path / "cpu.yaml", name: tmp_path / f"{name}.yaml"}
     assert find_profile(name) == tmp_path / f"{name}.yaml"
-    assert find_profile("nothing") == Path("nothing")
+    with pytest.raises(
+        InputError, match=r"^nothing: cannot be read .*, and is no shipped profile either; `autotune profiles` "
+    ):
+        find_profile("nothing")
+    for unreadable in ("n" * 300, "n\0"):
+        assert find_profile(unreadable) == Path(unreadable), "reading it says what is wrong"
     monkeypatch.chdir(tmp_path)
     Path("cpu").write_text("")
     assert find_profile("cpu") == Path("cpu"), "a file that is there comes first"

@@ -69,7 +69,10 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--slo", "tpot=50"), '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (("tiny", "--token-budget", "0"), "--token-budget is 0; it must be a whole number between 1 and"),
         (("tiny", "--max-wait-ms", "nan"), "--max-wait-ms is nan; it must be between 0 and 60000 ms"),
-        (("tiny", "--profile", "nothing-here.yaml"), "nothing-here.yaml: cannot be read"),
+        (
+            ("tiny", "--profile", "nothing-here.yaml"),
+            "nothing-here.yaml: cannot be read (No such file or directory), and is no shipped",
+        ),
         (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--port", "0"), "nothing-here"),

@@ -48,6 +48,13 @@ def test_wrong_options(path: str, capsys: pytest.CaptureFixture[str], options: l
         assert refused(capsys, [*verb, *options]).startswith(text)
 
 
+def test_a_profile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["capacity", "nope"], ["simulate", "--profile", "nope"]):
+        assert refused(capsys, verb) == (
+            "nope: cannot be read (No such file or directory), and is no shipped profile either; `autotune profiles` lists those"
+        )
+
+
 def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for rate in ("-1", "0", "1e10", "1e-12"):
         words = f"--rate is {float(rate):g}; it must be a number from 1e-06 to 1e+06 requests/s"
