@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.cli.rates import check_rate
 from autotune.controllers.registry import CONTROLLERS
 from runtime.errors import InputError
+from runtime.knobs import KNOBS
 
 if TYPE_CHECKING:
     from autotune.cli.display import Display
@@ -65,7 +66,7 @@ class Asked:
         self.price = self.profile.price_per_hour if money is None else money
         self.controller = controller
         self.scale = scale
-        self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}))
+        self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}), *_above(self.profile, overrides))
         scenario = checked(
             "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
@@ -161,6 +162,19 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
         f"--scale bandwidth={speeds['bandwidth']:g} does not act on reading the weights: in a cost model of family {cost.family} "
         "that is part of the overhead (overhead= scales both)",
     )
+
+
+def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:
+    """A clause for each knob ``given`` that the profile's engine could not have been set to. It is no mistake: serve takes it."""
+    clauses = []
+    for spec in KNOBS:
+        value, top = given.get(spec.name, 0), getattr(profile.engine.limits, spec.name)
+        if value > top:
+            clauses.append(
+                f"--{spec.name.replace('_', '-')} is {value:.10g}, above engine.limits of the profile ({top:.10g} {spec.unit}): "
+                "simulated is an engine started with that ceiling, as autotune serve would start it, and none was measured"
+            )
+    return tuple(clauses)
 
 
 def _as_served(cost: CostFacts) -> str:

@@ -13,7 +13,7 @@ from autotune.controllers.registry import CONTROLLERS
 from autotune.price import per_million
 from autotune.profile import load_profile, save_profile
 from benchmarks.controller.hardware import h200
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from tests.unit.jitter_cases import STALLS
 from tests.unit.simulate_command import QUICK, told
 from tests.unit.simulated_profile import EVEN, profiled
@@ -48,13 +48,30 @@ def test_simulate_in_json(path: str, capsys: pytest.CaptureFixture[str]) -> None
     assert all(s["offered"] == 200 and s["seeds"] == [0, 1] for s in found["settings"])
 
 
-def test_knobs_given_replace_the_settings_even_above_the_ceilings(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_knobs_given_replace_the_settings(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--max-batch-size", "7", "--token-budget", "900", "--rate", "5", "--workload", EVEN)
     (found,) = told(capsys, "simulate", "--profile", path, *options)["settings"]
     assert found["knobs"]["max_batch_size"] == 7 and found["knobs"]["token_budget"] == 900
     assert found["knobs"]["chunk_size"] == 256  # of the balanced one
+
+
+def test_knobs_above_the_ceilings_of_the_profiles_engine_are_simulated_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `autotune serve` starts an engine with them; but nobody measured it."""
+    save_profile(profiled(engine={"limits": KnobLimits()}), file := tmp_path / "p.yaml")
+    for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
+        command = [*verb, "--workload", EVEN, "--token-budget", "100000", "--max-wait-ms", "3"]
+        found = told(capsys, *command, "--chunk-size", "8192")
+        assert found["settings"][0]["knobs"]["token_budget"] == 100000
+        (doubt,) = found["doubts"]
+        assert doubt.startswith(
+            "--token-budget is 100000, above engine.limits of the profile (8192 tokens): simulated is "
+        )
+        run([*command, "--chunk-size", "9000", *QUICK])
+        out = capsys.readouterr().out
+        assert f"doubtful: {doubt}\ndoubtful: --chunk-size is 9000, above engine.limits of the profile (8192 tok" in out
+        assert told(capsys, *verb, "--workload", EVEN, "--token-budget", "8192")["doubts"] == []
 
 
 def test_a_controller_starts_from_the_setting_and_betters_a_bad_one(
