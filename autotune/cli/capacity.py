@@ -27,7 +27,8 @@ EXAMPLES = (
 
 @with_knobs
 def capacity(
-    profile: Annotated[str, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)],
+    profile: Annotated[str | None, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)] = None,
+    profile_option: Annotated[str | None, Option("--profile", metavar="PROFILE", help=shared.OPTION_HELP)] = None,
     slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
     workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
     knobs: dict[str, float] | None = None,
@@ -41,6 +42,7 @@ def capacity(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Search and print; 1 when no rate holds the SLO."""
+    profile = shared.one_profile(profile, profile_option, "capacity")
     asked = shared.Asked(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},

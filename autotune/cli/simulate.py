@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Argument, Option
 
 from autotune.bounds import MOST_KV_TOKENS
 from autotune.cli import simulated as shared
@@ -23,14 +23,15 @@ HELP = (
     "none of them holds the SLO."
 )
 EXAMPLES = (
-    "Examples:  autotune simulate --profile mine.yaml --workload azure-code --rate 12  ·  "
-    "autotune simulate --profile mine.yaml --token-budget 512 --scale compute=0.5,bandwidth=0.4 --price 2.50/h"
+    "Examples:  autotune simulate mine.yaml --workload azure-code --rate 12  ·  "
+    "autotune simulate mine.yaml --token-budget 512 --scale compute=0.5,bandwidth=0.4 --price 2.50/h"
 )
 
 
 @with_knobs
 def simulate(
-    profile: Annotated[str, Option(help=shared.PROFILE_HELP, show_default=False)],
+    profile: Annotated[str | None, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)] = None,
+    profile_option: Annotated[str | None, Option("--profile", metavar="PROFILE", help=shared.OPTION_HELP)] = None,
     workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
     slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
     rate: Annotated[
@@ -47,6 +48,7 @@ def simulate(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Simulate and print; 1 when nothing holds the SLO."""
+    profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
     asked = shared.Asked(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,

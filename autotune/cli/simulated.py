@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
 
-PROFILE_HELP = "A profile with a cost model: a file, or a name from `autotune profiles`."
+PROFILE_HELP = (
+    "A profile with a cost model: a file, or a name from `autotune profiles`. Required, here or as --profile."
+)
+OPTION_HELP = "Another way to give PROFILE."
 WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
 SLO_HELP = "The promise: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
 SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
@@ -30,6 +33,18 @@ PRICE_HELP = (
 CONTROLLER_HELP = f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}."
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
+
+
+def one_profile(argument: str | None, option: str | None, verb: str) -> str:
+    """The profile, which may be given as PROFILE and as --profile."""
+    if argument is not None and option is not None and argument != option:
+        raise InputError(f"PROFILE is {argument} and --profile is {option}; give one of them, or the same twice")
+    found = option if argument is None else argument
+    if found is None:
+        raise InputError(
+            f"name a profile, as PROFILE or --profile: a file, or a name from `autotune profiles`; see autotune {verb} --help"
+        )
+    return found
 
 
 class Asked:

@@ -55,6 +55,26 @@ def test_a_profile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
+@pytest.mark.parametrize("verb", ["simulate", "capacity"])
+def test_the_profile_is_given_in_either_way_and_once(
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    quick = ["--workload", EVEN, "--token-budget", "512"]
+    found = [told(capsys, verb, *words, *quick) for words in ([path], ["--profile", path], [path, "--profile", path])]
+    assert found[0] == found[1] == found[2] and found[0]["profile"] == "h200-llama8b"
+    assert refused(capsys, [verb, path, "--profile", "other.yaml"]) == (
+        f"PROFILE is {path} and --profile is other.yaml; give one of them, or the same twice"
+    )
+    assert refused(capsys, [verb]) == (
+        f"name a profile, as PROFILE or --profile: a file, or a name from `autotune profiles`; see autotune {verb} --help"
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([verb, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"Usage: autotune {verb} [OPTIONS] [PROFILE] " in said
+    assert "Required, here or as --profile." in said and "Another way to give PROFILE." in said
+
+
 def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for rate in ("-1", "0", "1e10", "1e-12"):
         words = f"--rate is {float(rate):g}; it must be a number from 1e-06 to 1e+06 requests/s"
