@@ -38,7 +38,10 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, Option(help="The page to write.  (default: beside the profile, .html instead of .yaml)")
+        Path | None,
+        Option(
+            help="The page to write.  (default: beside the profile or log, .html instead of .yaml; here for a shipped profile)"
+        ),
     ] = None,
     records: Annotated[
         Path | None,

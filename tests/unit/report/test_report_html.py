@@ -14,6 +14,7 @@ import pytest
 from autotune.cli.main import run
 from autotune.profile import save_profile
 from autotune.report import Evidence, Report, compose, html
+from autotune.report.files import find, place
 from tests.unit.report.reporting import SECTIONS, Page, changed
 
 ROOT = Path(__file__).parents[3]
@@ -113,6 +114,17 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str], ev
     assert made["file"] == "page.html" and made["knobs"] == evidence.recommended.knobs.as_dict()
     assert made["goodput"] == evidence.recommended.point.goodput.mean and made["lacking"] == []
     assert list(made["sections"]) == SECTIONS and made["sections"]["pareto"]["absent"] is None
+
+
+def test_help_says_where_the_page_goes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["report", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "beside the profile or log, .html instead of .yaml; here for a shipped profile" in said
+    assert place(find("cpu-2core-tiny"), None) == Path("cpu-2core-tiny.html")
+    assert place(folder / "example.yaml", None) == folder / "example.html"
 
 
 @pytest.mark.parametrize(
