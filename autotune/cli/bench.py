@@ -73,7 +73,7 @@ def bench(
     from autotune.bench import fixed as at
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.target import device_kind, heading, model_facts
+    from autotune.cli.target import check_dtype, device_kind, heading, model_facts
     from autotune.profiling.fingerprint import machine
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
@@ -106,6 +106,7 @@ def bench(
         from runtime.torch_backend.loading import load_model
 
         name = model or (given.model.name if given is not None else "tiny")
+        check_dtype(dtype)
         loaded = load_model(name, dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed)
         console.print(
             heading(machine(gpu=kind == "gpu"), asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True

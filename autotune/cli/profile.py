@@ -118,7 +118,7 @@ def profile(
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.profile_study import Asked, stem, work
     from autotune.cli.profiled import finish
-    from autotune.cli.target import device_kind, heading, model_facts, with_threads
+    from autotune.cli.target import check_dtype, device_kind, heading, model_facts, with_threads
     from autotune.evaluate import EvaluationError
     from autotune.price import parse_price
     from autotune.profiling.findings import SIM_TRIALS, Question
@@ -165,6 +165,7 @@ def profile(
 
             logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
+        check_dtype(dtype)
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
         console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         asked = Asked(

@@ -109,12 +109,15 @@ def serve(
     if decisions is not None:
         _check_writable(decisions)
     from autotune.attach import control
+    from autotune.cli.target import check_dtype
     from runtime.llm.engine import Engine
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
     from runtime.torch_backend.loading import load_model
 
+    if dtype is not None:
+        check_dtype(dtype)
     facts = start_with.engine if start_with else None
     with ExitStack() as stack:
         bound = stack.enter_context(bind(host, port))

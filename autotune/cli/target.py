@@ -23,6 +23,14 @@ def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:
     return "gpu" if found else "cpu"
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises :class:`InputError`, which names --dtype, for one that no model is loaded in."""
+    from runtime.torch_backend.loading import DTYPES
+
+    if dtype not in ("auto", *DTYPES):
+        raise InputError(f"--dtype is {dtype}; it must be one of auto, {', '.join(DTYPES)}")
+
+
 def with_threads(found: Machine) -> Machine:
     """``found`` with the threads torch computes with; ask when the engine is made, which may set them."""
     import torch

@@ -28,6 +28,7 @@ from autotune.cli.main import run
         (["--out", "plot.pdf"], "--out: plot.pdf must end in .html, .svg, .png"),
         (["--out", "nowhere/plot.svg"], "--out: nowhere/plot.svg cannot be written: there is no directory nowhere"),
         (["--profile", "none.yaml"], "none.yaml: cannot be read (No such file or directory), and is no shipped "),
+        (["--cpu", "--dtype", "int8"], "--dtype is int8; it must be one of auto, float32, bfloat16, float16"),
         (["--cpu", "--gpu"], "--cpu and --gpu are both given"),
         (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
     ],

@@ -60,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--cpu", "--out", "x.txt"], "--out: x.txt must end in .yaml"),
         (["--cpu", "--study", "/"], "--study: / is a directory; name a file"),
         (["--cpu", "--model", "./no-such-model"], "model ./no-such-model: "),
-        (["--cpu", "--dtype", "float7"], "dtype is 'float7'; it must be auto, float32, bfloat16, float16"),
+        (["--cpu", "--dtype", "float7"], "--dtype is float7; it must be one of auto, float32, bfloat16, float16"),
         (["--seed", "x"], "--seed is x; it must be a whole number"),
         (["--nope"], "no such option: --nope"),
     ],

@@ -73,6 +73,7 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
             ("tiny", "--profile", "nothing-here.yaml"),
             "nothing-here.yaml: cannot be read (No such file or directory), and is no shipped",
         ),
+        (("tiny", "--dtype", "int8"), "--dtype is int8; it must be one of auto, float32, bfloat16, float16"),
         (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         (("tiny", "--port", "66000"), "65535"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
