@@ -36,7 +36,7 @@ from pathlib import Path
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
 
-SEEDS = (401, 402, 403)
+SEEDS = (501, 502, 503)
 """Those reported last. The cases, the profiler and this file were worked on with others."""
 
 QUICK = ("code-experts", "strict-stalls", "tiny-cpu")
