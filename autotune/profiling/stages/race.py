@@ -256,7 +256,7 @@ class Race:
             len(belief.measured),
             unbeaten=sure.unbeaten if len(equals(mine, best, found.expected, found.noise)) > 1 else None,
             full=all(p.met == p.offered for p in mine),
-            separated=all(p is best or p.attainment_high < best.attainment_low for p in mine),
+            near=sum(p is not best and p.attainment_high >= best.attainment_low for p in mine),
             simulation_agrees=simulated[choice] >= max(simulated.values()),
         )
 

@@ -218,3 +218,20 @@ def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
     made = compose(Evidence(changed(evidence, slo_met=False, capacity=capacity, cost_model=None), "p.yaml"))
     assert made.headline.status == "SLO not met" and made.headline.tone == "bad"
     assert section(made, "capacity").title == "The SLO was not kept at any rate tried"
+
+
+def test_what_was_measured_at_another_rate_is_not_mixed_with_the_comparison(evidence: Evidence) -> None:
+    """A first measurement chose the rate; there the simulation may be far off."""
+    measured, simulated = evidence.twins()[0]
+    before = measured.rate * 1.25
+    first = measured.model_copy(
+        update={"rate": before, "goodput": Spread(mean=simulated.goodput.mean / 3, low=0, high=1, runs=(0.1,))}
+    )
+    told = simulated.model_copy(update={"rate": before})
+    profile = evidence.profile.model_copy(
+        update={"points": (first, *evidence.profile.points), "simulated": (told, *evidence.profile.simulated)}
+    )
+    made = twins.section(replace(evidence, profile=profile))
+    assert "at worst by 200%" not in made.title and "at worst by" in made.title
+    assert f"before this was found, the worst is off by 200%, at {number(before)} req/s" in made.lead
+    assert "At rates other" not in twins.section(evidence).lead
