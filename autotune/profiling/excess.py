@@ -17,7 +17,6 @@ _LEVELS = 32
 _FEWEST = 200  # steps, to say how they scatter
 _LAGS = 1, 3  # steps between two that are compared: what they have in common tells how long a spell lasts
 _MOST_MEMORY = 0.98
-_SHORTEST = 0.1  # of the steps: these count no more than the longest of them, or one told far too short would decide
 
 
 def served_over_told(loads: Sequence[Served]) -> float:
@@ -33,12 +32,8 @@ def excess_of(loads: Sequence[Served]) -> float:
     a model says is off by some share of it, so each step counts by one over the square of its length: a long one says little.
     """
     steps = [step for load in loads for step in load]
-    if not steps:
-        return 0.0
-    least = sorted(told for told, _ in steps)[int(_SHORTEST * len(steps))]
-    counts = [max(told, least) ** -2 for told, _ in steps]
-    more = sum(count * (took - told) for count, (told, took) in zip(counts, steps, strict=True))
-    return max(0.0, more / sum(counts))
+    weight = sum(told**-2 for told, _ in steps)
+    return max(0.0, sum((took - told) / told**2 for told, took in steps) / weight) if steps else 0.0
 
 
 def jitter_of(loads: Sequence[Served]) -> JitterFacts | None:

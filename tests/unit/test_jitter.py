@@ -122,10 +122,6 @@ def test_a_model_that_is_off_on_long_steps_says_little_of_what_serving_adds() ->
     assert excess_of(loads) == pytest.approx(1e-3, rel=0.02)
 
 
-def test_one_step_told_far_too_short_does_not_decide_what_serving_adds() -> None:
-    assert excess_of([[(0.01, 0.01)] * 199 + [(0.0005, 0.01)]]) < 8e-4  # counted in full it alone would say 6.4 ms
-
-
 def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
     model = CostModel(h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS}))
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
