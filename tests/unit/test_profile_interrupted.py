@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import autotune.profiling.stages.context as measuring
-from autotune.evaluate import EvaluationError, evaluate
+from autotune.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
+from autotune.profiling.stages import race
 from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LIMITS, SCHEDULE, question, session
 from tests.unit.profiles import profile
@@ -81,6 +82,25 @@ def test_stopped_anywhere_the_same_question_goes_on(
     done = [(r.knobs, r.score.rate, r.score.seed) for r in second.runs]
     assert len(asked) == len(done)  # nothing measured twice
     assert second.hardware_s > first.hardware_s > 0
+
+
+@pytest.mark.parametrize("last", [1, 2, 4])
+def test_stopped_while_a_measurement_is_made_sense_of(
+    journal: Path, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of the speed is simulated; until then it says nothing, and what was known before stands."""
+    real, calls = race.speed_of, itertools.count(1)
+
+    def speed_of(*given: Any) -> float:
+        if next(calls) == last:
+            raise Interrupted("interrupted")
+        return real(*given)
+
+    monkeypatch.setattr(race, "speed_of", speed_of)
+    first, _ = session(journal)
+    assert first.stopped and len(first.runs) >= last
+    second, _ = session(journal)
+    assert not second.stopped and all(run in second.runs for run in first.runs)
 
 
 def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:

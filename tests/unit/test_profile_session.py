@@ -168,14 +168,6 @@ def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
     assert len(measured) == 2 and VLLM in measured
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: Path, seed: int) -> None:
-    """The first speed is off there: what was best at it is not what is best at the next, and two settings were asked for."""
-    found, _ = session(journal, question(trials=2), engine=machine(seed=seed))
-    measured = {r.knobs for r in found.runs if r.stage == "validation"}
-    assert len(measured) == 3 and VLLM in measured and VLLM in found.expected
-
-
 def test_pinned_knobs_stay_pinned(journal: Path) -> None:
     space = make_space(LIMITS, ["max_batch_size=24"], ["token_budget=100:400"])
     found, _ = session(journal, question(space=space))

@@ -198,7 +198,8 @@ class Race:
             causes = [cause for _, knobs, cause in self._context.found.unmeasured if knobs == final.knobs]
             self._failed[index] = causes[-1]
             return
-        self._speeds[index].append(math.log(speed_of(self._context, self._setup, run)))
+        speed = speed_of(self._context, self._setup, run)  # may be interrupted
+        self._speeds[index].append(math.log(speed))
         usual = math.log(self._setup.speed)
         speeds = [told - usual for told in self._speeds[index]]
         setup = self._setup.model_copy(
