@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Set
 from dataclasses import dataclass
+from statistics import fmean
 
-from autotune.profile import Point
+from autotune.profile import Point, Spread
 from autotune.report.evidence import Evidence
-from autotune.report.wording import number, plus_minus
+from autotune.report.wording import number, percent, plus_minus
+from runtime.slo import wilson_interval
 
 _WORTH_SAYING = 1.02  # as a multiple; less is a percentage
 
@@ -16,7 +20,8 @@ class Standing:
     """``ratio``: goodput over the baseline's, None without one; ``clear``: the setting's 95% interval lies above the baseline's.
 
     ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
-    subject. A difference is claimed only where the intervals do not overlap.
+    subject. A difference is claimed only where the intervals do not overlap: those of the shares in SLO where both met the same
+    requests, of which as many were offered to each, elsewhere those of goodput, which hold the luck of the arrivals too.
     """
 
     ratio: float | None
@@ -35,13 +40,14 @@ def standing(evidence: Evidence) -> Standing:
     if baseline.knobs == point.knobs:
         same = "the vLLM defaults themselves"
         return Standing(1.0, False, f"{rate}, with {same}", f"with {same}", f"these are {same}")
-    base = baseline.goodput
-    clear = point.goodput.low > base.high
-    apart = clear or base.low > point.goodput.high
-    ratio = point.goodput.mean / base.mean if base.mean > 0 else None
+    shares = _of_same_requests(point, baseline)
+    mine, base = shares or (point.goodput, baseline.goodput)
+    clear = mine.low > base.high
+    apart = clear or base.low > mine.high
+    ratio = mine.mean / base.mean if base.mean > 0 else None
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
-    if ratio is None and point.goodput.mean == 0:
+    if ratio is None and mine.mean == 0:
         told, sentence = "none with the vLLM defaults either", "nor do the vLLM defaults on this same engine"
     elif ratio is None:
         told, sentence = "none with the vLLM defaults", "the vLLM defaults answer none within it on this same engine"
@@ -54,10 +60,38 @@ def standing(evidence: Evidence) -> Standing:
     else:
         told = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
         sentence = f"{told} {here}"
-    if not apart and not alike and (base.mean or point.goodput.mean):
+    if not apart and not alike and (base.mean or mine.mean):
         told = "no clear difference to the vLLM defaults"
-        sentence += ", a difference within what repeated runs spread"
+        sentence += ", a difference within the 95% intervals"
+    elif shares and not alike and base.mean:
+        sentence += f", with {percent(mine.mean)} of the same requests in SLO against {percent(base.mean)}"
     return Standing(ratio, clear, f"{rate}, {told}", told, sentence)
+
+
+def _of_same_requests(point: Point, baseline: Point) -> tuple[Spread, Spread] | None:
+    """The shares in SLO of the requests that both met, with 95% intervals: those of equal seeds at one rate.
+
+    None where one has no run under the other's seeds, or each has some that the other has not: a profile tells how many requests
+    came under all seeds of a point, not under some.
+    """
+    common = set(point.seeds) & set(baseline.seeds)
+    whole = next((p for p in (baseline, point) if set(p.seeds) == common), None)
+    if whole is None or not whole.offered or not math.isclose(point.rate, baseline.rate):
+        return None
+    if any(len(p.seeds) != len(p.goodput.runs) for p in (point, baseline) if p is not whole):
+        return None
+    return _share(point, common, whole), _share(baseline, common, whole)
+
+
+def _share(point: Point, seeds: Set[int], whole: Point) -> Spread:
+    """Of ``point``, under ``seeds`` alone, which are all of ``whole``. Windows are equally long: rates do for counts."""
+    if set(point.seeds) == seeds:
+        return Spread(mean=point.attainment, low=point.attainment_low, high=point.attainment_high, runs=())
+    runs = list(zip(point.seeds, point.goodput.runs, strict=True))
+    rate = fmean(fmean(goodput for seed, goodput in runs if seed == one) for one in seeds)
+    met = min(whole.offered, round(rate / whole.offered_rate * whole.offered))
+    low, high = wilson_interval(met, whole.offered)
+    return Spread(mean=met / whole.offered, low=low, high=high, runs=())
 
 
 def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:

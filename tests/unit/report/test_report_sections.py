@@ -166,11 +166,12 @@ def test_no_difference_is_claimed_that_was_not_measured(
 ) -> None:
     plain = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
     spread = Spread(mean=base[0], low=base[1], high=base[2], runs=(base[0],))
-    point = sample_point(plain, "baseline").model_copy(update={"goodput": spread})
+    point = sample_point(plain, "baseline").model_copy(update={"goodput": spread, "seeds": (3, 4)})
     compared = Evidence(sample_profile().model_copy(update={"baseline": point}), "p.yaml")
     found = standing(compared)
     assert found.short == f"11.7 req/s in SLO, {says}" and found.beside == says and found.clear is clear
-    assert ("within what repeated runs spread" in found.sentence) == ("no clear" in says)
+    assert ("within the 95% intervals" in found.sentence) == ("no clear" in says)
+    assert "same requests" not in found.sentence
     head = headline(compared)
     assert (head.title, head.figures[0].beside) == (found.short, says)
     assert pareto.section(compared).title == f"Best: {found.short}"

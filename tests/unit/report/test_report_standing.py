@@ -1,0 +1,80 @@
+"""When a difference to vLLM's defaults is claimed: by the shares of the same requests, or by goodput."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.profile import Point, Profile, Setting, Spread
+from autotune.report import Evidence
+from autotune.report.standing import Standing, standing
+from runtime.knobs import Knobs
+from runtime.slo import wilson_interval
+from tests.sample_profile import SETTINGS, sample_point, sample_profile
+
+VLLM = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+
+
+def measured(
+    knobs: Knobs, met: int, offered: int, seeds: tuple[int, ...], runs: tuple[float, ...], **more: Any
+) -> Point:
+    """As profiles/cpu-2core-tiny.yaml has its points: windows of 17.73 s, goodput ± a tenth."""
+    low, high = wilson_interval(met, offered)
+    rate = met / (17.73 * len(set(seeds)))
+    changes = {
+        "offered": offered, "met": met, "attainment": met / offered, "attainment_low": low, "attainment_high": high,
+        "offered_rate": offered / (17.73 * len(set(seeds))), "rate": 33.3, "seeds": seeds,
+        "goodput": Spread(mean=rate, low=0.9 * rate, high=1.1 * rate, runs=runs),
+    }  # fmt: skip
+    return sample_point(knobs, "x").model_copy(update=changes | more)
+
+
+def against(point: Point, baseline: Point) -> Standing:
+    profile: Profile = sample_profile({"balanced": SETTINGS["balanced"]})
+    settings = {"balanced": Setting(knobs=point.knobs, why="best", point=point)}
+    return standing(Evidence(profile.model_copy(update={"settings": settings, "baseline": baseline}), "p.yaml"))
+
+
+def chosen(**more: Any) -> Point:
+    """The recommended setting of that profile, under a second seed too."""
+    return measured(SETTINGS["balanced"], 1191, 1194, (29, 28), (33.2205, 33.9538)).model_copy(update=more)
+
+
+BASE = measured(VLLM, 536, 589, (29,), (30.2312,))
+
+
+def test_shares_of_the_same_requests_tell_what_goodput_does_not() -> None:
+    alike = measured(SETTINGS["balanced"], 589, 589, (29,), (33.2205,))
+    assert alike.goodput.low < BASE.goodput.high, "goodput alone does not tell them apart"
+    for point in (alike, chosen()):  # of the latter only the run under the common seed
+        found = against(point, BASE)
+        assert found.clear and found.beside == "1.1× the vLLM defaults" and found.ratio == pytest.approx(589 / 536)
+        assert found.sentence.endswith(", with 100% of the same requests in SLO against 91.0%")
+    worse = against(measured(SETTINGS["balanced"], 480, 589, (29,), (27.07,)), BASE)
+    assert not worse.clear and worse.beside == "10% fewer than with the vLLM defaults"
+
+
+def test_shares_of_the_same_requests_that_overlap_are_no_difference() -> None:
+    close = against(measured(SETTINGS["balanced"], 549, 589, (29,), (30.96,)), BASE)
+    assert not close.clear and close.beside == "no clear difference to the vLLM defaults"
+    assert close.sentence.endswith("a difference within the 95% intervals")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rate": 30.0}, {"seeds": (30, 28)}, {"goodput": chosen().goodput.model_copy(update={"runs": (33.5,)})}],
+)
+def test_of_other_requests_goodput_has_to_tell(changes: dict[str, Any]) -> None:
+    point = chosen(**changes)
+    assert point.attainment_low > BASE.attainment_high
+    assert against(point, BASE).beside == "no clear difference to the vLLM defaults"
+    both = BASE.model_copy(
+        update={"seeds": (29, 30), "goodput": BASE.goodput.model_copy(update={"runs": (30.2, 30.3)})}
+    )
+    assert against(chosen(), both).beside == "no clear difference to the vLLM defaults", "each under a seed of its own"
+
+
+def test_runs_repeated_under_a_common_seed_count_once() -> None:
+    twice = measured(SETTINGS["balanced"], 1160, 1194, (29, 29, 28), (31.0, 32.2, 33.9))
+    assert against(twice, BASE).ratio == pytest.approx(round(31.6 * 17.73) / 536)
