@@ -76,6 +76,6 @@ def model_lines(profile: Profile) -> list[str]:
             )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error
-        off = "" if error is None else f"; its goodput was off by {error:.1%} where both were measured"
+        off = "" if error is None else f"; its goodput was off by {error:.1%} (median, at the rate compared)"
         lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU{off}")
     return lines

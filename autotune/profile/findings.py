@@ -172,7 +172,7 @@ class SimulationFacts(Part):
     cpu_seconds: Amount
     pareto: Count = Field(description="settings on its Pareto front")
     goodput_error: Amount | None = Field(
-        description="median of |simulated − measured| / measured over the validated points"
+        description="median of |simulated − measured| / measured over the validated points at the rate compared"
     )
     speed: float = Field(
         default=1.0,

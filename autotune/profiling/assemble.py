@@ -112,9 +112,11 @@ def simulation_facts(findings: Findings) -> SimulationFacts | None:
     if not findings.simulated:
         return None
     measured = {(p.knobs, p.rate): p.goodput.mean for p in points(findings.runs) if p.stage == "validation"}
+    twins = twin_points(findings)
+    compared = [p for p in twins if findings.setup is not None and p.rate == findings.setup.rate] or twins
     errors = [
         abs(p.goodput.mean - measured[p.knobs, p.rate]) / measured[p.knobs, p.rate]
-        for p in twin_points(findings)
+        for p in compared
         if measured.get((p.knobs, p.rate))
     ]
     return SimulationFacts(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.profile import Capacity, Point
-from autotune.profiling.assemble import sidecar
+from autotune.profiling.assemble import sidecar, simulation_facts
 from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
@@ -283,3 +283,13 @@ def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
     assert lines[0]["score"]["setting"]["token_budget"] == 128
     assert lines[3] == {"stage": "simulation", "trial": 3, "failed": "oom"}
     assert lines[4]["failed"] == "gone" and lines[4]["setting"]["token_budget"] == 32
+
+
+def test_how_far_simulated_goodput_is_off_is_of_the_rate_compared() -> None:
+    runs = [run(SMALL, 20, rate=39.0), run(SMALL, 40), run(LARGE, 40)]
+    twins = [run(SMALL, 40, "simulation", rate=39.0), run(SMALL, 39, "simulation"), run(LARGE, 38, "simulation")]
+    found = findings(*runs, run(SMALL, 40, "simulation"), twins=twins)
+    facts = simulation_facts(found)
+    assert facts is not None and facts.goodput_error == pytest.approx(0.0375), "of 2.5% and 5%, not of 100% too"
+    only = simulation_facts(findings(runs[0], run(SMALL, 40, "simulation"), twins=twins[:1]))
+    assert only is not None and only.goodput_error == 1.0, "where nothing was measured at that rate, of what was"

@@ -140,7 +140,7 @@ def test_show_says_how_well_steps_are_known(tmp_path: Path, capsys: pytest.Captu
         "step times known to 2.1% (cross-validated; decode 1.5%, prefill 2.0%, mixed 3.0%), from 38 kinds of steps in 12 s"
         in " ".join(text.split())
     )
-    assert "240 settings simulated in 19 s of CPU; its goodput was off by 4.0% where both were measured" in text
+    assert "240 settings simulated in 19 s of CPU; its goodput was off by 4.0% (median, at the rate compared)" in text
     assert model_lines(sample_profile()) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from textwrap import wrap
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from autotune.profile import Point
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, line, log_axis, plain
 from autotune.report.section import Section, absent
-from autotune.report.wording import error, names, number, off, short_setting
+from autotune.report.wording import error, listed, names, number, off, short_setting
 
 KEY, TOPIC = "twins", "Simulated against measured"
 _FRAME, _ROW, _LINE, _NARROW = 90, 10, 16, 14  # pixels, and the letters in a line of a name where there is least room
@@ -45,14 +45,17 @@ def section(evidence: Evidence) -> Section:
         return name if math.isclose(p.rate, rate) else f"{name} at {number(p.rate)} req/s"
 
     twins = sorted(twins, key=lambda pair: pair[0].goodput.mean)
+    compared = [pair for pair in twins if math.isclose(pair[0].rate, rate)] or twins
+    left = [pair for pair in twins if pair not in compared]
+    judged = frozenset(p.key for p, _ in compared)
     plots = tuple(
-        made for metric in _METRICS if (made := _plot(metric, [(called(a), a, b) for a, b in twins])) is not None
+        made
+        for metric in _METRICS
+        if (made := _plot(metric, [(called(a), a, b) for a, b in twins], judged)) is not None
     )
-    offs = [(abs(b.goodput.mean / a.goodput.mean - 1), a) for a, b in twins if a.goodput.mean > 0]
-    there = [far for far, a in offs if math.isclose(a.rate, rate)]
-    before = [(far, a.rate) for far, a in offs if not math.isclose(a.rate, rate)]
+    offs = _errors((a.goodput.mean, b.goodput.mean) for a, b in compared)
     title = (
-        off("Simulated goodput figures", statistics.median(far for far, _ in offs), max(there, default=None))
+        off("Simulated goodput figures", statistics.median(offs), max(offs)) + _elsewhere(left)
         if offs
         else "Nothing was in SLO either way"
     )
@@ -62,16 +65,34 @@ def section(evidence: Evidence) -> Section:
         else ", but with other arrivals"
     )
     lead = (
-        f"Median over the {len(twins)} setting{'s' if len(twins) != 1 else ''} that were both simulated and measured, at the "
-        f"same rate{alike}. Bars are the 95% interval of goodput, and the range of the runs elsewhere."
+        f"Median over the {len(compared)} setting{'s' if len(compared) != 1 else ''} that were both simulated and measured, at "
+        f"the {'rate compared' if left else 'same rate'}{alike}. Bars are the 95% interval of goodput, and the range of the runs "
+        "elsewhere."
     )
-    if before:
-        far, elsewhere = max(before)
+    if left:
         lead += (
-            f" At rates other than that of the comparison ({number(rate)} req/s), before this was found, the worst is off by "
-            f"{error(far)}, at {number(elsewhere)} req/s."
+            f" The comparison left {_rates(left)} req/s once it knew the speed of the machine better; what was measured there "
+            "may have been served at another speed than that of the simulation, which is the one found in the end."
         )
     return Section(KEY, TOPIC, title, lead, plots)
+
+
+def _errors(pairs: Iterable[tuple[float, float]]) -> list[float]:
+    """How far (measured, simulated) lie apart, as shares of what was measured."""
+    return [abs(simulated / measured - 1) for measured, simulated in pairs if measured > 0]
+
+
+def _elsewhere(left: list[tuple[Point, Point]]) -> str:
+    """How far off the simulation is at rates the comparison has left, for a title."""
+    offs = _errors((a.goodput.mean, b.goodput.mean) for a, b in left)
+    if not offs:
+        return ""
+    most = "by up to " if len(offs) > 1 else "by "
+    return f", at the rate compared; {most}{error(max(offs))} at {_rates(left)} req/s, before the speed was settled"
+
+
+def _rates(left: list[tuple[Point, Point]]) -> str:
+    return listed(map(number, sorted({p.rate for p, _ in left})))
 
 
 def _why(evidence: Evidence) -> str:
@@ -82,7 +103,8 @@ def _why(evidence: Evidence) -> str:
     return "None of the validated settings was simulated at the rate it was measured at."
 
 
-def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None:
+def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]], judged: Set[tuple[object, ...]]) -> Plot | None:
+    """Its title is about the points ``judged``, by their keys."""
     known = [
         (name, p, a, b) for name, p, q in twins if (a := metric.of(p)) is not None and (b := metric.of(q)) is not None
     ]
@@ -119,7 +141,7 @@ def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]]) -> Plot | None
     legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 12}, "itemclick": False,
               "itemdoubleclick": False}  # fmt: skip
     made = layout(x, y, showlegend=True, legend=legend)
-    offs = [abs(b / a - 1) for a, b in zip(measured, simulated, strict=True) if a > 0]
+    offs = _errors((a, b) for _, p, a, b in known if p.key in judged)
     said = f"{metric.name}: typically {error(statistics.median(offs))} off" if offs else metric.name
     return Plot(
         f"twins-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _tall(known) * len(known)

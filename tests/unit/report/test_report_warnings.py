@@ -88,6 +88,37 @@ def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
     assert "not to be relied on: typically off by 40% (median), at worst by 280%" in title
 
 
+def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> None:
+    def left(at: Evidence, rate: float, most: float) -> Evidence:
+        """With the best pair again at ``rate``, where the simulation says ``most`` times what was measured."""
+        knobs = evidence.recommended.knobs
+        measured = next(p for p in evidence.compared if p.knobs == knobs).model_copy(update={"rate": rate})
+        goodput = Spread(mean=most * measured.goodput.mean, low=0, high=99, runs=(1.0,))
+        twin = measured.model_copy(update={"stage": "simulation", "label": "twin", "goodput": goodput})
+        points, simulated = (*at.profile.points, measured), (*at.profile.simulated, twin)
+        return replace(at, profile=at.profile.model_copy(update={"points": points, "simulated": simulated}))
+
+    plain = twins.section(evidence)
+    assert "the rate compared" not in plain.title and "left" not in plain.lead
+    once = left(evidence, 39.2, 2.31)
+    made = twins.section(once)
+    assert made.title == f"{plain.title}, at the rate compared; by 131% at 39.2 req/s, before the speed was settled"
+    assert f"over the {len(evidence.twins())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
+    assert [p.title for p in made.plots] == [p.title for p in plain.plots], (
+        "titles of plots are of the rate compared too"
+    )
+    assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.twins()) + 1, "it is shown all the same"
+    twice = twins.section(left(once, 32.4, 1.01)).title
+    assert twice.endswith("; by up to 131% at 32.4 and 39.2 req/s, before the speed was settled")
+
+
+def test_the_title_says_the_error_that_the_profile_has() -> None:
+    for file in sorted((ROOT / "profiles").rglob("*.yaml")):
+        profile = load_profile(file)
+        title = twins.section(Evidence(profile, file.name)).title
+        assert profile.simulation is not None and f"off by {profile.simulation.goodput_error:.1%} (median)" in title
+
+
 def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -> None:
     found = evidence.profile.capacity
     assert found is not None and found.rate is not None
@@ -218,20 +249,3 @@ def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
     made = compose(Evidence(changed(evidence, slo_met=False, capacity=capacity, cost_model=None), "p.yaml"))
     assert made.headline.status == "SLO not met" and made.headline.tone == "bad"
     assert section(made, "capacity").title == "The SLO was not kept at any rate tried"
-
-
-def test_what_was_measured_at_another_rate_is_not_mixed_with_the_comparison(evidence: Evidence) -> None:
-    """A first measurement chose the rate; there the simulation may be far off."""
-    measured, simulated = evidence.twins()[0]
-    before = measured.rate * 1.25
-    first = measured.model_copy(
-        update={"rate": before, "goodput": Spread(mean=simulated.goodput.mean / 3, low=0, high=1, runs=(0.1,))}
-    )
-    told = simulated.model_copy(update={"rate": before})
-    profile = evidence.profile.model_copy(
-        update={"points": (first, *evidence.profile.points), "simulated": (told, *evidence.profile.simulated)}
-    )
-    made = twins.section(replace(evidence, profile=profile))
-    assert "at worst by 200%" not in made.title and "at worst by" in made.title
-    assert f"before this was found, the worst is off by 200%, at {number(before)} req/s" in made.lead
-    assert "At rates other" not in twins.section(evidence).lead
