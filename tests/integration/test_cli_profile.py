@@ -98,10 +98,9 @@ def test_a_trace_is_replayed_on_the_real_engine(model: str, capsys: pytest.Captu
     assert made.workload.mean_prompt == pytest.approx(230 / 8, rel=0.1)
     assert "replay of 590 requests" in made.workload.description
     assert all(p.offered > 0 for p in made.points)
-    moved = (
-        "comparing at" in capsys.readouterr().err
-    )  # a slow neighbour came or went: vLLM's defaults are not given up for that
-    assert len({p.knobs for p in made.points if p.stage == "validation"}) <= 2 + moved
+    told = "".join(capsys.readouterr())
+    moved = "comparing at" in told  # beside a busy neighbour: vLLM's defaults are measured all the same
+    assert len({p.knobs for p in made.points if p.stage == "validation"}) <= 2 + moved, told
 
 
 def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
