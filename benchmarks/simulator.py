@@ -21,8 +21,8 @@ import tracemalloc
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from autotune.attach import control
-from autotune.evaluate import evaluate
+from autotune import control
+from autotune.measure.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.controller.hardware import H200, h200

@@ -12,7 +12,7 @@ import argparse
 from contextlib import nullcontext
 
 import autotune
-from autotune.evaluate import evaluate
+from autotune.measure.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from runtime import SLO, Knobs

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autotune.cost_model import CostModel, fit_cost_model
-from autotune.evaluate import evaluate
+from autotune.cost.model import CostModel, fit_cost_model
+from autotune.measure.evaluate import evaluate
+from autotune.measure.score import Score
 from autotune.profile import Capacity, Confidence, Point, Profile, Setting, SimulationFacts, save_profile
 from autotune.profile.parts import StepPoint
 from autotune.profiling.choice import choose
 from autotune.profiling.points import Run, Stage, pareto, point, points
-from autotune.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
 from runtime.knobs import KnobLimits, Knobs

@@ -12,8 +12,8 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
-    from autotune.attach import Controllable
-    from autotune.attached import Control
+    from autotune.control.attached import Control
+    from autotune.engines.controllable import Controllable
 
 DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 """vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""

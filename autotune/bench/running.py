@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
-from autotune.attach import Controllable, control
-from autotune.attached import Control
 from autotune.bench.contenders import Contender
-from autotune.decisions import Decision
-from autotune.evaluate import EvaluationError, Interrupted, Served, evaluate
-from autotune.score import Score
+from autotune.control.attach import attach
+from autotune.control.attached import Control
+from autotune.control.decision_log import Decision
+from autotune.engines.controllable import Controllable
+from autotune.measure.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.measure.score import Score
 from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
@@ -146,7 +147,7 @@ def _measure(
 def _attached(engine: Engine, contender: Contender, slo: SLO) -> AbstractContextManager[Control | None]:
     if not contender.control:
         return nullcontext()
-    return control(engine, slo=slo) if contender.attach is None else contender.attach(engine, slo)
+    return attach(engine, slo=slo) if contender.attach is None else contender.attach(engine, slo)
 
 
 def _outcome(record: RequestRecord, start: float, slo: SLO) -> Outcome:

@@ -74,7 +74,7 @@ def bench(
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import check_dtype, device_kind, heading, model_facts
-    from autotune.profiling.fingerprint import machine
+    from autotune.profile.fingerprint import machine
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
     from runtime.slo import SLO
@@ -141,7 +141,7 @@ class _Run:
     def load(self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None) -> Load | None:
         """The load; None when stopped before it was known."""
         from autotune.bench import loads
-        from autotune.evaluate import Interrupted
+        from autotune.measure.evaluate import Interrupted
 
         if profile is not None:
             return loads.of_profile(profile, spec, slo, rate)

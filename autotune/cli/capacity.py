@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.bounds import MOST_KV_TOKENS
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
+from autotune.profile.bounds import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
@@ -49,9 +49,8 @@ def capacity(
     )  # fmt: skip
     from autotune.cli.display import Display, make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.evaluate import Interrupted
-    from autotune.simulate.capacity import Search, best_so_far
-    from autotune.simulate.tables import (
+    from autotune.measure.evaluate import Interrupted
+    from autotune.report.simulation_tables import (
         capacity_data,
         capacity_table,
         cheapest_data,
@@ -59,6 +58,7 @@ def capacity(
         interval_words,
         unbounded_sentence,
     )
+    from autotune.simulate.capacity import Search, best_so_far
 
     console = make_console(stderr=as_json)
     console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)

@@ -47,14 +47,14 @@ def check(
     ] = False,
 ) -> int:
     """Compare this machine with the profile."""
-    from autotune.callables.profile import CallableProfile, load_either
     from autotune.cli import check_callable
     from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.evaluate import EvaluationError, Interrupted
+    from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile
-    from autotune.profiling.fingerprint import gpu_available, measured_elsewhere, software
+    from autotune.profile.callable import CallableProfile, load_either
+    from autotune.profile.fingerprint import gpu_available, measured_elsewhere, software
 
     path = find_profile(profile)
     loaded = load_either(path)
@@ -112,8 +112,8 @@ def _measured(
     """Load the profile's model, start its engine, and compare."""
     from autotune.cli.display import Display
     from autotune.cli.target import model_facts
+    from autotune.profile.fingerprint import OtherWork
     from autotune.profiling.check import check_steps
-    from autotune.profiling.fingerprint import OtherWork
     from runtime.clock import MonotonicClock
     from runtime.llm.engine import Engine
     from runtime.torch_backend.loading import load_model

@@ -10,7 +10,7 @@ from runtime.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.callables.profile import CallableProfile
+    from autotune.profile.callable import CallableProfile
     from autotune.profiling.check import Check
 
 
@@ -24,10 +24,10 @@ def measured(
     stop: Any,
 ) -> Check:
     """Import the profile's function, and time it with ``inputs``."""
-    from autotune.callables.check import check_calls
-    from autotune.callables.subject import load_subject
     from autotune.cli.display import Display
-    from autotune.profiling.fingerprint import OtherWork
+    from autotune.profile.fingerprint import OtherWork
+    from autotune.profiling.callables.check import check_calls
+    from autotune.profiling.callables.subject import load_subject
 
     if inputs is None:
         raise InputError(

@@ -29,8 +29,8 @@ def explain(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Print the timeline; 2 when the file is no decision log."""
-    from autotune.decisions import read_decisions
-    from autotune.timeline import summarize, timeline
+    from autotune.control.decision_log import read_decisions
+    from autotune.control.explain import summarize, timeline
 
     knobs, known = knob or [], [spec.name for spec in KNOBS]
     for name in knobs:

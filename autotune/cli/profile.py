@@ -119,10 +119,10 @@ def profile(
     from autotune.cli.profile_study import Asked, stem, work
     from autotune.cli.profiled import finish
     from autotune.cli.target import check_dtype, device_kind, heading, model_facts, with_threads
-    from autotune.evaluate import EvaluationError
-    from autotune.price import parse_price
+    from autotune.cost.price import parse_price
+    from autotune.measure.evaluate import EvaluationError
+    from autotune.profile.fingerprint import machine
     from autotune.profiling.findings import SIM_TRIALS, Question
-    from autotune.profiling.fingerprint import machine
     from autotune.profiling.space import make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
     from autotune.workload import parse_workload

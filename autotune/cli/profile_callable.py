@@ -18,8 +18,8 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.callables.subject import Subject
-    from autotune.callables.sweep import Question
+    from autotune.profiling.callables.subject import Subject
+    from autotune.profiling.callables.sweep import Question
     from autotune.profiling.study import SweepStudy
 
 DEFAULT_BUDGET = "60s"
@@ -77,11 +77,11 @@ def profile_callable(
     arguments: list[str],
 ) -> int:
     """Profile the callable; 0, or 1 if the SLO is missed, or 130 if stopped."""
-    from autotune.callables.kept import identity
-    from autotune.callables.subject import load_subject
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.profiling.fingerprint import machine
+    from autotune.profile.fingerprint import machine
+    from autotune.profiling.callables.kept import identity
+    from autotune.profiling.callables.subject import load_subject
     from autotune.profiling.study import open_study
     from autotune.writing import writable
 
@@ -122,13 +122,13 @@ def _sweep(
     as_json: bool,
 ) -> int:
     """Work on the study, write what was found, and say how it went; the exit code."""
-    from autotune.callables.assemble import assemble
-    from autotune.callables.profile import save_callable_profile
-    from autotune.callables.sweep import sweep
-    from autotune.callables.table import show
     from autotune.cli.display import Display
-    from autotune.evaluate import EvaluationError, Interrupted
-    from autotune.profiling.fingerprint import machine, software
+    from autotune.measure.evaluate import EvaluationError, Interrupted
+    from autotune.profile.callable import save_callable_profile
+    from autotune.profile.fingerprint import machine, software
+    from autotune.profiling.callables.assemble import assemble
+    from autotune.profiling.callables.sweep import sweep
+    from autotune.report.callable_table import show
 
     display = Display(console, "")
     display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
@@ -175,8 +175,8 @@ def _sweep(
 def _question(
     strategy: str | None, most: int, replicas: int, slo: str | None, rate: float | None, budget: str | None, seed: int
 ) -> Question:
-    from autotune.callables.settings import STRATEGIES
-    from autotune.callables.sweep import Question
+    from autotune.profiling.callables.settings import STRATEGIES
+    from autotune.profiling.callables.sweep import Question
 
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")

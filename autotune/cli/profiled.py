@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
 from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, profile_text
+from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.fingerprint import software
 from autotune.profiling.space import VLLM_DEFAULTS
-from autotune.profiling.table import show
+from autotune.report.profile_table import show
 from autotune.version import __version__
 from autotune.writing import write_together
 

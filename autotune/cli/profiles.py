@@ -30,7 +30,7 @@ def profiles(
     if of_callable and not schema:
         raise InputError("--callable is given without --schema; none of the profiles that come along is of a callable")
     if schema:
-        from autotune.callables.profile import callable_schema
+        from autotune.profile.callable import callable_schema
         from autotune.profile.schema import schema_text
 
         print(schema_text(callable_schema() if of_callable else None), end="")

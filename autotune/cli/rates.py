@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.bounds import LEAST_RATE, MOST_RATE
+from autotune.profile.bounds import LEAST_RATE, MOST_RATE
 from runtime.errors import InputError
 
 

@@ -53,7 +53,7 @@ def report(
 ) -> int:
     """Write the page; 2 when the file is neither a valid profile nor a log."""
     from autotune.cli.display import make_console
-    from autotune.price import parse_price
+    from autotune.cost.price import parse_price
     from autotune.profile import load_profile
     from autotune.report import gather, html
     from autotune.report.files import check_profile, find, is_decision_log, place
@@ -93,8 +93,8 @@ def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json:
     import json
 
     from autotune.cli.display import make_console
+    from autotune.control.explain import summarize
     from autotune.report.run import compose, html, read_run
-    from autotune.timeline import summarize
     from autotune.writing import write_whole
 
     made = compose(read_run(log, records))

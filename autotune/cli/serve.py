@@ -108,8 +108,8 @@ def serve(
         _check_machine(start_with, device, anyway, controlled=promise is not None and controlled is not False)
     if decisions is not None:
         _check_writable(decisions)
-    from autotune.attach import control
     from autotune.cli.target import check_dtype
+    from autotune.control.attach import attach
     from runtime.llm.engine import Engine
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
@@ -153,7 +153,7 @@ def serve(
             engine.subscribe(log)
         made = None
         if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
-            made = stack.enter_context(control(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
+            made = stack.enter_context(attach(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,
@@ -182,7 +182,7 @@ def _profile(path: Path | None, purpose: str) -> Profile | None:
 
 def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: bool) -> None:
     """Raise one line if the profile is of another machine, unless told that this is known."""
-    from autotune.profiling.fingerprint import gpu_available, measured_elsewhere
+    from autotune.profile.fingerprint import gpu_available, measured_elsewhere
 
     gpu = device.startswith("cuda") or (device == "auto" and gpu_available())
     elsewhere = measured_elsewhere(profile.machine, gpu=gpu)

@@ -22,13 +22,13 @@ def show(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
-    from autotune.callables.profile import CallableProfile, load_either
-    from autotune.callables.table import show as show_callable
     from autotune.cli.display import make_console
-    from autotune.price import parse_price
+    from autotune.cost.price import parse_price
     from autotune.profile import find_profile
-    from autotune.profiling import table
-    from autotune.profiling.fingerprint import describe
+    from autotune.profile.callable import CallableProfile, load_either
+    from autotune.profile.fingerprint import describe
+    from autotune.report import profile_table as table
+    from autotune.report.callable_table import show as show_callable
 
     money = None if price is None else parse_price(price)
     loaded = load_either(find_profile(profile))

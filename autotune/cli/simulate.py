@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.bounds import MOST_KV_TOKENS
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
 from autotune.cli.rates import check_rate
+from autotune.profile.bounds import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -56,10 +56,10 @@ def simulate(
     )  # fmt: skip
     from autotune.cli.display import Display, make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.evaluate import Interrupted
+    from autotune.measure.evaluate import Interrupted
     from autotune.profiling.points import Run, point
+    from autotune.report.simulation_tables import cheapest_data, cheapest_sentence, point_data, simulated_table
     from autotune.simulate.capacity import Search, best_so_far
-    from autotune.simulate.tables import cheapest_data, cheapest_sentence, point_data, simulated_table
 
     console = make_console(stderr=as_json)
     offered, whose = asked.offered(rate)

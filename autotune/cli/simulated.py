@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.rates import check_rate
-from autotune.controllers.registry import CONTROLLERS
+from autotune.control.controllers.registry import CONTROLLERS
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
@@ -63,7 +63,7 @@ class Asked:
         knobs: dict[str, float],
     ) -> None:
         from autotune.cli.knob_options import checked_knobs
-        from autotune.price import parse_price
+        from autotune.cost.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, parse_speeds
         from autotune.workload import named_options, parse_workload
@@ -127,7 +127,7 @@ class Asked:
     def head(self, offered: tuple[float, str] | None = None) -> str:
         """What is simulated, in two lines; ``offered``: at which rate, and whose it is."""
         from autotune.cli.display import ratio
-        from autotune.profiling.fingerprint import describe
+        from autotune.profile.fingerprint import describe
         from autotune.version import __version__
 
         profile, load = self.profile, self.scenario.workload

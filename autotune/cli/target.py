@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from autotune.profile import Machine, ModelFacts
-from autotune.profiling.fingerprint import describe, gpu_available, package_version
+from autotune.profile.fingerprint import describe, gpu_available, package_version
 from autotune.version import __version__
 from runtime.errors import InputError
 

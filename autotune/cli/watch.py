@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from autotune.decisions import Decision
-    from autotune.steerable import Steering
+    from autotune.control.decision_log import Decision
+    from autotune.control.steerable import Steering
 
 HELP = (
     "Watch a live controller: its knobs, how many requests keep the SLO, its regime, and its last decisions. Ctrl-C ends "
@@ -37,7 +37,7 @@ def watch(
     from autotune.cli.connection import connection
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.steerable import Steering, choose
+    from autotune.control.steerable import Steering, choose
 
     if once:
         with connection(target) as steering:
@@ -61,7 +61,7 @@ def watch(
 
 
 def _look(steering: Steering) -> tuple[dict[str, Any], list[Decision]]:
-    from autotune.decisions import Decision
+    from autotune.control.decision_log import Decision
 
     status = steering.ask("status")["status"]
     decisions = steering.ask("decisions", last=_SHOWN)["decisions"]
@@ -88,7 +88,7 @@ class _Lines:
         self._seen: list[Decision] = []
 
     def show(self, status: dict[str, Any], decisions: list[Decision]) -> None:
-        from autotune.timeline import timeline
+        from autotune.control.explain import timeline
 
         if self._as_json:
             print(_as_json(status, decisions), flush=True)
@@ -143,8 +143,8 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from autotune.status import SILENT_S
-    from autotune.timeline import timeline
+    from autotune.control.explain import timeline
+    from autotune.control.status import SILENT_S
     from runtime.knobs import KNOBS
 
     promised = status["slo"].partition("@")[2]

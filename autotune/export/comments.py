@@ -9,7 +9,7 @@ import yaml
 
 from autotune.export.target import Entry, Fit, Source, Target
 from autotune.profile import Point
-from autotune.profiling.fingerprint import describe
+from autotune.profile.fingerprint import describe
 from autotune.version import __version__
 
 MARK = "written by `autotune export`"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from autotune.bounds import LEAST_RATE, MOST_RATE
+from autotune.profile.bounds import LEAST_RATE, MOST_RATE
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import METRICS, SLO
 

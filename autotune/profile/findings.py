@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field, model_validator
 
-from autotune.cost_shape import EXPERT_TOKENS, TOKEN, Shape
+from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _MOST = 1e3  # s; for a sequence, a prompt or a step

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from autotune.bounds import MOST_KV_TOKENS
+from autotune.profile.bounds import MOST_KV_TOKENS
 from autotune.profile.fields import (
     AboveZero,
     Amount,

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autotune.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, waiting
+from autotune.measure.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, waiting
 from autotune.profile.parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,

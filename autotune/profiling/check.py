@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 from scipy.stats import binom
 
-from autotune.cost_fit import SERVED
-from autotune.cost_model import CostModel
-from autotune.evaluate import EvaluationError, Served
+from autotune.cost.fit import SERVED
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import EvaluationError, Served
 from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autotune.cost_fit import SERVED
+from autotune.cost.fit import SERVED
 from autotune.profile.parts import StepPoint
 
 APART = 1.5

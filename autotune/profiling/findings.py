@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
 from autotune.profiling.choice import choose

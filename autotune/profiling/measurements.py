@@ -14,7 +14,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.slots import CAUSE, LIVE, RESULT, VALUE, settled
 from autotune.profiling.trials import Trials
 

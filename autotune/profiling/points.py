@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from autotune.measure.score import Score
 from autotune.profile.parts import Part, Point, Spread
-from autotune.score import Score
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
 from runtime.errors import AutotuneError
 from runtime.knobs import Knobs
 

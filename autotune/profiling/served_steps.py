@@ -1,7 +1,7 @@
 """The steps of an engine that serves: requests come when they come, from another thread, and end when they end.
 
 A planned step is clean: nothing arrives, nothing leaves, nobody listens. In serving all of that costs time too, and a mean over
-steps is what requests feel; so part of a calibration is a load, served as :func:`autotune.evaluate.evaluate` serves it.
+steps is what requests feel; so part of a calibration is a load, served as :func:`autotune.measure.evaluate.evaluate` serves it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from itertools import pairwise
 
-from autotune.evaluate import Recorder, Served, evaluate
+from autotune.measure.evaluate import Recorder, Served, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import Sample, samples
 from autotune.profiling.step_plan import Mix
@@ -31,7 +31,7 @@ def served_steps(
 ) -> list[Sample]:
     """Serve ``mix`` and return its steps, in order; the engine is left idle, its knobs changed.
 
-    Raises as :func:`~autotune.evaluate.evaluate`.
+    Raises as :func:`~autotune.measure.evaluate.evaluate`.
     """
     limits = engine.effective_limits
     longest = max(1, min(model.max_model_len, engine.kv_tokens // 2) // 2)

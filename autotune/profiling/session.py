@@ -4,14 +4,14 @@ The hardware is asked once what its steps cost. Hundreds of settings are then tr
 measured. Everything measured goes into the study the moment it exists, under a key that says what it was. A second run of
 the same command finds it there and goes on with what is missing.
 
-Any :class:`autotune.evaluate.Served` will do as the hardware: the live engine, or a simulated one in virtual time.
+Any :class:`autotune.measure.evaluate.Served` will do as the hardware: the live engine, or a simulated one in virtual time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.evaluate import Interrupted, Served, Simulated
+from autotune.measure.evaluate import Interrupted, Served, Simulated
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Reporter

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.cost_model import CostModel
-from autotune.evaluate import Served
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Served
+from autotune.measure.score import Score
 from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
-from autotune.score import Score
 from autotune.simulate.scenario import Scenario
 from autotune.workload import Workload
 from runtime.knobs import Knobs

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from autotune.evaluate import EvaluationError, Handle, Interrupted, Served, settle, waiting
+from autotune.measure.evaluate import EvaluationError, Handle, Interrupted, Served, settle, waiting
 from autotune.workload import Arrival, prompt_ids
 from runtime.clock import Clock
 from runtime.knobs import Knobs

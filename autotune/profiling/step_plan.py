@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from autotune.evaluate import Served
+from autotune.measure.evaluate import Served
 from autotune.profiling.step_driver import Script, StepDriver
 from runtime.records import StepRecord
 

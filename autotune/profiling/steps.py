@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autotune.cost_fit import FEWEST, SERVED
-from autotune.cost_model import CostModel, fit_cost_model, with_predictions
-from autotune.evaluate import EvaluationError, Served
+from autotune.cost.fit import FEWEST, SERVED
+from autotune.cost.model import CostModel, fit_cost_model, with_predictions
+from autotune.measure.evaluate import EvaluationError, Served
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.excess import excess_of, jitter_of, served_over_told
@@ -69,7 +69,7 @@ class MeasuredSteps(NamedTuple):
     jitter: JitterFacts | None
 
     def cost(self, seconds: float) -> CostModel:
-        """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost_model.fit_cost_model`."""
+        """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost.model.fit_cost_model`."""
         return fit_cost_model(self.points, seconds=seconds, excess_s=self.excess_s, jitter=self.jitter)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial
 
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.pool import Objective, Outcome, Pool, Tried
 from autotune.profiling.slots import CAUSE, RESULT, SlotSampler, by_slot, settled, slot_of
 from autotune.profiling.space import SearchSpace

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.price import money, per_million
+from autotune.cost.price import money, per_million
 from autotune.profile import PURPOSES, RECOMMENDED, Point
+from autotune.profile.fingerprint import describe
 from autotune.profiling.choice import tells
-from autotune.profiling.fingerprint import describe
-from autotune.profiling.table import cheapest, doubts
 from autotune.report.evidence import Evidence, Target, targets, trial_of
+from autotune.report.profile_table import cheapest, doubts
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
 from autotune.report.wording import asked, number, percent, plus_minus, ratio

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
+from autotune.measure.score import Score
 from autotune.profile import Profile
-from autotune.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs, KnobSpec

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.profiling import table
+from autotune.report import profile_table as table
 from autotune.report.page import Report
 
 _STYLE = {"good": "bold green", "bad": "bold red", "unsure": "bold yellow"}

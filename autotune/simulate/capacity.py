@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 
 from scipy.stats import t as student
 
-from autotune.evaluate import Interrupted
-from autotune.score import Score
+from autotune.measure.evaluate import Interrupted
+from autotune.measure.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
-from autotune.attach import control
-from autotune.cost_model import CostModel, serving_cost
-from autotune.evaluate import evaluate
+from autotune.control.attach import attach
+from autotune.cost.model import CostModel, serving_cost
+from autotune.measure.evaluate import evaluate
+from autotune.measure.score import Score
 from autotune.profile import Profile
-from autotune.score import Score
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Workload, named_options, parse_workload
 from runtime.errors import InputError
@@ -154,7 +154,7 @@ class Scenario:
         """``requests`` requests at a mean of ``rate`` under ``knobs``, or under ``controller``, which starts from them.
 
         One seed offers the same requests at every rate, only closer together or further apart; those of a bursty workload may
-        come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.evaluate.Interrupted` when
+        come faster or slower than ``rate`` (``Score.offered_rate``). Raises :class:`~autotune.measure.evaluate.Interrupted` when
         ``stop`` says so.
         """
         warmup, window = self.window(rate, seed, requests)
@@ -173,7 +173,7 @@ class Scenario:
     ) -> Score:
         """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
         engine = self.engine(knobs, seed)
-        with control(engine, slo=self.slo, controller=controller) if controller else nullcontext():
+        with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext():
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,

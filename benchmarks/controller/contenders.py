@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from autotune.attach import control
-from autotune.attached import Control
-from autotune.controllers.protocol import Budgeted, Controller
-from autotune.controllers.registry import CONTROLLERS
+from autotune import control
+from autotune.control.attached import Control
+from autotune.control.controllers.protocol import Budgeted, Controller
+from autotune.control.controllers.registry import CONTROLLERS
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.run import Driver
 from benchmarks.controller.scenarios import COLD

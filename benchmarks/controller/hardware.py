@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile.parts import CostFacts
 from benchmarks.sweep import hardware as parts
 from benchmarks.sweep.hardware import Roofline

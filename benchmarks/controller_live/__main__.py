@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.bench import Contender, Result, defaults
-from autotune.cost_model import CostModel
-from autotune.evaluate import Interrupted
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
 from benchmarks.controller_live import figures

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile import ModelFacts
 from autotune.profiling.calibrate import Alone, draw_setup
 from autotune.profiling.setup import LOAD, Setup, typical_step

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autotune.attach import Controllable, control
-from autotune.attached import Control
+from autotune import control
 from autotune.bench.contenders import DEFAULTS, Contender
-from autotune.controllers.registry import CONTROLLERS
+from autotune.control.attached import Control
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.engines.controllable import Controllable
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from autotune.bench import fixed
-from autotune.cost_model import CostModel, fit_cost_model
-from autotune.evaluate import Recorder
+from autotune.cost.model import CostModel, fit_cost_model
+from autotune.measure.evaluate import Recorder
 from autotune.profiling.step_driver import samples
 from autotune.profiling.steps import measure_steps
 from benchmarks.controller_live.cases import cases
@@ -30,7 +30,7 @@ _IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to
 
 
 def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
-    """What steps cost on this machine. Raises :class:`autotune.evaluate.Interrupted` on ``stop``."""
+    """What steps cost on this machine. Raises :class:`autotune.measure.evaluate.Interrupted` on ``stop``."""
     points = measure_steps(
         machine.engine, machine.facts, budget_s=seconds, seed=seed, clock=machine.clock, stop=stop
     ).points

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from autotune.bench import Contender, Failure, Result, Turn, measure
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.setup import balanced_seeds
 from benchmarks.controller_live.cases import Case
 from benchmarks.controller_live.machine import Machine

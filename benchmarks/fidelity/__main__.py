@@ -45,11 +45,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.cost_model import CostModel
-from autotune.evaluate import Recorder, evaluate
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Recorder, evaluate
+from autotune.measure.score import Score
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps
-from autotune.score import Score
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
 from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autotune.cost_model import CostModel
-from autotune.evaluate import evaluate
-from autotune.score import Score
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import evaluate
+from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload
 from runtime.knobs import KnobLimits, Knobs

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
+from autotune.measure.score import Score
 from autotune.profiling.step_driver import samples
-from autotune.score import Score
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from math import inf
 
-from autotune.attach import control
-from autotune.attached import Control
-from autotune.controllers.predictive import PredictiveController
+from autotune import control
+from autotune.control.attached import Control
+from autotune.control.controllers.predictive import PredictiveController
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore
 from runtime.llm.plan import StepPlan, StepResult

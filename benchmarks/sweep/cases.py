@@ -1,6 +1,6 @@
 """The questions of :mod:`benchmarks.sweep`: eight machines, what they serve under which promise, and how a setting is measured.
 
-Every contender measures with the same function on the same kind of machine: :func:`autotune.evaluate.evaluate` on a
+Every contender measures with the same function on the same kind of machine: :func:`autotune.measure.evaluate.evaluate` on a
 :class:`~autotune.simulate.SimulatedEngine` whose step times come from :mod:`benchmarks.sweep.hardware`, with noise. What it
 costs is virtual time: the seconds a real machine would have been busy.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from autotune.evaluate import evaluate
-from autotune.score import Score
+from autotune.measure.evaluate import evaluate
+from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
 from benchmarks.sweep import hardware

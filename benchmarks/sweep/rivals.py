@@ -17,7 +17,7 @@ import optuna
 from optuna.distributions import IntDistribution
 from optuna.samplers import TPESampler
 
-from autotune.evaluate import Recorder
+from autotune.measure.evaluate import Recorder
 from autotune.workload import Arrival
 from benchmarks.sweep.cases import LIMITS, Case, Machine
 from runtime.knobs import Knobs

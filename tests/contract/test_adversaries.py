@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from autotune.attach import control
-from autotune.attached import Control
+from autotune import control
+from autotune.control.attached import Control
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO, attainment

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-import autotune.controllers
-from autotune.attach import control
-from autotune.controllers.predictive import PredictiveController
-from autotune.controllers.protocol import Controller, Promised, Proposal
+from autotune import control
+from autotune.control import controllers
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.protocol import Controller, Promised, Proposal
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import StepRecord
 from runtime.slo import SLO
@@ -24,9 +24,9 @@ from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson, slow_
 def test_every_controller_is_in_the_registry() -> None:
     """A class with the methods of the protocol, in any file beside them, is one."""
     found = set()
-    for module in pkgutil.iter_modules(autotune.controllers.__path__):
+    for module in pkgutil.iter_modules(controllers.__path__):
         for _, made in inspect.getmembers(
-            importlib.import_module(f"autotune.controllers.{module.name}"), inspect.isclass
+            importlib.import_module(f"autotune.control.controllers.{module.name}"), inspect.isclass
         ):
             if all(hasattr(made, m) for m in ("observe_step", "observe_request", "decide", "budget")):
                 found.add(made)

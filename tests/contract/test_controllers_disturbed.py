@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.attach import control
+from autotune import control
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import attainment

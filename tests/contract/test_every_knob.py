@@ -8,7 +8,7 @@ import pytest
 
 from autotune.profile import EngineFacts
 from autotune.profiling.space import SEARCHED, VLLM_DEFAULTS, make_space
-from autotune.tables import HEADINGS
+from autotune.report.tables import HEADINGS
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 from runtime.llm.plan import StepPlan

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from autotune.cost_model import CostModel, fit_cost_model
-from autotune.evaluate import Recorder
+from autotune.cost.model import CostModel, fit_cost_model
+from autotune.measure.evaluate import Recorder
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import samples
 from autotune.profiling.steps import measure_steps

@@ -12,9 +12,9 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.cli.target import model_facts, with_threads
-from autotune.cost_model import CostModel, fit_cost_model
+from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile import KvPool, Profile, save_profile
-from autotune.profiling.fingerprint import machine, software
+from autotune.profile.fingerprint import machine, software
 from autotune.profiling.steps import measure_steps
 from runtime.clock import MonotonicClock
 from runtime.knobs import KnobLimits, Knobs

@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_measured_is_one_line(
 def test_a_finished_study_is_kept_until_a_new_profile_is_written(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autotune.evaluate import EvaluationError
+    from autotune.measure.evaluate import EvaluationError
     from autotune.profiling.session import Session
     from autotune.profiling.study import SweepStudy
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import benchmarks.fidelity.__main__ as fidelity
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile.parts import JitterFacts, ModelFacts
 from autotune.workload import parse_workload
 from benchmarks.clocks.paced import PacedClock, PacedExecutor

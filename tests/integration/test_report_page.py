@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile import Setting, load_profile
 from autotune.report import Evidence, compose, gather, html
 from tests.report_profile import report_profile

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from autotune.decisions import read_decisions
+from autotune.control.decision_log import read_decisions
 from autotune.profile import save_profile
 from runtime.records import FinishReason
 from runtime.serving.record_log import read_records

@@ -17,10 +17,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from autotune.attached import Control
-from autotune.controllable import Controllable
-from autotune.controllers.guardrails import Guardrails
-from autotune.controllers.registry import CONTROLLERS
+from autotune.control.attached import Control
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.guardrails import Guardrails
+from autotune.engines.controllable import Controllable
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.controllers.registry import CONTROLLERS
-from autotune.decisions import read_decisions
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.decision_log import read_decisions
 from runtime.slo import SLO
 from tests.engines import bench
 from tests.replay.record import DATA, SCENARIOS, record

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.callables.calibrate import Calibration, calibrate
-from autotune.callables.subject import Subject
+from autotune.profiling.callables.calibrate import Calibration, calibrate
+from autotune.profiling.callables.subject import Subject
 
 
 class Ticking:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.attach import control
-from autotune.attached import Control
+from autotune import control
+from autotune.control.attached import Control
 from autotune.profiling.findings import Findings
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200

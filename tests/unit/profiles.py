@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autotune.measure.score import Latency, Score, StepStats
 from autotune.profile import Calibration, EngineFacts, KvPool, Machine, ModelFacts, Profile, Software
 from autotune.profiling.assemble import assemble
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import make_space
-from autotune.score import Latency, Score, StepStats
 from autotune.workload import parse_workload
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO, wilson_interval

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.pool import Outcome
 from autotune.profiling.space import make_space
 from runtime.knobs import KnobLimits, Knobs

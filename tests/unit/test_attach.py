@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from autotune import save_profile
-from autotune.attach import control
-from autotune.controllers.protocol import Proposal
-from autotune.decisions import Decision, describe, read_decisions
+from autotune import control, save_profile
+from autotune.control.controllers.protocol import Proposal
+from autotune.control.decision_log import Decision, describe, read_decisions
 from runtime.errors import AutotuneError, InputError, LeaseError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune.controllers.static import StaticController
-from autotune.evaluate import evaluate
+from autotune.control.controllers.static import StaticController
+from autotune.measure.evaluate import evaluate
 from autotune.workload.parse import parse_workload
 from runtime import SLO, Batcher, EngineClosedError, Knobs, LeaseError
 from runtime.batching.served import ServedInputs

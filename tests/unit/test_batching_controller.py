@@ -9,8 +9,8 @@ from statistics import median
 import pytest
 
 import autotune
-from autotune.controllers.batching import BatchingController
-from autotune.controllers.predictive import PredictiveController
+from autotune.control.controllers.batching import BatchingController
+from autotune.control.controllers.predictive import PredictiveController
 from runtime import Batcher, batch
 from runtime.batching.item import Call, Item
 from runtime.batching.strategies import Adaptive, Dynamic, Strategy

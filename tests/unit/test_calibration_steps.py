@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from autotune.cost_model import fit_cost_model
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.cost.model import fit_cost_model
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from autotune.callables.assemble import assemble
-from autotune.callables.check import check_calls, predicted_s, sizes_of
-from autotune.callables.load import Load
-from autotune.callables.profile import CallableProfile, save_callable_profile
-from autotune.callables.settings import AS_IT_COMES
-from autotune.callables.simulate import simulate
-from autotune.callables.sweep import Findings, Question
 from autotune.cli.main import run
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profile.callable import CallableProfile, save_callable_profile
+from autotune.profile.fingerprint import machine, software
+from autotune.profiling.callables.assemble import assemble
+from autotune.profiling.callables.check import check_calls, predicted_s, sizes_of
+from autotune.profiling.callables.load import Load
+from autotune.profiling.callables.settings import AS_IT_COMES
+from autotune.profiling.callables.simulate import simulate
+from autotune.profiling.callables.sweep import Findings, Question
 from autotune.profiling.check import Check
-from autotune.profiling.fingerprint import machine, software
 from runtime import SLO
 from tests.unit.callable_world import Ticking, calibrated, subject
 

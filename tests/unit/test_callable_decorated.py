@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.callables.subject import load_subject
-from autotune.callables.timed_calls import TimedCalls
+from autotune.profiling.callables.subject import load_subject
+from autotune.profiling.callables.timed_calls import TimedCalls
 from runtime.errors import InputError
 
 MODULE = """

@@ -12,16 +12,16 @@ import yaml
 from rich.console import Console
 
 import autotune
-from autotune.callables.assemble import assemble
-from autotune.callables.load import Load
-from autotune.callables.profile import CallableProfile, load_callable_profile, load_either, save_callable_profile
-from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.callables.simulate import simulate
-from autotune.callables.sweep import Findings, Question
-from autotune.callables.table import table
 from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
-from autotune.profiling.fingerprint import machine, software
+from autotune.profile.callable import CallableProfile, load_callable_profile, load_either, save_callable_profile
+from autotune.profile.fingerprint import machine, software
+from autotune.profiling.callables.assemble import assemble
+from autotune.profiling.callables.load import Load
+from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profiling.callables.simulate import simulate
+from autotune.profiling.callables.sweep import Findings, Question
+from autotune.report.callable_table import table
 from runtime import SLO, Batcher, InputError
 from tests.sample_profile import sample_profile
 from tests.unit.callable_world import Ticking, calibrated, subject

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from autotune.callables import rounds
-from autotune.callables.calibrate import calibrate
-from autotune.callables.kept import identity
-from autotune.callables.profile import load_callable_profile
-from autotune.callables.sweep import Question
 from autotune.cli.main import run
-from autotune.profiling.fingerprint import machine
+from autotune.profile.callable import load_callable_profile
+from autotune.profile.fingerprint import machine
+from autotune.profiling.callables import rounds
+from autotune.profiling.callables.calibrate import calibrate
+from autotune.profiling.callables.kept import identity
+from autotune.profiling.callables.sweep import Question
 from autotune.profiling.study import open_study
 from runtime import SLO
 from tests.integration.killing import measured

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import autotune
-from autotune.callables.calibrate import calibrate
-from autotune.callables.load import Load
-from autotune.callables.outcome import Outcome, best_first
-from autotune.callables.profile import load_callable_profile
-from autotune.callables.rounds import choose
-from autotune.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, Setting, grid
-from autotune.callables.simulate import simulate
-from autotune.callables.sweep import Question, sweep
 from autotune.cli.main import run
-from autotune.evaluate import Interrupted
+from autotune.measure.evaluate import Interrupted
+from autotune.profile.callable import load_callable_profile
+from autotune.profiling.callables.calibrate import calibrate
+from autotune.profiling.callables.load import Load
+from autotune.profiling.callables.outcome import Outcome, best_first
+from autotune.profiling.callables.rounds import choose
+from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, Setting, grid
+from autotune.profiling.callables.simulate import simulate
+from autotune.profiling.callables.sweep import Question, sweep
 from autotune.workload import prompt_ids
 from runtime import SLO, Batcher, InputError
 from runtime.knobs import KNOBS

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from autotune.cost_model import CostModel, fit_cost_model
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.cost.model import CostModel, fit_cost_model
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import CostFacts
 from autotune.profiling.check import Check, RegionCheck, check_steps, compare, median_interval
 from autotune.profiling.steps import measure_steps, region_of

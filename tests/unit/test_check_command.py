@@ -9,7 +9,7 @@ import pytest
 from autotune.cli.check import share
 from autotune.cli.main import run
 from autotune.profile import save_profile
-from autotune.profiling.fingerprint import OtherWork, machine, measured_elsewhere
+from autotune.profile.fingerprint import OtherWork, machine, measured_elsewhere
 from runtime.errors import InputError
 from tests.sample_profile import full_profile, sample_profile
 

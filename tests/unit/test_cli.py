@@ -18,7 +18,7 @@ from autotune.cli.main import run
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import NEXT
 from autotune.profile import save_profile
-from autotune.profiling.table import rows, show, table
+from autotune.report.profile_table import rows, show, table
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from tests.unit.profiles import VLLM, findings, profile, setup

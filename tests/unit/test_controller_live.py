@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from autotune.bench import Contender, Result, defaults, fixed
-from autotune.cost_model import serving_cost
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.cost.model import serving_cost
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
 from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.controllers.galloping import largest
-from autotune.controllers.promises import Promises
-from autotune.controllers.recent import Recent
-from autotune.controllers.step_window import StepWindow
+from autotune.control.controllers.galloping import largest
+from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.step_window import StepWindow
+from autotune.control.controllers.targets import Promises
 from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 

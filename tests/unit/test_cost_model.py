@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from autotune.cost_model import CostModel, fit_cost_model
+from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile.parts import CostFacts, StepPoint
 from runtime.step_model import StepFeatures
 

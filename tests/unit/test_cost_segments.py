@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.cost_shape import candidates
+from autotune.cost.shape import candidates
 
 UP_TO_2048 = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048]
 

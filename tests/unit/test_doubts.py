@@ -11,12 +11,12 @@ from rich.console import Console
 from autotune import save_profile
 from autotune.cli.main import run
 from autotune.profile.parts import StepPoint
-from autotune.profiling import table
 from autotune.profiling.assemble import sure_of
 from autotune.profiling.confidence import confidence
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings
 from autotune.profiling.space import make_space
+from autotune.report import profile_table as table
 from benchmarks.controller.hardware import h200
 from tests.sample_profile import sample_profile
 from tests.unit.profiled_machine import LIMITS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate
-from autotune.score import Score, deadline, score, step_stats
+from autotune.measure.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate
+from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from autotune.workload.replay import ReplayReport

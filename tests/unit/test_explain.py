@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.attach import control
+from autotune import control
 from autotune.cli.main import run
-from autotune.decisions import Decision
-from autotune.timeline import summarize, timeline
+from autotune.control.decision_log import Decision
+from autotune.control.explain import summarize, timeline
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200, poisson

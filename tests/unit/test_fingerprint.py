@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.profile import GpuInfo
-from autotune.profiling.fingerprint import (
+from autotune.profile.fingerprint import (
     cpu_flags,
     cpu_model,
     describe,

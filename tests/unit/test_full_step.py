@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from autotune.controllers.chunks import Chunks
-from autotune.controllers.demand import Demand
-from autotune.controllers.full_step import full_step
+from autotune.control.controllers.chunks import Chunks
+from autotune.control.controllers.demand import Demand
+from autotune.control.controllers.full_step import full_step
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 
 LINEAR = 0.002, 25e-6  # s, s a token

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.controllers.guardrails import Guardrails
+from autotune.control.guardrails import Guardrails
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 
 LIMITS = KnobLimits(512, 1000, 4096, 4096)

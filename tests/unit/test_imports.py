@@ -18,6 +18,12 @@ ROOT = Path(__file__).parents[2]
 TORCH = {"torch", "torchvision", "transformers", "tokenizers", "safetensors", "triton"}
 HTTP = {"fastapi", "starlette", "uvicorn", "httpx", "aiohttp", "prometheus_client"}
 SEEN_BY_CONTROLLERS = tuple(f"runtime.{name}" for name in ("knobs", "records", "slo", "tunable", "step_model"))
+ROOMS = (
+    "workload", "engines", "measure", "cost", "profile", "control", "simulate", "profiling", "report", "export", "bench", "cli",
+)  # fmt: skip
+"""The rooms of ``autotune``: each imports only those before it."""
+LEAVES = {"version", "writing"}
+"""Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors``."""
 FREE_OF_TORCH = "a module outside runtime/torch_backend imports {0} when it is imported; import it inside the function"
 
 
@@ -59,6 +65,12 @@ def within(module: str, room: str) -> bool:
     return module == room or module.startswith(f"{room}.")
 
 
+def room(module: str) -> str:
+    """The room of ``autotune`` that ``module`` is in; empty if it is in none."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "autotune" and len(parts) > 1 else ""
+
+
 def violations(module: str, source: str, *, package: bool = False) -> set[str]:
     """What ``source``, as the text of ``module``, imports against the rules."""
     found = set()
@@ -74,10 +86,17 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         if backend and within(module, "runtime") and not imported.late and not within(module, "runtime.torch_backend"):
             found.add("runtime.torch_backend is imported where it must be imported late")
         ours = top in ("autotune", "runtime")
-        if within(module, "autotune.controllers") and ours and not within(target, "autotune.controllers"):
+        if (
+            within(module, "autotune.control.controllers")
+            and ours
+            and not within(target, "autotune.control.controllers")
+        ):
             named = any(within(target, seen) for seen in SEEN_BY_CONTROLLERS)
             if not named and target != "runtime":  # `from runtime import knobs` also yields "runtime" itself
                 found.add(f"a controller imports {target}")
+        here, there = room(module), room(target)
+        if here in ROOMS and there in ROOMS and ROOMS.index(there) > ROOMS.index(here):
+            found.add(f"autotune/{here} imports autotune/{there}, which stands above it")
         if top == "optuna" and not within(module, "autotune.profiling"):
             found.add("Optuna outside autotune/profiling")
         if top in HTTP and not within(module, "runtime.serving"):
@@ -93,23 +112,29 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ("runtime.llm.core", "import autotune.profile", "runtime imports autotune"),
         ("runtime.llm.core", "def f():\n    from autotune import profile", "runtime imports autotune"),
         ("runtime.slo", "import torch.nn as nn", FREE_OF_TORCH.format("torch")),
-        ("autotune.score", "try:\n    from transformers import AutoModel\nexcept ImportError: pass", "transformers"),
-        ("autotune.score", "class A:\n    import torch", FREE_OF_TORCH.format("torch")),
+        (
+            "autotune.measure.score",
+            "try:\n    from transformers import AutoModel\nexcept ImportError: pass",
+            "transformers",
+        ),
+        ("autotune.measure.score", "class A:\n    import torch", FREE_OF_TORCH.format("torch")),
         ("runtime.llm.engine", "from runtime import torch_backend", "must be imported late"),
         ("runtime.llm.engine", "from ..torch_backend import build", "must be imported late"),
-        ("autotune.evaluate", "def f():\n    import runtime.torch_backend.executor", "only the command line"),
+        ("autotune.measure.evaluate", "def f():\n    import runtime.torch_backend.executor", "only the command line"),
         (
-            "autotune.controllers.aimd",
+            "autotune.control.controllers.aimd",
             "from runtime.llm.engine import Engine",
             "a controller imports runtime.llm.engine",
         ),
-        ("autotune.controllers.aimd", "from runtime import Engine", "a controller imports runtime.Engine"),
-        ("autotune.controllers.aimd", "from autotune import score", "a controller imports autotune"),
-        ("autotune.evaluate", "def f():\n    import optuna", "Optuna outside autotune/profiling"),
+        ("autotune.control.controllers.aimd", "from runtime import Engine", "a controller imports runtime.Engine"),
+        ("autotune.control.controllers.aimd", "from autotune import score", "a controller imports autotune"),
+        ("autotune.measure.evaluate", "def f():\n    import optuna", "Optuna outside autotune/profiling"),
         ("autotune.export.vllm", "import httpx", "HTTP outside runtime/serving"),
         ("runtime.llm.engine", "from starlette.responses import Response", "HTTP outside runtime/serving"),
         ("autotune.profile", "from autotune.cli.main import main", "someone imports autotune.cli"),
         ("autotune.profile", "from . import cli", "someone imports autotune.cli"),
+        ("autotune.measure.score", "from autotune.simulate.engine import SimulatedEngine", "stands above it"),
+        ("autotune.control.attach", "def f():\n    from autotune import profiling", "stands above it"),
     ],
 )
 def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str) -> None:
@@ -125,7 +150,10 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
         ("autotune.cli.profile", "def f():\n    from runtime.torch_backend import build"),
         ("autotune.cli.main", "from autotune.cli.profile import profile"),
         ("autotune.profiling.study", "import optuna"),
-        ("autotune.controllers.aimd", "from runtime.knobs import Knobs\nfrom runtime import slo\nfrom . import guards"),
+        (
+            "autotune.control.controllers.aimd",
+            "from runtime.knobs import Knobs\nfrom runtime import slo\nfrom . import guards",
+        ),
         ("runtime.serving.app", "from fastapi import FastAPI"),
         ("autotune.profile", "import torchlike, optunas"),
     ],
@@ -150,6 +178,13 @@ def test_the_source_keeps_every_rule() -> None:
         if (found := violations(module, path.read_text(encoding="utf-8"), package=path.name == "__init__.py"))
     }
     assert broken == {}
+
+
+def test_autotune_has_rooms_and_no_loose_modules() -> None:
+    stands = {path.stem for path in (ROOT / "autotune").glob("*.py")} - {"__init__"}
+    rooms = {path.parent.name for path in (ROOT / "autotune").glob("*/__init__.py")}
+    assert stands == LEAVES
+    assert rooms == {*ROOMS}
 
 
 def test_what_is_imported_is_declared() -> None:

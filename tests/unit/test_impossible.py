@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from autotune import simulate
-from autotune.attach import control
-from autotune.attached import Control
-from autotune.controllers.predictive import PredictiveController
-from autotune.controllers.promises import Promises
-from autotune.controllers.recent import Recent
+from autotune import control, simulate
+from autotune.control.attached import Control
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.targets import Promises
 from autotune.workload import Arrival
 from runtime.records import RequestRecord
 from runtime.slo import SLO, RequestClass, attainment

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from autotune.cli.show import model_lines
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile.parts import JitterFacts
 from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from autotune.simulate.jitter import FACTORS, jitter_factors

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from autotune.attach import control
-from autotune.controllers.predictive import PredictiveController
+from autotune import control
+from autotune.control.controllers.predictive import PredictiveController
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, StepRecord
 from runtime.slo import SLO, attainment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.price import money, parse_price, per_million
+from autotune.cost.price import money, parse_price, per_million
 from runtime.errors import InputError
 
 

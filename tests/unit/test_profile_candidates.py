@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator

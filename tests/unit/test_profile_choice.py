@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import sidecar, simulation_facts
 from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
@@ -13,7 +14,6 @@ from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
 from autotune.profiling.stages.finalists import shortlist
 from autotune.profiling.verdict import judge
-from autotune.score import Latency
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup

@@ -13,8 +13,8 @@ from autotune import control
 from autotune.cli.main import run
 from autotune.cli.show import model_lines
 from autotune.profile import find_profile, save_profile, shipped_profiles
+from autotune.profile.fingerprint import machine
 from autotune.profile.schema import schema_text
-from autotune.profiling.fingerprint import machine
 from runtime.errors import InputError
 from runtime.slo import SLO
 from tests.sample_profile import full_profile, sample_model, sample_profile

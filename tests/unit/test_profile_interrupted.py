@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import autotune.profiling.stages.context as measuring
-from autotune.evaluate import EvaluationError, Interrupted, evaluate
+from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
 from autotune.profiling.stages import race

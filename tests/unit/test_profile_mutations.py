@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autotune.cost_model import serving_knowledge
+from autotune.cost.model import serving_knowledge
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
-from autotune.profiling.table import show
+from autotune.report.profile_table import show
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
 from runtime.step_model import StepFeatures

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import Interrupted
+from autotune.measure.evaluate import Interrupted
+from autotune.measure.score import Score
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
@@ -17,7 +18,6 @@ from autotune.profiling.stages.context import Asked, Context
 from autotune.profiling.stages.race import Race
 from autotune.profiling.stages.speed import told_speed
 from autotune.profiling.timing import Schedule
-from autotune.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.clock import VirtualClock
 from runtime.knobs import Knobs

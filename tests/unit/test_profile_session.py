@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import EvaluationError, evaluate
+from autotune.measure.evaluate import EvaluationError, evaluate
 from autotune.profile import load_profile, save_profile
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings

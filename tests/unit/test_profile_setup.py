@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.evaluate import Interrupted
+from autotune.measure.evaluate import Interrupted
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import (
     MOST_RATE,

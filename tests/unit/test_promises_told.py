@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune import simulate
-from autotune.attach import control
+from autotune import control, simulate
 from autotune.cli.main import run as cli
-from autotune.decisions import read_decisions
+from autotune.control.decision_log import read_decisions
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.story import Run
 from autotune.workload import Arrival

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.attach import control
+from autotune import control
 from autotune.cli.main import run as cli
-from autotune.decisions import read_decisions
+from autotune.control.decision_log import read_decisions
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.service import binned
 from runtime.errors import InputError

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from autotune.controllers.aimd import AimdController
-from autotune.controllers.bisection import BisectionController
-from autotune.controllers.gradient import GradientController
-from autotune.controllers.length_table import LengthTableController
-from autotune.controllers.protocol import Controller, Proposal
+from autotune.control.controllers.aimd import AimdController
+from autotune.control.controllers.bisection import BisectionController
+from autotune.control.controllers.gradient import GradientController
+from autotune.control.controllers.length_table import LengthTableController
+from autotune.control.controllers.protocol import Controller, Proposal
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO

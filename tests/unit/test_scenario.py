@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from autotune.cost_model import CostModel
-from autotune.evaluate import Interrupted, evaluate
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.capacity import SEARCHED, Search
 from autotune.simulate.scenario import Scenario, parse_speeds

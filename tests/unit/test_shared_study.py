@@ -17,7 +17,7 @@ import pytest
 from optuna.trial import TrialState
 
 import autotune.profiling.storage as storages
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.measurements import Measurements
 from autotune.profiling.slots import SlotSampler
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords

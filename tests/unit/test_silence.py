@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import save_profile
-from autotune.attach import control
+from autotune import control, save_profile
 from autotune.cli.main import run
-from autotune.controllers.registry import CONTROLLERS
-from autotune.decisions import Decision
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.decision_log import Decision
 from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO, attainment

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from autotune.cli.main import run
-from autotune.controllers.registry import CONTROLLERS
-from autotune.price import per_million
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.cost.price import per_million
 from autotune.profile import load_profile, save_profile
 from benchmarks.controller.hardware import h200
 from runtime.knobs import KnobLimits, Knobs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.attach import control
+from autotune import control
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
 from runtime.errors import RejectedError

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import autotune.profiling.journal as journals
-from autotune.evaluate import Interrupted
+from autotune.measure.evaluate import Interrupted
 from autotune.profiling.pool import Objective, Pool, WorkerError
 from autotune.profiling.study import open_study
 from autotune.profiling.workers import SimulatedTrial, simulate_trials

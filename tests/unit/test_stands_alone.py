@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune import save_profile
-from autotune.attach import control
-from autotune.controllers.predictive import PredictiveController
-from autotune.controllers.protocol import Proposal
+from autotune import control, save_profile
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.protocol import Proposal
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO, attainment
 from tests.sample_profile import sample_profile

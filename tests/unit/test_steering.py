@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from autotune.attach import control
-from autotune.attached import Control
-from autotune.steerable import Steering
-from autotune.steering import LONGEST_LINE, MOST_CLIENTS
+from autotune import control
+from autotune.control.attached import Control
+from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS
+from autotune.control.steerable import Steering
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
 from tests.engines import bench

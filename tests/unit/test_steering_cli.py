@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.attach import control
-from autotune.attached import Control
+from autotune import control
 from autotune.cli.main import run
 from autotune.cli.set_knobs import parse_settings
+from autotune.control.attached import Control
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import SLO

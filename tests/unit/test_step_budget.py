@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from autotune.controllers.promises import Promises
-from autotune.controllers.step_budget import StepBudget
-from autotune.controllers.traffic import Traffic
-from autotune.controllers.trim import Trim
-from autotune.controllers.trusted_model import TrustedModel
+from autotune.control.controllers.step_budget import StepBudget
+from autotune.control.controllers.targets import Promises
+from autotune.control.controllers.traffic import Traffic
+from autotune.control.controllers.trim import Trim
+from autotune.control.controllers.trusted_model import TrustedModel
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.cli.main import run
+from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
-from autotune.profiling import table as profiled_tables
-from autotune.score import Latency
+from autotune.report import profile_table as profiled_tables
+from autotune.report.simulation_tables import capacity_table, simulated_table
+from autotune.report.tables import Room, columns, empty_table, fullest
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
-from autotune.simulate.tables import capacity_table, simulated_table
-from autotune.tables import Room, columns, empty_table, fullest
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.unit.profiles import SMALL, VLLM, findings, profile, score

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autotune.controllers.trim import Trim
+from autotune.control.controllers.trim import Trim
 
 
 def unbudgeted(

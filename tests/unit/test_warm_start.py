@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import load_profile, save_profile
-from autotune.attach import control, warm_model
-from autotune.controllers.predictive import PredictiveController
-from autotune.cost_model import CostModel, fit_cost_model, serving_cost, serving_speed
+from autotune import control, load_profile, save_profile
+from autotune.control.attach import warm_model
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.cost.model import CostModel, fit_cost_model, serving_cost, serving_speed
 from autotune.profile import Profile, SimulationFacts
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune import save_profile
-from autotune.attach import control
-from autotune.controllers.registry import CONTROLLERS
-from autotune.cost_model import fit_cost_model
-from autotune.decisions import Decision
+from autotune import control, save_profile
+from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.decision_log import Decision
+from autotune.cost.model import fit_cost_model
 from runtime.knobs import Knobs
 from runtime.slo import SLO, attainment
 from tests.sample_profile import sample_profile

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.cost_model import CostModel
-from autotune.evaluate import Simulated
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Simulated
+from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.doubts import doubts
-from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.profiling.steps import measure_steps

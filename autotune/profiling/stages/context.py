@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
+from autotune.measure.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
+from autotune.measure.score import Score
+from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.fingerprint import OtherWork
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup, balanced_seeds
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
-from autotune.score import Score
 from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs

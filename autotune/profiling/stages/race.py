@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 from autotune.profiling.choice import GIVE_UP, alike, equals, latency
 from autotune.profiling.confidence import confidence

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.choice import alike
 from autotune.profiling.points import points
 from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds

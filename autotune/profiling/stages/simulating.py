@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.measure.score import Score
 from autotune.profiling.points import Run
 from autotune.profiling.pool import Outcome
 from autotune.profiling.setup import Setup
@@ -18,7 +19,6 @@ from autotune.profiling.space import SearchSpace, starting_points
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.finalists import CANDIDATE
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
-from autotune.score import Score
 from runtime.knobs import Knobs
 
 _LEAST = 4  # trials beside the starting points

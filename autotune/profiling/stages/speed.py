@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from autotune.measure.score import Score
 from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.score import Score
 
 OFF_BY, OFF_BY_AT_RATE = 0.02, 0.05
 """Shares by which the speed that one setting tells may differ from what the simulation took it for before everything is put

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from autotune.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import TWINS
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from autotune.measure.score import CDF_AT, Latency
 from autotune.profile import Point
 from autotune.profiling.points import Run
 from autotune.report.evidence import Evidence, Target, targets
 from autotune.report.figure import Label, Plot, Trace, View, axis, layout, line, log_axis, rule
 from autotune.report.section import Section, absent
 from autotune.report.wording import ms, number
-from autotune.score import CDF_AT, Latency
 
 KEY, TOPIC = "latency", "Latency of the requests"
 _ALSO = {"TTFT": "ttft_p99_ms", "TPOT": "tpot_p99_ms", "E2E": "e2e_p99_ms"}

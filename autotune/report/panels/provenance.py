@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.price import money, per_million
+from autotune.cost.price import money, per_million
 from autotune.profile import Point, Profile
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.section import Section, Table

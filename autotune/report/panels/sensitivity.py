@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autotune.cost_model import serving_speed
+from autotune.cost.model import serving_speed
+from autotune.measure.score import Score
 from autotune.profile import Profile
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent
 from autotune.report.sweep import Sweep
 from autotune.report.wording import ms, number, percent, short_setting
-from autotune.score import Score
 from runtime.knobs import KNOBS, Knobs, KnobSpec
 
 KEY, TOPIC = "sensitivity", "Each knob around the choice"

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.decisions import Decision, read_decisions
+from autotune.control.decision_log import Decision, read_decisions
 from runtime.errors import InputError
 from runtime.records import RequestRecord
 from runtime.serving.record_log import read_records

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autotune.decisions import Decision, describe
+from autotune.control.decision_log import Decision, describe
+from autotune.control.explain import summarize
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, plain
 from autotune.report.run.story import Run
 from autotune.report.section import Section, Table
 from autotune.report.wording import listed, number, percent
-from autotune.timeline import summarize
 from runtime.knobs import KNOBS, KnobSpec
 
 _FOLDED = 40  # decisions beyond which their table is shut at first

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autotune.cost_model import CostModel
+from autotune.cost.model import CostModel
 from autotune.profile import Capacity, Profile, Spread, load_profile
-from autotune.profiling import table
 from autotune.report import Evidence, compose, gather, html
+from autotune.report import profile_table as table
 from autotune.report.headline import headline
 from autotune.report.panels import capacity, sensitivity, steps, twins
 from autotune.report.sweep import Sweep, sweep

@@ -1,0 +1,106 @@
+"""The knobs of an engine in a controller's hands: every turn goes through the guardrails and into the decision log."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autotune.control.controllers.protocol import Proposal
+from autotune.control.decision_log import Decision, DecisionLog
+from autotune.control.guardrails import Guardrails
+from autotune.engines.controllable import Controllable
+from runtime.errors import AutotuneError
+from runtime.knobs import Knobs
+from runtime.tunable import Lease
+
+
+class Wheel:
+    """The one who sets the knobs and writes the log.
+
+    ``now``: the engine's time as last known; ``regime``: as of the last turn; ``start``: the knobs that the controller began
+    with, the profile's if there is one; ``turned``: whether any decision has moved the knobs. With ``observe_only`` nothing is
+    set.
+    """
+
+    def __init__(
+        self,
+        engine: Controllable,
+        lease: Lease,
+        guardrails: Guardrails,
+        decisions: DecisionLog,
+        now: float,
+        *,
+        observe_only: bool,
+        wall: Callable[[], float] | None,
+    ) -> None:
+        self._engine, self._lease, self._guardrails = engine, lease, guardrails
+        self._observe_only = observe_only
+        self._wall = wall
+        self._last: Knobs | None = None  # what was wanted
+        self._before = engine.knobs  # what to put back
+        self.decisions = decisions
+        self.now = now
+        self.regime = ""
+        self._unmet = ""
+        self.start = self._before
+        self.turned = False
+
+    def begin(self, start: Knobs | None) -> None:
+        """From ``start`` on, and inside what the operator allows, without waiting for evidence."""
+        current = self._engine.knobs
+        first = self._at_once.apply(start or current, current, self._engine.effective_limits)
+        if first != current and not self._observe_only:
+            self._engine.set_knobs(first, lease=self._lease)
+            self.start = self._engine.knobs
+            self.log("set", "starting knobs of the profile" if start else "the operator's bounds and pins", old=current)
+
+    def turn(self, proposal: Proposal, *, at_once: bool = False) -> None:
+        """Do what is proposed, ``at_once`` or no faster than the guardrails let one decision go."""
+        engine, current = self._engine, self._engine.knobs
+        rails = self._at_once if at_once else self._guardrails
+        wanted = rails.apply(proposal.knobs, current, engine.effective_limits)
+        news = (proposal.regime, proposal.unmet) != (self.regime, self._unmet)
+        self.regime, self._unmet = proposal.regime, proposal.unmet
+        if wanted != current and not self._observe_only:
+            engine.set_knobs(wanted, lease=self._lease)
+            self.turned = True
+            self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
+        elif self._observe_only and wanted != current and wanted != self._last:
+            self.log("observe", proposal.cause, proposal.evidence, old=current, new=wanted)
+        elif news:
+            self.log("hold", proposal.cause, proposal.evidence)
+        self._last = wanted
+
+    def put_back(self, cause: str) -> None:
+        """The knobs of before the attachment."""
+        current = self._engine.knobs
+        with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to put back
+            if not self._observe_only:
+                self._engine.set_knobs(self._engine.effective_limits.clamp(self._before), lease=self._lease)
+        self.log("kill", cause, old=current)
+
+    def log(
+        self,
+        action: str,
+        cause: str,
+        evidence: Mapping[str, Any] | None = None,
+        *,
+        old: Knobs | None = None,
+        new: Knobs | None = None,
+    ) -> None:
+        """``old`` and ``new`` are the knobs in force unless given."""
+        before, after = (knobs or self._engine.knobs for knobs in (old, new))
+        wall = None if self._wall is None else round(self._wall(), 3)
+        self.decisions.add(
+            Decision(
+                round(self.now, 6), action, self.regime, before.as_dict(), after.as_dict(), self._engine.epoch, cause,
+                evidence or {}, wall,
+            )
+        )  # fmt: skip
+
+    @property
+    def _at_once(self) -> Guardrails:
+        return replace(self._guardrails, slew=math.inf, dead_band=0.0)

@@ -1,0 +1,84 @@
+"""Additive increase, multiplicative decrease on the step time: what serving systems without a model do.
+
+Formula. Once a decision, with s the mean time of the steps since the last one that held decodes and τ the tightest TPOT (or
+ITL) target: s > τ → limit ← max(0.9·limit, decodes, 64); s ≤ τ and the limit binds → limit ← limit + 64. The limit is
+``token_budget``, and ``chunk_size`` is the same; a step is given the limit itself, the knob follows when it is off by more than
+the guardrails' dead band. ``max_batch_size`` stays, ``max_wait_ms`` is 0.
+
+Units: tokens; seconds. It goes by step time, not by end-to-end latency: that holds queueing, and a smaller batch when the
+queue grows is a spiral. Regimes: ``decrease``, ``increase``, ``hold`` (in time, and nothing binds: a limit that does not bind
+says nothing), ``learning`` (no step yet), ``throughput`` (no target bounds a step).
+
+Failure mode: it finds a limit by breaking the promise, again and again; from a start far too high it takes some 20 decisions, and
+every decrease is one violated window. A mix of long and short prompts moves it all the time, for a step's time depends on more
+than its tokens. Below the time of the decodes alone it is stuck at its floor.
+
+Sources: Clipper (Crankshaw et al., NSDI 2017, 4.3.1: additive increase until the latency objective is exceeded, then a tenth
+back); Netflix's concurrency-limits, ``AIMDLimit`` (grow only when half of the limit is in use, back off by a factor of 0.9).
+Step size and floor are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autotune.control.controllers.protocol import Proposal
+from autotune.control.controllers.step_window import StepWindow
+from autotune.control.controllers.targets import step_target
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+_BACK = 0.9
+_MORE = 64  # tokens
+_FLOOR = 64  # tokens
+
+
+class AimdController:
+    """See the module."""
+
+    name = "aimd"
+
+    def __init__(self, slo: SLO, start: Knobs) -> None:
+        self.start = start
+        self.limit = float(start.token_budget)
+        self._target = step_target({"default": slo})
+        self._window = StepWindow()
+
+    def promise(self, slos: Mapping[str, SLO]) -> None:
+        self._target = step_target(slos)
+
+    def observe_step(self, record: StepRecord) -> None:
+        self._window.add(record)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        pass
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        del now
+        window, target = self._window, self._target
+        regime = "hold"
+        evidence = window.evidence()
+        took = f"steps take {1e3 * window.seconds:.1f} ms"
+        if target == math.inf:
+            self.limit, regime, cause = limits.token_budget, "throughput", "no target bounds a step"
+        elif not len(window):
+            regime, cause = "learning" if not window.seen else "hold", "no step with decodes since the last decision"
+        elif window.seconds > target:
+            self.limit = max(_BACK * self.limit, window.decodes, _FLOOR)
+            regime, cause = "decrease", f"{took} (target {1e3 * target:g}): a tenth back to {self.limit:.0f} tokens"
+        elif window.bound > 0 or 2 * window.tokens >= self.limit:
+            self.limit += _MORE
+            regime, cause = "increase", f"{took} (target {1e3 * target:g}): {_MORE} more, {self.limit:.0f} tokens"
+        else:
+            cause = f"{took} (target {1e3 * target:g}), and nothing binds"
+        self.limit = min(max(self.limit, 1), limits.token_budget)
+        window.clear()
+        budget = int(self.limit)
+        wanted = Knobs(self.start.max_batch_size, 0.0, budget, budget)
+        return Proposal(limits.clamp(wanted), regime, cause, {**evidence, "limit": round(self.limit, 1)})
+
+    def budget(self, view: SchedulerView) -> int:
+        return min(view.knobs.token_budget, max(int(self.limit), view.decoding, 1))

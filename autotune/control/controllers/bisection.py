@@ -1,0 +1,114 @@
+"""SLA-constrained dynamic batching: a batch size searched between two moving ends, by how long decode steps take.
+
+Formula. Once a decision, with s the mean time of the steps since the last one that held decodes, b their mean size and τ the
+tightest TPOT (or ITL) target: s above τ by 5% → high ← max(b, low + α), low ← max(low − δ, least); s below τ by 5% → low ← min(b,
+high − α), high ← min(high + δ, most); else both ends close in on b, to b ± α/2. The limit is the middle of the two, never below
+what decodes. α = a quarter of the limit, δ = α/4, each at least 1.
+
+``knob`` says what is searched: ``max_batch_size`` (b counts decodes), as the paper does where prompts run elsewhere, or
+``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where prompts are chunked
+into the steps of decodes. The other knobs stay as they were at the start; ``max_wait_ms`` is 0.
+
+Units: sequences or tokens; seconds. Regimes: ``above``, ``below``, ``inside`` (the tolerance), ``throughput`` (no target bounds
+a step), ``learning`` (no step yet).
+
+Failure mode: it takes time for a function of one number. When lengths change, both ends are where the answer was, and it comes
+back by δ a decision; when demand is low, b is small and pulls the low end down with it.
+
+Source: Pang, Li and Wang, "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching"
+(arXiv 2503.05248), Algorithm 2. It leaves α, δ and the tolerance open: those values are ours. The paper's own text was not at
+hand to check this against; descriptions of it and two implementations by others have the same three cases and the middle as
+limit (one of them halves b where steps take too long).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from autotune.control.controllers.protocol import Proposal
+from autotune.control.controllers.step_window import StepWindow
+from autotune.control.controllers.targets import step_target
+from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+_TOLERANCE = 0.05
+_LEAST = {"max_batch_size": 1, "token_budget": 32}
+
+
+class BisectionController:
+    """See the module."""
+
+    name = "bisection"
+
+    def __init__(
+        self, slo: SLO, start: Knobs, *, knob: Literal["max_batch_size", "token_budget"] = "token_budget"
+    ) -> None:
+        self.start = start
+        self.knob = knob
+        self.low = float(_LEAST[knob])
+        self.high = float(getattr(start, knob))
+        self._target = step_target({"default": slo})
+        self._window = StepWindow()
+
+    def promise(self, slos: Mapping[str, SLO]) -> None:
+        self._target = step_target(slos)
+
+    def observe_step(self, record: StepRecord) -> None:
+        self._window.add(record)
+
+    def observe_request(self, record: RequestRecord) -> None:
+        pass
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        del now, knobs
+        window, least, most = self._window, float(_LEAST[self.knob]), float(getattr(limits, self.knob))
+        least = min(least, most)
+        if self._target == math.inf:
+            self.low = self.high = most
+            regime, cause = "throughput", "no target bounds a step"
+        elif not len(window):
+            regime, cause = "learning", "no step with decodes since the last decision"
+        else:
+            regime = self._move(window, least, most)
+            size = window.decodes if self.knob == "max_batch_size" else window.tokens
+            cause = (
+                f"steps of {size:.0f} take {1e3 * window.seconds:.1f} ms (target {1e3 * self._target:g}): "
+                f"between {self.low:.0f} and {self.high:.0f}"
+            )
+        evidence = {**window.evidence(), "low": round(self.low, 1), "high": round(self.high, 1)}
+        window.clear()
+        value = max(1, int(min(self._middle, most)))
+        wanted = self.start.with_(max_wait_ms=0.0, **{self.knob: value})
+        if self.knob == "token_budget":
+            wanted = wanted.with_(chunk_size=value)
+        return Proposal(limits.clamp(wanted), regime, cause, evidence)
+
+    def _move(self, window: StepWindow, least: float, most: float) -> str:
+        wide = max(1.0, self._middle / 4)
+        slow = max(1.0, wide / 4)
+        size = window.decodes if self.knob == "max_batch_size" else window.tokens
+        if window.seconds > self._target * (1 + _TOLERANCE):
+            self.high = max(size, self.low + wide)
+            self.low -= slow
+            regime = "above"
+        elif window.seconds < self._target * (1 - _TOLERANCE):
+            self.low = min(size, self.high - wide)
+            self.high += slow
+            regime = "below"
+        else:
+            self.low, self.high = size - wide / 2, size + wide / 2
+            regime = "inside"
+        self.low, self.high = min(max(self.low, least), most), min(max(self.high, least), most)
+        return regime
+
+    @property
+    def _middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def budget(self, view: SchedulerView) -> int:
+        top = view.knobs.token_budget
+        return top if self.knob == "max_batch_size" else min(top, max(int(self._middle), view.decoding, 1))

@@ -1,0 +1,60 @@
+"""What the traffic is like: lengths of requests, sizes of steps, and what holds them back."""
+
+from __future__ import annotations
+
+from autotune.control.controllers.recent import Recent
+from runtime.records import LimitedBy, RequestRecord, StepRecord
+
+
+class Traffic:
+    """Of the latest 256 requests and steps; shares of steps decay with a memory of some fifty."""
+
+    def __init__(self) -> None:
+        self.prompts = Recent(256)  # tokens to compute of each request's prompt
+        self.outputs = Recent(256)
+        self.contexts = Recent(256)  # mean context of a decode, by step
+        self.decodes = Recent(256)
+        self._decode_times = Recent(64)  # of steps without prompts
+        self.preemptions = 0.0  # decaying count
+        self.bound = 0.0  # decaying shares of steps: that anything limited,
+        self.slots_bound = 0.0  # that max_batch_size limited,
+        self.tokens_bound = 0.0  # and that token_budget or chunk_size limited, rather than the per-step budget
+        self._tokens = self._reads = self._pairs = 0.0  # decaying sums over steps with prompts
+        self._idle = True
+
+    def step(self, record: StepRecord, ceiling: int) -> None:
+        """``ceiling``: the token budget that was last decided on, above all per-step ones."""
+        self.preemptions += record.preemptions - 0.002 * self.preemptions
+        short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
+        self.bound += 0.02 * ((record.limited_by is not LimitedBy.DEMAND) - self.bound)
+        self.slots_bound += 0.02 * ((record.limited_by is LimitedBy.SLOTS) - self.slots_bound)
+        self.tokens_bound += 0.02 * ((short and record.budget_used >= ceiling) - self.tokens_bound)
+        if record.decodes:
+            self.decodes.add(record.decodes)
+            self.contexts.add(record.decode_context / record.decodes)
+            if not record.prefill_tokens:
+                self._decode_times.add(record.duration)
+        if record.prefill_tokens:
+            self._tokens += record.prefill_tokens - 0.02 * self._tokens
+            self._reads += record.prefill_context - 0.02 * self._reads
+            self._pairs += record.prefill_attention - 0.02 * self._pairs
+
+    def chunk(self, tokens: int) -> tuple[int, int]:
+        """Context and attention pairs of so many prompt tokens, as in the latest steps; of one fresh prompt before any."""
+        if self._tokens < 1 or tokens < 1:
+            return tokens, tokens * (tokens + 1) // 2
+        return int(tokens * self._reads / self._tokens), int(tokens * self._pairs / self._tokens)
+
+    @property
+    def shortest(self) -> float:
+        """The shortest of the latest steps that held decodes alone, s; 0 before there were any."""
+        return self._decode_times.quantile(0.0)
+
+    def request(self, record: RequestRecord) -> None:
+        self.prompts.add(record.prompt_tokens - record.cached_tokens)
+        self.outputs.add(record.output_tokens)
+
+    def idle(self) -> bool:
+        """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
+        self._idle = self.bound < (0.1 if self._idle else 0.01)
+        return self._idle

@@ -1,0 +1,108 @@
+"""A decision log told to a person: one line a decision, and what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from autotune.control.decision_log import SHORT, Decision
+
+_INDENT = " " * 14
+
+
+def timeline(decisions: Iterable[Decision], *, knobs: Collection[str] = (), dates: bool = True) -> Iterator[str]:
+    """The lines of a log: local time (or seconds on the engine's clock, where the wall clock was not logged), what, why.
+
+    ``knobs``: only the decisions that change one of these, and only those changes. ``dates``: a line wherever
+    a new day begins.
+    """
+    day = ""
+    for decision in decisions:
+        changes = [c for c in decision.changes if not knobs or c[0] in knobs]
+        if knobs and not changes:
+            continue
+        date, time = _when(decision)
+        if dates and date != day:
+            day = date
+            yield date
+        what = [f"{SHORT.get(name, name):<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
+        if decision.action == "observe":
+            what = [f"(would set) {line}" for line in what]
+        elif decision.action != "set" or not what:
+            what.insert(0, decision.action)
+        why = f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause
+        yield f"{time}  {what[0]:<25}  {why}".rstrip()
+        yield from (f"{_INDENT}{line}" for line in what[1:])
+
+
+@dataclass
+class Summary:
+    """``changes``: for each knob how often it was changed, its first and its last value. ``seconds``: time per regime."""
+
+    changes: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    would_change: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        changed = ", ".join(
+            f"{SHORT.get(name, name)} {count} ({first:.10g} → {last:.10g})"
+            for name, (count, first, last) in self.changes.items()
+        )
+        yield f"changes   {changed or 'none'}"
+        if self.would_change:
+            yield f"would     have changed knobs {self.would_change} times"
+        total = sum(self.seconds.values())
+        if total > 0:
+            spent = (f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in self.seconds.items())
+            yield f"regimes   {', '.join(spent)}"
+
+
+def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> Summary:
+    """What a log came to. A run that was cut off counts up to its last decision; time under an operator's pause is apart."""
+    found = Summary()
+    state, before = "", None
+    for decision in decisions:
+        if state and before is not None and decision.action != "attach":
+            found.seconds[state] = found.seconds.get(state, 0.0) + _between(before, decision)
+        for name, old, new in decision.changes:
+            if knobs and name not in knobs:
+                continue
+            if decision.action == "observe":
+                found.would_change += 1
+            else:
+                count, first, _ = found.changes.get(name, (0, old, old))
+                found.changes[name] = (count + 1, first, new)
+        state = _state(decision, state)
+        before = decision
+    return found
+
+
+def _state(decision: Decision, before: str) -> str:
+    if decision.action in ("detach", "kill"):
+        return ""
+    if decision.action == "pause":
+        return "paused"
+    if decision.action in ("attach", "resume"):
+        return decision.regime or "learning"
+    return decision.regime or before
+
+
+def _between(earlier: Decision, later: Decision) -> float:
+    if earlier.wall is not None and later.wall is not None:
+        return max(0.0, later.wall - earlier.wall)
+    return max(0.0, later.at - earlier.at)
+
+
+def _when(decision: Decision) -> tuple[str, str]:
+    """(day, time of day), or nothing and the seconds on the engine's clock."""
+    if decision.wall is not None:
+        try:
+            wall = datetime.fromtimestamp(decision.wall)
+            return f"{wall:%Y-%m-%d}", f"{wall:%H:%M:%S}.{wall.microsecond // 1000:03d}"
+        except (OverflowError, OSError, ValueError):
+            pass
+    return "", f"{decision.at:10.3f} s"
+
+
+__all__ = ["Summary", "summarize", "timeline"]

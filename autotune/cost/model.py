@@ -1,0 +1,270 @@
+"""The cost model: how long a step takes on a machine that was measured, of a physical shape (:mod:`autotune.cost.shape`).
+
+Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and asked by the simulator for every
+step it simulates. It stands behind the same protocol as the online learner (:class:`runtime.step_model.StepModel`), which
+its :class:`~autotune.profile.parts.LearnerFacts` give a warm start.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
+from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
+from autotune.profile.parts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
+from runtime.records import percentile
+from runtime.step_model import Knowledge, StepFeatures, StepLearner
+
+if TYPE_CHECKING:
+    from autotune.profile import Profile
+
+_FIRST_TABLE = 1024
+_PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
+
+
+class CostModel:
+    """Seconds of a step by a fitted formula. ``facts`` are all there is to it: equal facts, equal predictions.
+
+    Raises ``ValueError`` for facts of no known family or with a coefficient below zero.
+    """
+
+    __slots__ = (
+        "_chunk",
+        "_compute",
+        "_decode",
+        "_decode_kv",
+        "_memory",
+        "_norm",
+        "_overhead",
+        "_pair",
+        "_prefill_kv",
+        "_shape",
+        "_values",
+        "facts",
+    )
+
+    def __init__(self, facts: CostFacts) -> None:
+        values = facts.coefficients
+        try:
+            self._shape = Shape.of(facts.family, values)
+        except ValueError as error:
+            raise ValueError(f"cost_model.{error}") from None
+        self.facts = facts
+        self._values = values
+        self._norm = self._shape.norm
+        self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
+        self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
+        self._memory: list[float] = []  # by tokens: what does not depend on context
+        self._compute: list[float] = []
+        self._grow(_FIRST_TABLE)
+
+    @classmethod
+    def from_facts(cls, facts: CostFacts) -> CostModel:
+        return cls(facts)
+
+    def __reduce__(self) -> tuple[type[CostModel], tuple[CostFacts]]:
+        return CostModel, (self.facts,)
+
+    def predict(self, step: StepFeatures) -> float:
+        """Seconds of ``step``."""
+        decodes, context, prefill, prefix, pairs, chunks = step
+        tokens = decodes + prefill
+        if tokens >= len(self._memory):
+            self._grow(tokens + 1)
+        memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
+        compute = self._compute[tokens] + self._pair * (context + pairs)
+        outside = self._overhead + self._decode * decodes + self._chunk * chunks
+        norm = self._norm
+        if norm == 1.0:
+            return outside + (memory + compute)
+        if norm == math.inf:
+            return outside + (memory if memory > compute else compute)
+        if norm == 2.0:
+            return outside + math.sqrt(memory * memory + compute * compute)
+        memory, compute = memory * memory, compute * compute
+        return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
+
+    def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
+        """Seconds of each of ``count`` steps of ``decodes`` decodes alone, whose context grows by one token each.
+
+        ``context`` is what the first of them reads. The same bits as ``count`` calls of :meth:`predict`.
+        """
+        if decodes < 1:
+            raise ValueError(f"decodes is {decodes}; it must be at least 1")
+        if decodes >= len(self._memory):
+            self._grow(decodes + 1)
+        m, c = self._memory[decodes], self._compute[decodes]
+        kv, pair, norm, root = self._decode_kv, self._pair, self._norm, math.sqrt
+        outside = self._overhead + self._decode * decodes
+        reads = range(context, context + decodes * count, decodes)
+        if norm == 1.0:
+            return [outside + ((m + kv * n) + (c + pair * n)) for n in reads]
+        if norm == math.inf:
+            return [outside + (a if (a := m + kv * n) > (b := c + pair * n) else b) for n in reads]
+        if norm == 2.0:
+            return [outside + root((a := m + kv * n) * a + (b := c + pair * n) * b) for n in reads]
+        squares = [((a := m + kv * n) * a, (b := c + pair * n) * b) for n in reads]
+        return [outside + root(root(a * a + b * b)) for a, b in squares]
+
+    def serving(self) -> CostModel:
+        """What a step takes while requests come and go: ``facts.excess_s`` more than when nothing does."""
+        if not self.facts.excess_s:
+            return self
+        coefficients = self._values | {"overhead_s": self._overhead + self.facts.excess_s}
+        return CostModel(self.facts.model_copy(update={"coefficients": coefficients, "excess_s": 0.0}))
+
+    def even(self) -> CostModel:
+        """The same machine without its jitter: for comparing settings, whose steps would draw unlike factors."""
+        return CostModel(self.facts.model_copy(update={"jitter": None}))
+
+    def scaled(self, *, compute: float = 1.0, bandwidth: float = 1.0, overhead: float = 1.0) -> CostModel:
+        """The model of a machine so many times as fast: ``compute=0.5`` takes twice as long to compute.
+
+        The warm start is left out: it is of the machine that was measured. Raises ``ValueError`` for a factor not above 0.
+        """
+        speeds = {"compute": compute, "memory": bandwidth, "outside": overhead}
+        for name, factor in (("compute", compute), ("bandwidth", bandwidth), ("overhead", overhead)):
+            if not (math.isfinite(factor) and factor > 0):
+                raise ValueError(f"{name} is {factor}; it must be above 0")
+        factors = [1 / speeds[group] for _, group in self._shape.groups]
+        named = dict(zip(self._shape.names, factors, strict=True))
+        coefficients = {name: value * named.get(name, 1.0) for name, value in self._values.items()}
+        factors = [named.get(name, 1.0) for name in coefficients]
+        covariance = tuple(
+            tuple(value * a * b for value, b in zip(row, factors, strict=True))
+            for row, a in zip(self.facts.covariance, factors, strict=True)
+        )
+        update: dict[str, object] = {"coefficients": coefficients, "covariance": covariance, "learner": None}
+        update["excess_s"] = self.facts.excess_s / overhead
+        if (planned := self.facts.planned) is not None:
+            faster = CostModel(planned).scaled(compute=compute, bandwidth=bandwidth, overhead=overhead)
+            update["planned"] = faster.facts
+        return CostModel(self.facts.model_copy(update=update))
+
+    def _grow(self, least: int) -> None:
+        """Lengthen the tables to ``least`` entries or more."""
+        shape, values = self._shape, self._values
+        weights, experts = values.get("weights_s", 0.0), values.get("experts_s", 0.0)
+        scale = shape.experts or 1.0
+        ends = (*shape.knots[1:], math.inf)
+        segments = [(knot, end, values[f"{TOKEN}{knot}"]) for knot, end in zip(shape.knots, ends, strict=True)]
+        begin, end = len(self._memory), max(least, 2 * len(self._memory))
+        self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
+        self._compute += [
+            sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
+        ]
+
+
+def serving_speed(profile: Profile) -> float:
+    """How fast the profile's machine was while it served, in units of what its cost model and ``excess_s`` say."""
+    return 1.0 if profile.simulation is None else profile.simulation.speed
+
+
+def serving_cost(profile: Profile) -> CostModel:
+    """What a step costs on the profile's machine while it serves: cost model and what serving adds, at :func:`serving_speed`.
+
+    Whatever predicts from a profile goes by this; only a comparison with the calibration itself (``autotune check``) goes by
+    the cost model as it was fitted. Raises ``ValueError`` when the profile holds none.
+    """
+    if profile.cost_model is None:
+        raise ValueError("the profile holds no cost model")
+    cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
+    return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+
+def serving_knowledge(profile: Profile) -> Knowledge | None:
+    """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
+    if profile.cost_model is None or (facts := profile.cost_model.learner) is None:
+        return None
+    more = profile.cost_model.excess_s / facts.unit_s
+    decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
+    unit = facts.unit_s / serving_speed(profile)
+    return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)
+
+
+def fit_cost_model(
+    points: Sequence[StepPoint], *, seconds: float = 0.0, excess_s: float = 0.0, jitter: JitterFacts | None = None
+) -> CostModel:
+    """The cost model of measured ``points``, its shape chosen by cross-validation.
+
+    ``seconds``: what measuring them took; ``excess_s``, ``jitter``: by how much served steps take longer, and how they scatter;
+    both are kept with it. Raises ``ValueError`` for too few points to tell anything.
+    """
+    planned = [p for p in points if p.region != SERVED]
+    of_planned = _fit(planned, seconds, None).facts if FEWEST <= len(planned) < len(points) else None
+    found = _fit(points, seconds, of_planned)
+    return CostModel(found.facts.model_copy(update={"excess_s": excess_s, "jitter": jitter}))
+
+
+def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None) -> CostModel:
+    fitted = fit(points)
+    values = dict(zip(fitted.shape.names, fitted.coefficients.tolist(), strict=True))
+    covariance = fitted.covariance.tolist()
+    if fitted.shape.experts:
+        values[EXPERT_TOKENS] = fitted.shape.experts
+        covariance = [[*row, 0.0] for row in covariance] + [[0.0] * len(values)]
+    return CostModel(
+        CostFacts(
+            family=fitted.shape.family,
+            coefficients=values,
+            covariance=tuple(map(tuple, covariance)),
+            points=len(points),
+            seconds=seconds,
+            error=statistics.median(errors(points, fitted)),
+            regions=_regions(points, fitted),
+            learner=_learner(points),
+            planned=planned,
+        )
+    )
+
+
+def with_predictions(points: Sequence[StepPoint]) -> list[StepPoint]:
+    """``points``, each with what a model fitted without it says of it. Raises as :func:`fit_cost_model`."""
+    told = fit(points).held_out.tolist()
+    return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, told, strict=True)]
+
+
+def errors(points: Sequence[StepPoint], fitted: Fitted) -> list[float]:
+    """|predicted − measured| / measured of each point, predicted without it."""
+    return [abs(told / p.seconds - 1) for p, told in zip(points, fitted.held_out.tolist(), strict=True)]
+
+
+def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, ...]:
+    by_region: dict[str, list[float]] = {}
+    for point, error in zip(points, errors(points, fitted), strict=True):
+        by_region.setdefault(point.region, []).append(error)
+    return tuple(
+        RegionError(region=name, points=len(e), median=statistics.median(e), p90=percentile(e, 90) or 0.0)
+        for name, e in by_region.items()
+    )
+
+
+def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
+    """What the online learner knows once it has met every point, in an order of no meaning, and forgotten none."""
+    learner = StepLearner(forgetting=1.0, warm_up=0)
+    order = random.Random(0).sample(points, len(points))
+    for point in order * _PASSES:
+        learner.observe(features_of(point), point.seconds)
+    known = learner.knowledge
+    return LearnerFacts(
+        unit_s=known.unit_s,
+        decode=tuple(known.decode),
+        decode_covariance=_symmetric(known.decode_covariance),
+        mixed=tuple(known.mixed),
+        mixed_covariance=_symmetric(known.mixed_covariance),
+    )
+
+
+def features_of(point: StepPoint) -> StepFeatures:
+    """The features of a measured step."""
+    return StepFeatures(*(getattr(point, name) for name in StepFeatures._fields))
+
+
+def _symmetric(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """Rid of what rounding has done to it."""
+    size = range(len(rows))
+    return tuple(tuple(max(0.0, rows[i][i]) if i == j else (rows[i][j] + rows[j][i]) / 2 for j in size) for i in size)

@@ -1,0 +1,1 @@
+"""What can be measured and tuned: the protocol of an engine, and the engines behind it."""

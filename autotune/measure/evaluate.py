@@ -1,0 +1,266 @@
+"""Measures one setting: engine, knobs, workload, SLO and seed in, a :class:`Score` out.
+
+The one function behind the sweep, the bench and the command line. The load is open-loop; a latency counts from the time a
+request was due, not from when it was sent. The measuring window: requests that arrive during the warm-up are served but
+left out; arrivals stop at the end of the window; then the engine drains until the last deadline has passed. What is
+still unfinished is cancelled and counts as a miss.
+
+An engine that lives in virtual time (:class:`Simulated`) is measured in it: the same function, the same window, the same
+score, no sleep.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autotune.engines.served import Handle, Served, Simulated, waiting
+from autotune.measure.score import Score, deadline, score
+from autotune.workload import Arrival, Workload, prompt_ids, replay
+from autotune.workload.replay import ReplayReport
+from runtime.clock import Clock, MonotonicClock
+from runtime.errors import AutotuneError, RejectedError
+from runtime.knobs import Knobs
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import SamplingParams
+from runtime.slo import SLO
+
+__all__ = [
+    "MAX_DRAIN_S",
+    "EvaluationError",
+    "Handle",
+    "Interrupted",
+    "Recorder",
+    "Served",
+    "Simulated",
+    "evaluate",
+    "settle",
+    "waiting",
+]
+
+MAX_DRAIN_S = 30.0
+"""Longest drain when the SLO gives no deadline (a bare ``ttft=`` or ``tpot=``)."""
+
+_SETTLE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
+_POLL_S = 0.02
+
+
+class EvaluationError(AutotuneError):
+    """A setting could not be measured; the message says why. Never turned into a bad score."""
+
+
+class Interrupted(EvaluationError):
+    """``stop`` said so before the measurement was complete."""
+
+
+@dataclass
+class Recorder:
+    """Keeps every record of one measurement; called on the engine's thread."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+    changed: threading.Event = field(default_factory=threading.Event)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        self.steps += record.split(ends)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests[record.id] = record
+        self.changed.set()
+
+
+def evaluate(
+    engine: Served,
+    setting: Knobs | None,
+    workload: Workload,
+    slo: SLO,
+    *,
+    vocab_size: int,
+    seed: int,
+    duration: float,
+    warmup: float = 0.0,
+    prompt_seed: int | None = None,
+    label: str = "run",
+    stop: Callable[[], bool] | None = None,
+    clock: Clock | None = None,
+    keep: Callable[[Sequence[RequestRecord]], None] | None = None,
+) -> Score:
+    """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
+
+    ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
+    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's; one in virtual time
+    brings its own. ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were
+    due). Raises
+    :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits shrink below the setting;
+    :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
+    """
+    virtual = engine if isinstance(engine, Simulated) else None
+    clock = virtual.clock if virtual is not None else clock or MonotonicClock()
+    begun = clock.now()
+    arrivals = list(workload.arrivals(seed, duration=warmup + duration))
+    prompt_seed = seed if prompt_seed is None else prompt_seed
+    sent: _Sender = (
+        _Sender(engine, arrivals, label, vocab_size, prompt_seed)
+        if virtual is None
+        else _VirtualSender(virtual, arrivals, label, prompt_seed)
+    )
+    settle(engine, clock)
+    epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
+    knobs = engine.knobs
+    recorder = Recorder()
+    unsubscribe = engine.subscribe(recorder)
+    try:
+        report = sent.replay(clock, stop)
+        sent.drain(recorder, report, slo, clock, stop)
+    finally:
+        unsubscribe()
+    if engine.effective_limits.clamp(knobs) != knobs:
+        raise EvaluationError(f"out of memory: the engine's limits fell to {engine.effective_limits.as_dict()}")
+    every = [sent.record(index, arrival, report, recorder) for index, arrival in enumerate(arrivals)]
+    records = [record for record, arrival in zip(every, arrivals, strict=True) if arrival.time >= warmup]
+    for record in records:
+        if record.reason is FinishReason.ERROR:
+            raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
+    if keep is not None:
+        keep(records)
+    start = report.start + warmup
+    tokens = sum(bisect_left(r.token_times, start + duration) - bisect_left(r.token_times, start) for r in every)
+    return score(
+        records,
+        slo,
+        setting=knobs,
+        epoch=epoch,
+        seed=seed,
+        rate=workload.rate,
+        start=start,
+        duration=duration,
+        tokens=tokens,
+        steps=[s for s in recorder.steps if start <= s.start < start + duration],
+        report=report,
+        wall_s=clock.now() - begun,
+    )
+
+
+def settle(engine: Served, clock: Clock, *, patience: float = _SETTLE_S) -> None:
+    """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
+    give_up = clock.now() + patience
+    pause = waiting(engine)
+    while (view := engine.view()).running or view.waiting:
+        if clock.now() > give_up:
+            raise EvaluationError(f"the engine did not come to rest: {view.running} running, {view.waiting} waiting")
+        pause(_POLL_S)
+
+
+class _Sender:
+    """Submits requests, keeps their handles, and ends what the drain leaves."""
+
+    def __init__(
+        self, engine: Served, arrivals: Sequence[Arrival], label: str, vocab_size: int, prompt_seed: int
+    ) -> None:
+        self._engine = engine
+        self._arrivals = arrivals
+        self._prompts = [prompt_ids(a, vocab_size, prompt_seed) for a in arrivals] if vocab_size else []
+        self._label = label
+        self._handles: dict[str, Handle] = {}
+        self._rejected: dict[str, str] = {}
+        self._next = 0
+
+    def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
+        return replay(self._arrivals, self, clock, threading.Event().wait, start=clock.now() + 0.02, stop=stop)
+
+    def __call__(self, arrival: Arrival, due: float) -> None:
+        name, prompt = self._name(self._next), self._prompts[self._next]
+        self._next += 1
+        params = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
+        try:
+            self._handles[name] = self._engine.submit(
+                prompt, params, tenant=arrival.tenant, request_class=arrival.request_class, request_id=name
+            )
+        except RejectedError as error:  # a reject is a miss, not a failure of the measurement
+            self._rejected[name] = str(error)
+
+    def _name(self, index: int) -> str:
+        return f"{self._label}-{index}"
+
+    def drain(
+        self,
+        recorder: Recorder,
+        report: ReplayReport,
+        slo: SLO,
+        clock: Clock,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Wait until all have ended or the last deadline has passed; cancel the rest and wait for those to come back."""
+        end = self._last_deadline(report, slo)
+        stopped = report.stopped or self._await(recorder, end, clock, stop)
+        for name, handle in self._handles.items():
+            if name not in recorder.requests:
+                handle.cancel()
+        self._await(recorder, clock.now() + _SETTLE_S, clock, None)
+        missing = self._handles.keys() - recorder.requests.keys()
+        if stopped:
+            raise Interrupted("interrupted")
+        if missing:
+            raise EvaluationError(f"{len(missing)} requests never ended, although cancelled; the engine hangs")
+
+    def _last_deadline(self, report: ReplayReport, slo: SLO) -> float:
+        sent = self._arrivals[: report.sent]
+        last = max((a.time + deadline(slo, a.output_tokens) for a in sent), default=0.0)
+        if last == math.inf:
+            last = self._arrivals[-1].time + MAX_DRAIN_S
+        return report.start + last
+
+    def _await(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
+        while self._handles.keys() - recorder.requests.keys() and clock.now() < end:
+            if stop is not None and stop():
+                return True
+            recorder.changed.wait(_POLL_S)
+            recorder.changed.clear()
+        return stop is not None and stop()
+
+    def record(self, index: int, arrival: Arrival, report: ReplayReport, recorder: Recorder) -> RequestRecord:
+        """The record of one request, its arrival set to when it was due; ours if the engine never saw it."""
+        name, due = self._name(index), report.start + arrival.time
+        record = recorder.requests.get(name)
+        if record is None:
+            return RequestRecord(
+                id=name, arrival=due, scheduled=None, finished=due, token_times=(), prompt_tokens=arrival.prompt_tokens,
+                output_tokens=0, cached_tokens=0, preemptions=0, reason=FinishReason.REJECTED,
+                request_class=arrival.request_class, tenant=arrival.tenant, priority=0, epoch_first=-1, epoch_last=-1,
+                cause=self._rejected.get(name, "not sent"),
+            )  # fmt: skip
+        if record.reason is FinishReason.CANCELLED:  # by our own drain: a miss, and no wish of the client's
+            record = record._replace(reason=FinishReason.TIMEOUT, cause="unfinished when the last deadline had passed")
+        return record._replace(arrival=due)
+
+
+class _VirtualSender(_Sender):
+    """The same in virtual time, where prompts need no tokens."""
+
+    def __init__(self, engine: Simulated, arrivals: Sequence[Arrival], label: str, prompt_seed: int) -> None:
+        super().__init__(engine, arrivals, label, 0, prompt_seed)
+        self._simulated = engine
+        self._prompt_seed = prompt_seed
+
+    def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
+        return self._simulated.serve(self._arrivals, label=self._label, prompt_seed=self._prompt_seed, stop=stop)
+
+    def drain(
+        self,
+        recorder: Recorder,
+        report: ReplayReport,
+        slo: SLO,
+        clock: Clock,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        """Run until all have ended or the last deadline has passed; cancel the rest."""
+        done = not report.stopped and self._simulated.run(self._last_deadline(report, slo), stop=stop)
+        self._simulated.cancel_all()
+        if not done or (stop is not None and stop()):
+            raise Interrupted("interrupted")

@@ -1,0 +1,172 @@
+"""The profile of a callable: schema, file, and what a batcher is to be given.
+
+A schema of its own, told from that of a language model by ``kind: callable``; docs/batching.md describes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
+from autotune.profile.complaints import explain
+from autotune.profile.fields import AboveZero, Amount, Count, Moment, Positive, Share, Text, shortened
+from autotune.profile.schema import schema_of
+from autotune.profile.text import dump_yaml, read_yaml
+from autotune.writing import write_whole
+from runtime.errors import InputError
+
+SCHEMA_VERSION = 1
+StrategyName = Literal["adaptive", "dynamic"]
+
+
+class Inputs(Part):
+    """The inputs it was profiled with."""
+
+    file: Text
+    items: Positive
+    cost: Text | None = Field(description="the cost function by its name; null: every input costs 1")
+    mean_cost: AboveZero
+
+
+class Group(Part):
+    """Calls of one group of inputs, and their median."""
+
+    items: Positive
+    cost: Positive
+    ms: Amount
+
+
+class ServiceTime(Part):
+    """A call of n items that cost c takes ``fixed_ms + per_item_ms·n + per_cost_ms·c``."""
+
+    fixed_ms: Amount
+    per_item_ms: Amount
+    per_cost_ms: Amount
+    error: Amount = Field(description="median relative error over the groups")
+    groups: tuple[Group, ...] = Field(min_length=1)
+    beside: AboveZero = Field(default=1.0, description="how many times as long a call takes while all workers call")
+    largest: Positive = Field(description="items of the largest call tried")
+    ended: Text = Field(description="why no larger one was tried")
+
+
+class LoadFacts(Part):
+    """Under what the settings were compared. ``capacity``: items/s by calibration, in calls short enough for the SLO."""
+
+    rate: AboveZero
+    rate_from: Text
+    capacity: AboveZero
+    capacity_size: Positive
+    window_s: Amount = Field(description="of each measured run; 0 when nothing was measured")
+    warmup_s: Amount
+    seed: Count
+
+
+class Point(Part):
+    """What one setting did."""
+
+    source: Literal["measured", "simulated"]
+    strategy: StrategyName
+    knobs: KnobsField
+    offered: Count
+    met: Count
+    attainment: Share
+    attainment_low: Share
+    attainment_high: Share
+    goodput: Amount = Field(description="items/s on time")
+    e2e_p50_ms: Amount | None
+    e2e_p99_ms: Amount | None
+    items_per_call: Amount
+    calls_per_s: Amount
+    lateness_p99_ms: Amount = Field(description="how late the sender was; counted in the latencies")
+    seeds: tuple[Count, ...]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Point:
+        if self.met > self.offered:
+            raise ValueError(f".met is {self.met}; it must be at most offered ({self.offered})")
+        return self
+
+
+class CallableProfile(Part):
+    """One profiling run of one callable, and the setting it recommends."""
+
+    kind: Literal["callable"]
+    schema_version: Literal[1]
+    name: Text
+    created: Moment
+    command: str = Field(description="what was typed")
+    status: Literal["complete", "stopped"]
+    function: Text = Field(description="package.module:function")
+    inputs: Inputs
+    machine: Machine
+    software: Software
+    slo: SLOField
+    slo_from: Text
+    strategy: StrategyName = Field(
+        description="of the batcher: adaptive takes the knobs as ceilings, dynamic does as they say"
+    )
+    knobs: KnobsField = Field(description="the recommended setting")
+    replicas: Positive = Field(default=1, description="workers that called the function at a time")
+    service: ServiceTime
+    load: LoadFacts
+    points: tuple[Point, ...] = Field(min_length=1, description="what was tried, the recommended setting first")
+    simulated: Count = Field(description="how many settings were simulated")
+    verdict: Text
+    slo_met: bool
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CallableProfile:
+        first = self.points[0]
+        if (first.strategy, first.knobs) != (self.strategy, self.knobs):
+            raise ValueError(f"knobs are {self.strategy} {self.knobs}; they must be those of the first of points")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``Batcher(fn, **options)`` is given, beside ``cost``. The chunk size says nothing to a batcher."""
+        knobs = {name: value for name, value in self.knobs.as_dict().items() if name != "chunk_size"}
+        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
+        return {"slo": str(self.slo), "strategy": self.strategy, **knobs, **replicas}
+
+
+@functools.cache
+def callable_schema() -> dict[str, Any]:
+    """JSON Schema of the file, for editors and other programs."""
+    return schema_of(CallableProfile, f"autotune profile of a callable, schema version {SCHEMA_VERSION}")
+
+
+def save_callable_profile(profile: CallableProfile, path: Path) -> None:
+    """Write ``path`` whole or not at all. Raises :class:`InputError` when the place cannot be written."""
+    write_whole(path, dump_yaml(profile.model_dump(mode="json")))
+
+
+def load_callable_profile(path: str | Path) -> CallableProfile:
+    """Read and check the profile of a callable. Raises :class:`InputError`: file, field, value, what is allowed."""
+    data = read_yaml(path)
+    if not isinstance(data, dict) or data.get("kind") != "callable":
+        told = shortened(data.get("kind")) if isinstance(data, dict) and "kind" in data else "missing"
+        raise InputError(
+            f"{path}: is not the profile of a callable (kind is {told}); `autotune profile --callable` makes one"
+        )
+    version = data.get("schema_version")
+    if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
+        raise InputError(
+            f"{path}: schema_version is {version}: made by a newer autotune (this one reads {SCHEMA_VERSION}); upgrade autotune"
+        )
+    try:
+        return CallableProfile.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{path}: {' '.join(explain(error, data, callable_schema()).split())}") from None
+
+
+def load_either(path: str | Path) -> Profile | CallableProfile:
+    """The profile at ``path``, of a callable or of a language model."""
+    data = read_yaml(path)
+    if isinstance(data, dict) and "kind" in data:
+        return load_callable_profile(path)
+    return load_profile(path)

@@ -1,0 +1,67 @@
+"""What is tried: a strategy with knobs; the yardsticks, and a grid small enough to be simulated whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autotune.profile.callable import StrategyName
+from runtime.batching.settings import BATCHER_LIMITS
+from runtime.knobs import Knobs
+
+STRATEGIES: tuple[StrategyName, ...] = ("adaptive", "dynamic")
+
+OPEN = Knobs(**BATCHER_LIMITS.as_dict())  # type: ignore[arg-type]  # its values are those of knobs
+_WAITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # of what the promise leaves beside one call
+
+
+class Setting(NamedTuple):
+    strategy: StrategyName
+    knobs: Knobs
+
+
+AS_IT_COMES = Setting("adaptive", OPEN)
+"""``Batcher(fn, slo=…)`` with no size and no window."""
+
+ONE_AT_A_TIME = Setting("dynamic", OPEN.with_(max_batch_size=1, max_wait_ms=0))
+"""No batching."""
+
+
+def grid(
+    strategies: Sequence[StrategyName],
+    *,
+    largest: int,
+    slack_ms: float,
+    mean_cost: float | None,
+    seed: int,
+    workers: int = 1,
+) -> list[Setting]:
+    """Every setting to simulate, in an order drawn by ``seed`` so that an early end leaves a sample of all.
+
+    Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the promise leaves beside one
+    call; the adaptive strategy with one worker holds nothing back, so its window is 0; with several it is open as well, for it
+    may keep calls apart that slow one another down. ``mean_cost``: None where all
+    inputs cost the same, and a budget of cost would say no more than the size does.
+    """
+    sizes = sorted({min(1 << i, largest) for i in range(largest.bit_length() + 1)})
+    budgets = [OPEN.token_budget]
+    if mean_cost is not None:
+        budgets += [max(1, round(mean_cost * largest * share)) for share in (0.125, 0.25, 0.5)]
+    waits = sorted({float(f"{max(0.0, slack_ms) * share:.2g}") for share in _WAITS})
+    found = []
+    for strategy in strategies:
+        for size in sizes:
+            for wait in _windows(strategy, waits, workers) if size > 1 or strategy == "adaptive" else [0.0]:
+                for budget in budgets:
+                    wanted = {"max_batch_size": size, "max_wait_ms": wait, "token_budget": budget}
+                    capped = {name: min(value, getattr(OPEN, name)) for name, value in wanted.items()}
+                    found.append(Setting(strategy, OPEN.with_(**capped)))
+    random.Random(seed).shuffle(found)
+    return list(dict.fromkeys(found))
+
+
+def _windows(strategy: StrategyName, waits: Sequence[float], workers: int) -> Sequence[float]:
+    if strategy == "dynamic":
+        return waits
+    return [0.0] if workers == 1 else [0.0, OPEN.max_wait_ms]

@@ -1,0 +1,111 @@
+"""The profile of a callable as a table for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.profile.callable import CallableProfile, Point
+from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, Setting
+from autotune.report.tables import Room, empty_table, fullest
+
+_OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
+
+
+def show(profile: CallableProfile, console: Console) -> None:
+    """What it is, what a call takes, the settings tried, and the verdict."""
+    service, load, inputs = profile.service, profile.load, profile.inputs
+    cost = f", cost {inputs.cost} ({inputs.mean_cost:.3g} on average)" if inputs.cost else ""
+    per_cost = f" + {service.per_cost_ms:.3g} × cost" if service.per_cost_ms else ""
+    for line in (
+        f"{profile.function} · {inputs.items} inputs of {inputs.file}{cost} · SLO {profile.slo} ({profile.slo_from})",
+        f"a call of n items takes {service.fixed_ms:.3g} + {service.per_item_ms:.3g} × n{per_cost} ms "
+        f"(typical error {service.error:.1%}; tried up to {service.largest} items: {service.ended})",
+        *_workers(profile),
+        f"so it can do about {load.capacity:.3g} items/s inside the SLO, in calls of {load.capacity_size}; "
+        f"offered here: {load.rate:.3g} items/s ({load.rate_from})",
+    ):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(table(profile, console.width))
+    measured = f"{load.window_s:.3g} s windows of Poisson arrivals, " if load.window_s else ""
+    console.print(
+        "as it comes: Batcher(fn, slo=…) with nothing else given; in SLO: share of the items offered that came back in time, "
+        "( ) its 95% interval; p50, p99: of those that came back; "
+        f"{measured}{profile.simulated} settings simulated",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if _setting(profile.points[0]) == AS_IT_COMES:
+        console.print("Recommended is the Batcher as it comes: Batcher(fn, slo=…) needs nothing else.", highlight=False)
+    late = max(p.lateness_p99_ms for p in profile.points)
+    if profile.slo.e2e_ms is not None and late > max(profile.slo.e2e_ms / 10, 5.0):
+        console.print(
+            f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
+            style="yellow",
+        )
+    console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
+
+
+def _workers(profile: CallableProfile) -> list[str]:
+    if profile.replicas == 1:
+        return []
+    return [
+        f"{profile.replicas} workers call it; while all do, a call takes {profile.service.beside:.3g} times as long"
+    ]
+
+
+def table(profile: CallableProfile, width: int = 120) -> Table:
+    """One row a setting; a narrow terminal loses the interval and the rates. A ceiling as high as it goes is open."""
+    return fullest(lambda room: _drawn(profile, room), width)
+
+
+def _drawn(profile: CallableProfile, room: Room) -> Table:
+    wide = room <= Room.ALL_CLOSE
+    drawn = empty_table(room)
+    drawn.add_column("", no_wrap=True)
+    drawn.add_column("strategy", no_wrap=True)
+    knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]
+    for title in (*knobs, "in SLO", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    for index, point in enumerate(_rows(profile)):
+        style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""
+        cells = [_label(index, point), point.strategy, *_knobs(profile, point), *_figures(point, wide)]
+        drawn.add_row(*(Text(cell, style=style) for cell in cells))
+    return drawn
+
+
+def _rows(profile: CallableProfile) -> list[Point]:
+    yardsticks = [p for p in profile.points[1:] if _setting(p) in (AS_IT_COMES, ONE_AT_A_TIME)]
+    others = [p for p in profile.points[1:] if p not in yardsticks]
+    return [profile.points[0], *others[:_OTHERS], *yardsticks]
+
+
+def _setting(point: Point) -> Setting:
+    return Setting(point.strategy, point.knobs)
+
+
+def _label(index: int, point: Point) -> str:
+    known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(_setting(point), "also tried")
+    return ("recommended" if index == 0 else known) + (" (simulated)" if point.source == "simulated" else "")
+
+
+def _knobs(profile: CallableProfile, point: Point) -> list[str]:
+    knobs, top = point.knobs, AS_IT_COMES.knobs
+    items = "open" if knobs.max_batch_size >= top.max_batch_size else f"{knobs.max_batch_size}"
+    wait = "open" if knobs.max_wait_ms >= top.max_wait_ms else f"{knobs.max_wait_ms:g} ms"
+    cost = "open" if knobs.token_budget >= top.token_budget else f"{knobs.token_budget}"
+    return [items, wait, *([cost] if profile.inputs.cost else [])]
+
+
+def _figures(p: Point, wide: bool) -> list[str]:
+    interval = f" ({p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f})" if wide else ""
+    rates = [f"{p.goodput:.4g}", f"{p.items_per_call:.1f}"] if wide else []
+    return [f"{p.attainment * 100:.1f}%{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -1,0 +1,136 @@
+"""The result as a table for people: recommended settings, the baseline, and what else is Pareto-optimal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotune.cost.price import money, per_million
+from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile
+from autotune.profiling.choice import refuted
+from autotune.profiling.points import pareto
+from autotune.report.tables import Room, fullest, setting_cells, setting_table
+
+BASELINE, OTHERS = "vLLM defaults", "also Pareto"
+_MOST_OTHERS = 4
+
+
+def rows(profile: Profile) -> list[tuple[str, Point, str]]:
+    """(label, point, mark): the three purposes, the baseline, then other Pareto-optimal points of the same comparison."""
+    found = [
+        (str(purpose), profile.settings[purpose].point, "← recommended" if purpose == RECOMMENDED else "")
+        for purpose in PURPOSES
+        if purpose in profile.settings
+    ]
+    if profile.baseline is not None:
+        found.append((BASELINE, profile.baseline, ""))
+    shown = {row[1].knobs for row in found}
+    stage, rate = found[0][1].stage, found[0][1].rate
+    peers = [p for p in profile.points if p.stage == stage and p.rate == rate]
+    others = [p for p in pareto(peers) if p.knobs not in shown]
+    others.sort(key=lambda p: p.goodput.mean, reverse=True)
+    return found + [(OTHERS, p, "") for p in others[:_MOST_OTHERS]]
+
+
+def table(profile: Profile, width: int = 120) -> Table:
+    """For a terminal of ``width`` columns; a narrow one loses throughput and intervals."""
+    return fullest(lambda room: _drawn(profile, room), width)
+
+
+def _drawn(profile: Profile, room: Room) -> Table:
+    full, price = room <= Room.ALL_CLOSE, profile.price_per_hour
+    priced = () if price is None else ("per M tok",)
+    titles = ("in SLO", "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
+    drawn = setting_table(titles, room)
+    marked = room < Room.BAREST  # else by its style alone
+    if marked:
+        drawn.add_column("", no_wrap=True)
+    for label, point, mark in rows(profile):
+        style = "bold green" if mark else "dim" if label in (OTHERS, BASELINE) else ""
+        interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
+        spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if room < Room.BARE else ""
+        figures = [
+            f"{point.attainment * 100:.0f}%{interval}",
+            f"{point.goodput.mean:.1f}{spread}",
+            *((f"{point.throughput.mean:.0f}",) if full else ()),
+            *(() if price is None else (_cost(price, point),)),
+            _ms(point.ttft_p99_ms),
+            _ms(point.tpot_p99_ms),
+            *((mark if full else mark[:1],) if marked else ()),
+        ]
+        drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, room), *figures)))
+    return drawn
+
+
+def show(profile: Profile, console: Console) -> None:
+    """The table, how it was measured, and the verdict."""
+    first = rows(profile)[0][1]
+    counts = sorted({len(point.seeds) for _, point, _ in rows(profile)})
+    fresh = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    how = {
+        "validation": f"{fresh} run{'s' if counts != [1] else ''} a row, under fresh seeds"
+        + (
+            " (a trace brings the same arrivals under every seed, only other tokens)"
+            if ":" in profile.workload.spec
+            else ""
+        ),
+        "search": "the search's own seed, not validated",
+        "simulation": "simulated, not measured",
+    }
+    console.print()
+    console.print(table(profile, console.width))
+    console.print(
+        f"req/s: those in SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
+        f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
+        "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
+        style="dim",
+        highlight=False,
+    )
+    late, target = max(row[1].lateness_p99_ms for row in rows(profile)), profile.slo.ttft_ms
+    if target is not None and late > max(target / 10, 5.0):
+        console.print(
+            f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
+            style="yellow",
+        )
+    for doubt in doubts(profile):
+        console.print(escape(doubt), highlight=False, style="yellow")
+    if profile.confidence is not None:
+        console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
+    if (text := cheapest(profile)) is not None:
+        console.print(escape(text), highlight=False)
+    console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def doubts(profile: Profile) -> tuple[str, ...]:
+    """What about the run makes its figures doubtful, a sentence each."""
+    return tuple(
+        text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.doubts
+    )
+
+
+def _cost(price_per_hour: float, point: Point) -> str:
+    cost = per_million(price_per_hour, point.throughput.mean)
+    return "–" if cost is None else money(cost)
+
+
+def cheapest(profile: Profile) -> str | None:
+    """The cheapest setting that holds the SLO, in a sentence; None without a price or such a setting."""
+    if profile.price_per_hour is None:
+        return None
+    tried = profile.capacity.tried if profile.capacity is not None else ()
+    held = [p for p in (*(point for _, point, _ in rows(profile)), *tried) if not refuted(p, profile.slo)]
+    known = len({p.knobs for p in (*(point for _, point, _ in rows(profile)), *tried)})
+    best = max(held, key=lambda p: p.throughput.mean, default=None)
+    cost = None if best is None else per_million(profile.price_per_hour, best.throughput.mean)
+    if best is None or cost is None:
+        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known holds the SLO"
+    return (
+        f"cheapest of the {known} settings known that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f} ms"

@@ -1,0 +1,188 @@
+"""What was simulated, as tables for people and as plain data for scripts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from autotune.cost.price import money, per_million
+from autotune.profile.parts import Point
+from autotune.report.tables import Room, fullest, setting_cells, setting_table
+from autotune.simulate.capacity import Best, SettingCapacity
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+_LABEL = 14  # columns of a label that is broken into lines
+
+
+def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
+    """One row a setting: what it did at the rate asked for. Those that held the SLO's share are bright.
+
+    For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
+    """
+    return fullest(lambda room: _simulated(points, slo, price, room), width)
+
+
+def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Room) -> Table:
+    full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
+    shown: dict[str, Callable[[Point], str]] = {
+        "in SLO": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
+        "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
+    }
+    if not barest or price is None:
+        shown["tok/s"] = lambda p: f"{p.throughput.mean:.0f}"
+    if full:
+        shown["TTFT p50"] = lambda p: _ms(p.ttft_p50_ms)
+    if not barest or slo.ttft_ms is not None:
+        shown["TTFT p99"] = lambda p: _ms(p.ttft_p99_ms)
+    if full:
+        shown["TPOT p50"] = lambda p: _ms(p.tpot_p50_ms)
+    if not barest or slo.tpot_ms is not None or slo.itl_ms is not None:
+        shown["TPOT p99"] = lambda p: _ms(p.tpot_p99_ms)
+    if not barest or slo.e2e_ms is not None:
+        shown["E2E p99"] = lambda p: _ms(p.e2e_p99_ms)
+    if full:
+        shown["preempted"] = lambda p: str(p.preemptions)
+    if price is not None:
+        shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: _price(price, p.throughput.mean)
+    drawn = setting_table(shown, room)
+    for point in points:
+        style = "" if point.attainment >= slo.attainment else "dim"
+        _add(drawn, point.label, point.knobs, [cell(point) for cell in shown.values()], style, room)
+    return drawn
+
+
+def capacity_table(
+    found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, width: int = 120
+) -> Table:
+    """One row a setting: the highest rate at which it holds the SLO, and what it does there.
+
+    For ``width`` columns: a narrow one loses how many requests run, then intervals.
+    """
+    return fullest(lambda room: _capacities(found, best, price, room), width)
+
+
+def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, room: Room) -> Table:
+    full, bare = room <= Room.ALL_CLOSE, room >= Room.BARE
+    tokens = room < Room.BAREST or price is None  # the price says the same
+    titles = [
+        "capacity,\nreq/s" if bare else "capacity, req/s",
+        *(("tok/s",) if tokens else ()),
+        "TTFT p99",
+        "TPOT p99",
+    ]
+    titles += [*(("running",) if full else ()), *(("/M tokens\nat capacity",) if price is not None else ())]
+    drawn = setting_table(titles, room)
+    rows = list(found) + ([best] if best not in found else [])
+    for one in rows:
+        low, high = one.interval
+        scores = one.scores
+        ttft, tpot = (_middle(getattr(s, name).p99 for s in scores) for name in ("ttft_ms", "tpot_ms"))
+        running = _middle(s.steps.mean_running for s in scores)
+        interval = "" if bare else f" ({low:.3g}–{high:.3g})"
+        figures = [
+            "unbounded" if one.unbounded else f"{one.rate:.3g}{interval}" if one.rate else "none",
+            *(("–" if one.unbounded else f"{one.throughput:.0f}",) if tokens else ()),
+            _ms(ttft),
+            _ms(tpot),
+            *(("–" if running is None else f"{running:.1f}",) if full else ()),
+        ]
+        if price is not None:
+            figures.append("–" if one.unbounded else _price(price, one.throughput))
+        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "", room)
+    return drawn
+
+
+def cheapest_sentence(found: Best, slo: SLO, price: float) -> str:
+    """Which of the settings tried holds the SLO for the least money, and for how much; or that none does."""
+    best, far = found.setting, "" if found.whole else " before the stop"
+    if best.unbounded:
+        return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
+    cost = per_million(price, best.throughput)
+    if cost is None or not best.rate:
+        return f"none of the {found.tried} settings tried{far} holds {slo}, at whatever price"
+    return (
+        f"cheapest of {found.tried} settings tried{far} that holds {slo}: {best.label} ({best.knobs}), "
+        f"{money(cost)} per million output tokens at its own capacity of {best.rate:.3g} req/s, {money(price)} an hour"
+    )
+
+
+def cheapest_data(found: Best | None, price: float | None) -> dict[str, Any] | None:
+    """The same for scripts; None where nothing was looked for, or nothing found before a stop."""
+    if found is None:
+        return None
+    return capacity_data(found.setting, price) | {"tried": found.tried, "whole": found.whole}
+
+
+def interval_words(seeds: int) -> str:
+    """What the interval of a capacity over ``seeds`` seeds is."""
+    if seeds == 1:
+        return "( ) is between which rates the search ended for this one seed; how much seeds differ takes more --seeds"
+    return f"mean and 95% interval over {seeds} seeds"
+
+
+def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int) -> str | None:
+    """What it means that some setting's capacity has no bound; None where all have one."""
+    endless = [one for one in found if one.unbounded]
+    if not endless:
+        return None
+    return (
+        f"unbounded: no rate tried missed {slo} ({', '.join(one.label for one in endless)}; up to "
+        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests keep it however close together they come; "
+        "more --requests may not"
+    )
+
+
+def capacity_data(one: SettingCapacity, price: float | None) -> dict[str, Any]:
+    low, high = one.interval
+    return {
+        "label": one.label,
+        "knobs": one.knobs.as_dict(),
+        "capacity": None if one.unbounded else one.rate or None,
+        "unbounded": one.unbounded,
+        "capacity_low": low,
+        "capacity_high": None if one.unbounded else high,
+        "interval": "bisection" if len(one.seeds) == 1 else "95%",
+        "seeds": [
+            {"seed": s.seed, "capacity": s.offered, "mean_rate": s.rate, "simulations": s.tried} for s in one.seeds
+        ],
+        "throughput": None if one.unbounded else one.throughput,
+        "price_per_million": None if price is None or one.unbounded else per_million(price, one.throughput),
+    }  # fmt: skip
+
+
+def point_data(point: Point, price: float | None) -> dict[str, Any]:
+    cost = None if price is None else per_million(price, point.throughput.mean)
+    return point.model_dump(mode="json") | {"price_per_million": cost}
+
+
+def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str, room: Room) -> None:
+    broken = (
+        textwrap.wrap(label, _LABEL, break_long_words=False, break_on_hyphens=False) if room >= Room.SHORT else [label]
+    )
+    cells = (*setting_cells("\n".join(broken).replace(", ", ",\n"), knobs, room), *figures)
+    drawn.add_row(*(Text(cell, style=style) for cell in cells))
+
+
+def _between(point: Point, room: Room) -> str:
+    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})" if room < Room.BARE else ""
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _price(per_hour: float, tokens_per_s: float) -> str:
+    cost = per_million(per_hour, tokens_per_s)
+    return "–" if cost is None else money(cost)
