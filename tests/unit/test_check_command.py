@@ -17,7 +17,7 @@ from tests.sample_profile import full_profile, sample_profile
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert run(["check", *words]) == 2
     out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1
+    assert "\n" not in out.rstrip() and error.count("\n") == 1
     return error.removeprefix("error: ").rstrip("\n")
 
 
