@@ -21,6 +21,7 @@ from autotune.profile.parts import (
     Confidence,
     CostFacts,
     EngineFacts,
+    Gain,
     KnobsField,
     LoadFacts,
     Machine,
@@ -75,6 +76,7 @@ class Profile(Part):
         default=(),
         description="what the simulator said of its Pareto set and of every validated setting, at the same load",
     )
+    gain: Gain | None = Field(default=None, description="over the baseline; null where nothing can be compared")
     confidence: Confidence | None = None
     price_per_hour: AboveZero | None = Field(
         default=None, description="of the machine, in whatever money the user pays"

@@ -7,7 +7,7 @@ import math
 from pydantic import Field, model_validator
 
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+from autotune.profile.fields import AboveZero, Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 
 _MOST = 1e3  # s; for a sequence, a prompt or a step
 _MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, EXPERT_TOKENS: 1e6}
@@ -163,6 +163,16 @@ class Confidence(Part):
     )
     regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
     sentence: str = Field(description="the same in words")
+
+
+class Gain(Part):
+    """Requests within the SLO with the recommended setting, over those with the baseline."""
+
+    ratio: AboveZero
+    low: Amount = Field(description="95% interval, block bootstrap")
+    high: AboveZero
+    requests: Count = Field(description="requests offered to the recommended setting in what is compared")
+    paired: bool = Field(description="whether both met the same requests")
 
 
 class SimulationFacts(Part):
