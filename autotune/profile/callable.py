@@ -1,6 +1,6 @@
 """The profile of a callable: schema, file, and what a batcher is to be given.
 
-A schema of its own, told from that of a language model by ``kind: callable``; docs/batching.md describes it.
+A schema of its own, told from that of a language model by ``kind: callable``; docs/how-to/batch.md describes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The profile: what was measured, on what, and which settings it recommends. A YAML file people read and tools load.
 
 Every part is checked on loading; an unknown field, a wrong type or a knob above the engine's ceiling is one line that
-names the file, the field, the value and what is allowed. docs/profiles.md describes the file.
+names the file, the field, the value and what is allowed. docs/reference/profile-file.md describes the file.
 """
 
 from __future__ import annotations

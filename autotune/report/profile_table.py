@@ -69,6 +69,8 @@ def _drawn(profile: Profile, room: Room) -> Table:
             _ms(point.tpot_p99_ms),
             *((mark if full else mark[:1],) if marked else ()),
         ]
+        if room >= Room.SHORT and ", " in label:  # interactive +1: it and one other
+            label = f"{label.partition(', ')[0]} +{label.count(', ')}"
         drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, room), *figures)))
     return drawn
 
@@ -116,7 +118,7 @@ def show(profile: Profile, console: Console) -> None:
 
 def conclusion(profile: Profile) -> str:
     """What to set and what it gains over vLLM's defaults on this engine, in one sentence."""
-    setting, base = profile.settings[RECOMMENDED], profile.baseline
+    setting, base = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values()))), profile.baseline
     if base is not None and base.knobs == setting.knobs:
         others = {p.knobs for p in profile.points if p.stage == setting.point.stage} - {base.knobs}
         best = "it was the only setting measured" if not others else f"none of {len(others)} others measured was better"

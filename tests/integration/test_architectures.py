@@ -232,7 +232,7 @@ def test_self_test_refuses_what_the_config_would_have_told(architecture: str, mo
 
 
 def test_documented_list_is_the_tested_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     tested, refused = text.split("## Tested", 1)[1].split("Also refused", 1)[0].split("## Refused", 1)
     assert sorted(re.findall(r"`([^`]+)`", tested.split("<!-- list -->")[1])) == sorted(ARCHITECTURES)
     assert set(re.findall(r"^\| `([^`]+)` \|", refused, re.MULTILINE)) == set(REFUSED)

@@ -168,7 +168,7 @@ def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> N
     save_profile(profile(), Path("tiny-cpu.yaml"))
     assert run(["show", "tiny-cpu.yaml"]) == 0
     text = capsys.readouterr().out
-    for word in ("interactive", "balanced", "throughput", "vLLM defaults", "← recommended", "TTFT p99"):
+    for word in ("every purpose", "vLLM defaults", "← recommended", "TTFT p99"):
         assert word in text
     assert run(["show", "tiny-cpu.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["knobs"]["token_budget"] == 128
