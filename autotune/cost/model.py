@@ -2,7 +2,7 @@
 
 Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and asked by the simulator for every
 step it simulates. It stands behind the same protocol as the online learner (:class:`runtime.step_model.StepModel`), which
-its :class:`~autotune.profile.parts.LearnerFacts` give a warm start.
+its :class:`~autotune.cost.facts.LearnerFacts` give a warm start.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile.parts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
-from runtime.step_model import Knowledge, StepFeatures, StepLearner
-
-if TYPE_CHECKING:
-    from autotune.profile import Profile
+from runtime.step_model import StepFeatures, StepLearner
 
 _FIRST_TABLE = 1024
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
@@ -157,33 +153,6 @@ class CostModel:
         self._compute += [
             sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
         ]
-
-
-def serving_speed(profile: Profile) -> float:
-    """How fast the profile's machine was while it served, in units of what its cost model and ``excess_s`` say."""
-    return 1.0 if profile.simulation is None else profile.simulation.speed
-
-
-def serving_cost(profile: Profile) -> CostModel:
-    """What a step costs on the profile's machine while it serves: cost model and what serving adds, at :func:`serving_speed`.
-
-    Whatever predicts from a profile goes by this; only a comparison with the calibration itself (``autotune check``) goes by
-    the cost model as it was fitted. Raises ``ValueError`` when the profile holds none.
-    """
-    if profile.cost_model is None:
-        raise ValueError("the profile holds no cost model")
-    cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
-    return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
-
-
-def serving_knowledge(profile: Profile) -> Knowledge | None:
-    """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
-    if profile.cost_model is None or (facts := profile.cost_model.learner) is None:
-        return None
-    more = profile.cost_model.excess_s / facts.unit_s
-    decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
-    unit = facts.unit_s / serving_speed(profile)
-    return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)
 
 
 def fit_cost_model(
