@@ -10,11 +10,12 @@ import math
 from pydantic import Field, model_validator
 
 from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
-from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
+from autotune.cost.shape import EXPERT_TOKENS, Shape
+from runtime.step_model import Piece, learned_terms
 
-_MOST = 1e3  # s; for a sequence, a prompt or a step
-_MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, EXPERT_TOKENS: 1e6}
-_DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
+_MOST_EXPERT_TOKENS = 1e6
+_LEAST: dict[Piece, int] = {piece: sum(term.required for term in learned_terms(piece)) for piece in ("decode", "mixed")}
+"""Coefficients of each piece of the learner; a profile may hold more, those of terms that came later."""
 
 
 class StepPoint(Part):
@@ -52,15 +53,19 @@ class LearnerFacts(Part):
     """What warm-starts the online learner: coefficients of its two pieces, of inputs without unit, and their covariances."""
 
     unit_s: float = Field(gt=0, le=1e9, description="its unit of time, s")
-    decode: Row = Field(min_length=_DECODE_INPUTS, max_length=_DECODE_INPUTS)
+    decode: Row = Field(min_length=_LEAST["decode"])
     decode_covariance: Matrix
-    mixed: Row = Field(min_length=_MIXED_INPUTS, max_length=_MIXED_INPUTS)
+    mixed: Row = Field(min_length=_LEAST["mixed"])
     mixed_covariance: Matrix
 
     @model_validator(mode="after")
-    def _covariances(self) -> LearnerFacts:
-        check_covariance(".decode_covariance", self.decode_covariance, _DECODE_INPUTS)
-        check_covariance(".mixed_covariance", self.mixed_covariance, _MIXED_INPUTS)
+    def _of_the_terms_there_are(self) -> LearnerFacts:
+        pieces: tuple[tuple[Piece, Row], ...] = (("decode", self.decode), ("mixed", self.mixed))
+        for piece, row in pieces:
+            if len(row) > (most := len(learned_terms(piece))):
+                raise ValueError(f".{piece} has {len(row)} coefficients; this version knows {most} terms of that piece")
+        check_covariance(".decode_covariance", self.decode_covariance, len(self.decode))
+        check_covariance(".mixed_covariance", self.mixed_covariance, len(self.mixed))
         return self
 
 
@@ -122,13 +127,13 @@ class CostFacts(Part):
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:
         try:
-            Shape.of(self.family, self.coefficients)
+            shape = Shape.of(self.family, self.coefficients)
         except ValueError as error:
             raise ValueError(f".{error}") from None
+        most = shape.most | {EXPERT_TOKENS: _MOST_EXPERT_TOKENS}
         for name, value in self.coefficients.items():
-            most = _MOST_EACH.get(name, 1.0 if name.startswith(TOKEN) else _MOST)
-            if value > most:
-                raise ValueError(f".coefficients.{name} is {value:g}; it must be at most {most:g}")
+            if value > most[name]:
+                raise ValueError(f".coefficients.{name} is {value:g}; it must be at most {most[name]:g}")
         check_covariance(".covariance", self.covariance, len(self.coefficients))
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):

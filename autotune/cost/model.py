@@ -18,6 +18,11 @@ from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
 from runtime.step_model import StepFeatures, StepLearner
 
+WRITTEN_OUT = frozenset(
+    ("step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs")
+)
+"""The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
+
 _FIRST_TABLE = 1024
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
 
@@ -34,6 +39,7 @@ class CostModel:
         "_decode",
         "_decode_kv",
         "_memory",
+        "_more",
         "_norm",
         "_overhead",
         "_pair",
@@ -54,6 +60,11 @@ class CostModel:
         self._norm = self._shape.norm
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
+        self._more = [
+            (term.group, values[term.coefficient], term.amount)
+            for term in self._shape.terms
+            if term.name not in WRITTEN_OUT and values.get(term.coefficient)
+        ]
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(_FIRST_TABLE)
@@ -74,6 +85,15 @@ class CostModel:
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
         outside = self._overhead + self._decode * decodes + self._chunk * chunks
+        if self._more:
+            for group, each, amount in self._more:
+                seconds = each * float(amount(step))
+                if group == "outside":
+                    outside += seconds
+                elif group == "memory":
+                    memory += seconds
+                else:
+                    compute += seconds
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)
@@ -97,6 +117,8 @@ class CostModel:
         kv, pair, norm, root = self._decode_kv, self._pair, self._norm, math.sqrt
         outside = self._overhead + self._decode * decodes
         reads = range(context, context + decodes * count, decodes)
+        if self._more:
+            return [self.predict(StepFeatures(decodes, n, 0, 0, 0)) for n in reads]
         if norm == 1.0:
             return [outside + ((m + kv * n) + (c + pair * n)) for n in reads]
         if norm == math.inf:
