@@ -24,6 +24,7 @@ WRITTEN_OUT = frozenset(
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
 _FIRST_TABLE = 1024
+_FROM_TABLE = 0.0  # in place of the norm: it is met last, so that models without further terms do not wait for it
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
 
 
@@ -57,7 +58,6 @@ class CostModel:
             raise ValueError(f"cost_model.{error}") from None
         self.facts = facts
         self._values = values
-        self._norm = self._shape.norm
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
         self._more = [
@@ -65,6 +65,7 @@ class CostModel:
             for term in self._shape.terms
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
+        self._norm = _FROM_TABLE if self._more else self._shape.norm
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(_FIRST_TABLE)
@@ -85,15 +86,6 @@ class CostModel:
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
         outside = self._overhead + self._decode * decodes + self._chunk * chunks
-        if self._more:
-            for group, each, amount in self._more:
-                seconds = each * float(amount(step))
-                if group == "outside":
-                    outside += seconds
-                elif group == "memory":
-                    memory += seconds
-                else:
-                    compute += seconds
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)
@@ -101,8 +93,16 @@ class CostModel:
             return outside + (memory if memory > compute else compute)
         if norm == 2.0:
             return outside + math.sqrt(memory * memory + compute * compute)
-        memory, compute = memory * memory, compute * compute
-        return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
+        if norm == 4.0:
+            memory, compute = memory * memory, compute * compute
+            return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
+        more = {"outside": outside, "memory": memory, "compute": compute}
+        for group, each, amount in self._more:
+            more[group] += each * float(amount(step))
+        memory, compute, norm = more["memory"], more["compute"], self._shape.norm
+        if norm == math.inf:
+            return more["outside"] + max(memory, compute)
+        return more["outside"] + (memory**norm + compute**norm) ** (1 / norm)
 
     def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
         """Seconds of each of ``count`` steps of ``decodes`` decodes alone, whose context grows by one token each.

@@ -1,8 +1,8 @@
 """What a cost model may look like: its terms by name, in three groups, and how memory and compute time combine.
 
 The terms are the rows of :data:`runtime.step_model.TERMS` that have a coefficient. A step takes ``outside + combine(memory,
-compute)`` seconds. Every group is a sum of non-negative coefficients times what a
-step holds (roofline: Williams et al., CACM 52(4), 2009)::
+compute)`` seconds. Every group is a sum of non-negative coefficients times what a step holds (roofline: Williams et al., CACM
+52(4), 2009)::
 
     outside   overhead_s + decode_s·decodes + chunk_s·chunks
     memory    weights_s + experts_s·(1 − e^(−tokens/expert_tokens)) + decode_kv_s·decode context + prefill_kv_s·prefill context
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,14 +90,14 @@ class Shape:
             and not (term.curve == "saturating" and not self.experts)
         ]
 
-    @property
+    @cached_property
     def groups(self) -> list[tuple[str, Group]]:
         """The coefficients, in order, and the group of each."""
         return [(name, term.group) for term in self.terms for name in self._names(term)]
 
     @property
     def names(self) -> list[str]:
-        return [name for term in self.terms for name in self._names(term)]
+        return [name for name, _ in self.groups]
 
     @property
     def required(self) -> list[str]:
