@@ -102,7 +102,8 @@ class CostModel:
         memory, compute, norm = more["memory"], more["compute"], self._shape.norm
         if norm == math.inf:
             return more["outside"] + max(memory, compute)
-        return more["outside"] + (memory**norm + compute**norm) ** (1 / norm)
+        both: float = (memory**norm + compute**norm) ** (1 / norm)
+        return more["outside"] + both
 
     def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
         """Seconds of each of ``count`` steps of ``decodes`` decodes alone, whose context grows by one token each.
