@@ -13,8 +13,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from autotune.cost.fields import AboveZero, Count, Text
 from autotune.profile.complaints import explain
-from autotune.profile.fields import AboveZero, Count, FileName, Moment, Text, shortened
+from autotune.profile.fields import FileName, Moment, shortened
 from autotune.profile.parts import (
     Calibration,
     Capacity,

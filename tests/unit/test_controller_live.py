@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from autotune.bench import Contender, Result, defaults, fixed
-from autotune.cost.model import serving_cost
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
+from autotune.profile.serving import serving_cost
 from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autotune.cost.model import serving_knowledge
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
+from autotune.profile.serving import serving_knowledge
 from autotune.report.profile_table import show
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
