@@ -204,9 +204,6 @@ class EngineLoop:
             readable = sequence not in causes  # else the tokenizer may have failed on the last one
             self._ended(sequence, record, causes.get(sequence), last.get(sequence) if readable else None)
         self._send_wakes(lost)
-        if outcome.result is not None and outcome.result.oom_tokens:
-            with self._lock:  # knobs set by another thread while the limits shrank may be above them
-                self.core.set_knobs(self.core.knobs)
         self.listeners.tell(outcome.record, list(ended.values()))
 
     def _send_wakes(self, lost: list[TokenBuffer]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
@@ -47,8 +48,25 @@ class _Outcome:
 
     tokens: list[Token] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
-    oom_tokens: int = 0
-    oom_sequences: int = 0
+    oom: list[list[Work]] = field(default_factory=list)  # parts that ran out of memory, and those that ran
+    fitted: list[list[Work]] = field(default_factory=list)
+
+    def loads(self) -> tuple[list[Load], list[Load]]:
+        """What ran out of memory and what fitted; a sequence that does not fit even alone says nothing of the others."""
+        alone = {sequence for sequence, error in self.failed if is_out_of_memory(error)}
+        blamed = self.oom
+        if self.fitted:
+            blamed = [part for part in self.oom if alone.isdisjoint(map(_owner, part))]
+        return [_load(part) for part in blamed], [_load(part) for part in self.fitted]
+
+
+def _owner(work: Work) -> Sequence:
+    return work.sequence if isinstance(work, Chunk) else work
+
+
+def _load(part: list[Work]) -> Load:
+    chunks = [work.count for work in part if isinstance(work, Chunk)]
+    return Load(len(part), len(part) - len(chunks) + sum(chunks), max(chunks, default=0))
 
 
 class TorchExecutor:
@@ -109,13 +127,11 @@ class TorchExecutor:
                 self._tainted.update(sequence.blocks)
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
-        return StepResult(
-            (self._clock.now(),),
-            outcome.tokens,
-            failed=outcome.failed,
-            oom_tokens=outcome.oom_tokens,
-            oom_sequences=outcome.oom_sequences,
-        )
+        result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed)
+        if outcome.oom:
+            oom, fitted = outcome.loads()
+            result = result._replace(oom=oom, fitted=fitted)
+        return result
 
     def release(self, sequence: Sequence) -> None:
         """Forget ``sequence``."""
@@ -241,9 +257,7 @@ class TorchExecutor:
     def _divide(self, work: list[Work], step: int, error: Exception, outcome: _Outcome) -> None:
         """``work`` failed as a whole with ``error``: run it in parts."""
         if is_out_of_memory(error):
-            tokens = sum(w.count if isinstance(w, Chunk) else 1 for w in work)
-            if not outcome.oom_tokens or tokens < outcome.oom_tokens:
-                outcome.oom_tokens, outcome.oom_sequences = tokens, len(work)
+            outcome.oom.append(work)
             error = error.with_traceback(None)  # whose frames hold on to the tensors that did not fit
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -261,7 +275,7 @@ class TorchExecutor:
                 rest = Chunk(only.sequence, only.start + half, only.count - half, only.samples)
                 self._attempt([rest], step, outcome)
             return
-        outcome.failed.append((only.sequence if isinstance(only, Chunk) else only, error))
+        outcome.failed.append((_owner(only), error))
 
     def _attempt(self, work: list[Work], step: int, outcome: _Outcome) -> None:
         rows = [w for w in work if isinstance(w, Sequence)]
@@ -276,6 +290,7 @@ class TorchExecutor:
         else:
             outcome.tokens += tokens
             outcome.failed += failed
+            outcome.fitted.append(work)
             return
         self._divide(work, step, cause, outcome)
 
