@@ -15,6 +15,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from runtime.ceilings import Load, MemoryCeilings
+from runtime.errors import DeviceError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
 from runtime.llm.ordering import Ordering, ordering_of
@@ -190,6 +191,8 @@ class EngineCore:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
             result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
+        except DeviceError:  # no step will succeed any more
+            raise
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
             log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
             result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])

@@ -115,7 +115,11 @@ class StepResult(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step."""
+    """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step.
+
+    It contains what goes wrong with a request. :class:`runtime.errors.DeviceError`, which it alone can tell, closes the
+    engine; anything else that it raises fails the requests of the step.
+    """
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult: ...
 

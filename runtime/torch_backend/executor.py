@@ -18,6 +18,7 @@ from runtime.request import Sequence
 from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.decode_cache import DecodeCache
+from runtime.torch_backend.faults import device_error
 from runtime.torch_backend.fused_layer import fuse_layers, prunes
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
@@ -74,7 +75,7 @@ class TorchExecutor:
 
     One thread at a time. A step that raises is split in halves and run again, down to the request at fault; one that runs
     out of memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their
-    own row only.
+    own row only. A device that is lost raises DeviceError.
 
     On a CPU, ``cpu_fast_path`` repacks the model's linear layers and keeps a contiguous copy of the decoding sequences' keys
     and values, which takes up to as much memory as the pool; without it the device-independent code runs.
@@ -255,7 +256,9 @@ class TorchExecutor:
         return tokens, failed
 
     def _divide(self, work: list[Work], step: int, error: Exception, outcome: _Outcome) -> None:
-        """``work`` failed as a whole with ``error``: run it in parts."""
+        """``work`` failed as a whole with ``error``: run it in parts. Raises DeviceError if the device is lost."""
+        if (lost := device_error(error, self.device)) is not None:
+            raise lost from error
         if is_out_of_memory(error):
             outcome.oom.append(work)
             error = error.with_traceback(None)  # whose frames hold on to the tensors that did not fit
