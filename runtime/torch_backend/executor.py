@@ -71,7 +71,8 @@ def _load(part: list[Work]) -> Load:
 
 
 class TorchExecutor:
-    """An :class:`runtime.llm.plan.Executor` over ``loaded`` with a pool of ``kv_blocks`` blocks of ``block_size`` tokens.
+    """An :class:`runtime.llm.plan.Executor` over ``loaded`` with a pool of ``kv_blocks`` blocks of ``block_size`` tokens, which
+    is allocated here; ``ValueError`` if it does not fit.
 
     One thread at a time. A step that raises is split in halves and run again, down to the request at fault; one that runs
     out of memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their
@@ -93,7 +94,7 @@ class TorchExecutor:
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
-        self.pool = KVPool(kv_blocks, block_size)
+        self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device)
         self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of the attention hook in the last forward
         self._clock = clock or MonotonicClock()
