@@ -11,10 +11,11 @@ import logging
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple, Protocol
 
+from runtime.ceilings import Load, MemoryCeilings
+from runtime.errors import DeviceError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
 from runtime.llm.ordering import Ordering, ordering_of
@@ -64,9 +65,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.limits = limits or KnobLimits()
-        self.effective_limits = self.limits
+        self.memory = MemoryCeilings(self.limits)
         self.policy: StepPolicy | None = None
-        self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
+        self._wanted = self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs())
+        self._setting = (0, self._wanted)
         self._turning = threading.Lock()  # so that no two settings get one epoch
         self._output = output
         self._expiries: list[tuple[float, int, Sequence]] = []
@@ -87,6 +89,11 @@ class EngineCore:
         return self._setting[0]
 
     @property
+    def effective_limits(self) -> KnobLimits:
+        """Ceilings in force: running out of memory lowers them below ``limits``, and what fits afterwards raises them."""
+        return self.memory.effective
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -105,11 +112,15 @@ class EngineCore:
         Raises ``ValueError`` above ``limits``. Between ``effective_limits`` and ``limits`` they are lowered to the former.
         """
         with self._turning:
-            knobs = self.effective_limits.clamp(self.limits.check(knobs))
-            epoch, current = self._setting
-            if knobs != current:
-                self._setting = (epoch + 1, knobs)
-            return self._setting[0]
+            self._wanted = self.limits.check(knobs)
+            return self._turn()
+
+    def _turn(self) -> int:
+        knobs = self.effective_limits.clamp(self._wanted)
+        epoch, current = self._setting
+        if knobs != current:
+            self._setting = (epoch + 1, knobs)
+        return self._setting[0]
 
     @property
     def admission(self) -> AdmissionPolicy | None:
@@ -180,6 +191,8 @@ class EngineCore:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
             result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
+        except DeviceError:  # no step will succeed any more
+            raise
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
             log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
             result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])
@@ -192,9 +205,9 @@ class EngineCore:
             for sequence, _ in ended:
                 self.executor.release(sequence)
             finished += ended
-        if result.oom_tokens:
-            self._shrink(result.oom_tokens)
         record = self._record(plan, result, now)
+        if result.oom or self.memory.lowered:
+            self._learn_memory(plan, result)
         if scheduler.admission is not None:
             scheduler.admission.observe(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
@@ -232,23 +245,20 @@ class EngineCore:
             self.policy = None
             return None
 
-    def _shrink(self, tokens: int) -> None:
-        """A step of ``tokens`` ran out of memory: keep below half of it from now on."""
-        most = max(1, tokens // 2)
-        old = self.effective_limits
-        self.effective_limits = replace(
-            old,
-            token_budget=min(old.token_budget, most),
-            max_batch_size=min(old.max_batch_size, most),
-            chunk_size=min(old.chunk_size, most),
-        )
-        if self.effective_limits != old:
-            log.warning(
-                "a step of %d tokens ran out of memory; token_budget may now be at most %d",
-                tokens,
-                self.effective_limits.token_budget,
-            )
-            self.set_knobs(self.knobs)
+    def _learn_memory(self, plan: StepPlan, result: StepResult) -> None:
+        """Lower the ceilings by what ran out of memory, or raise lowered ones by what fitted; the knobs follow, up to what was
+        last set. What runs above a lowered ceiling is preempted at once."""
+        chunks = [chunk.count for chunk in plan.chunks]
+        load = Load(plan.n_decode + len(chunks), plan.n_decode + sum(chunks), max(chunks, default=0))
+        with self._turning:
+            if result.oom:
+                changed = self.memory.ran_out(load, result.oom, result.fitted)
+            else:
+                changed = not result.failed and self.memory.fitted(load)
+            if changed:
+                self._turn()
+        ceilings = self.effective_limits
+        self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler, n_decode = self.scheduler, plan.n_decode

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from runtime.clock import Clock
-from runtime.errors import EngineClosedError, RejectedError
+from runtime.errors import DeviceError, EngineClosedError, RejectedError
 from runtime.llm.at_exit import stop_at_exit
 from runtime.llm.buffer import TokenBuffer, Wakes
 from runtime.llm.core import EngineCore, StepOutcome
@@ -145,7 +145,7 @@ class EngineLoop:
         self._inbox.put(self._abandoned)
 
     def _why_closed(self) -> str:
-        return "the engine is closed" if self.error is None else f"the engine stopped: {self.error!r}"
+        return "the engine is closed" if self.error is None else f"the engine stopped: {_told(self.error)}"
 
     def _rejected(self, request: Request, reason: str, why: str, retry_after: float | None) -> RejectedError:
         """Needs the lock. The rejection is recorded as well: it is an offered request that missed its SLO."""
@@ -167,6 +167,9 @@ class EngineLoop:
                 outcome = self.core.step(self._clock.now())
                 self._deliver(outcome)
                 wake = -inf if outcome.record is not None else min(outcome.wake_at, self.core.next_expiry)
+        except DeviceError as raised:
+            log.critical("the engine closes: %s", raised)
+            error = raised
         except BaseException as raised:  # whatever it is, nobody may be left waiting
             log.critical("the engine's thread died", exc_info=True)
             error = raised
@@ -204,9 +207,6 @@ class EngineLoop:
             readable = sequence not in causes  # else the tokenizer may have failed on the last one
             self._ended(sequence, record, causes.get(sequence), last.get(sequence) if readable else None)
         self._send_wakes(lost)
-        if outcome.result is not None and outcome.result.oom_tokens:
-            with self._lock:  # knobs set by another thread while the limits shrank may be above them
-                self.core.set_knobs(self.core.knobs)
         self.listeners.tell(outcome.record, list(ended.values()))
 
     def _send_wakes(self, lost: list[TokenBuffer]) -> None:
@@ -286,6 +286,10 @@ class EngineLoop:
             buffer.end(None, None, error, self._wakes)
         self._wakes.send()
         self.listeners.tell(None, [record for record in records if record is not None])
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, DeviceError) else repr(error)
 
 
 def _answer(question: Callable[[], T], answer: Future[T]) -> None:
