@@ -166,7 +166,7 @@ def test_every_coefficient_is_described() -> None:
     text = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
     for term in TERMS.values():
         assert term.unit and term.amount(steps(1)[0]) >= 0
-        assert f"{term.coefficient}" in text, f"docs/cost-model.md says nothing of {term.coefficient}"
+        assert f"{term.coefficient}" in text, f"docs/concepts/cost-model.md says nothing of {term.coefficient}"
 
 
 # -- a term that does not exist --------------------------------------------------------------------------------------------
