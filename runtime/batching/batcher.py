@@ -34,6 +34,7 @@ from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
+from runtime.ordering import Ordering
 from runtime.slo import SLO
 
 
@@ -65,7 +66,7 @@ class Batcher(TunableBatcher):
         slo: SLO | str | Mapping[str, SLO | str] | None = None,
         cost: Callable[[Any], float] | None = None,
         strategy: str | Strategy = "adaptive",
-        grouping: str | Grouping = "arrival",
+        grouping: str | Grouping | Ordering = "arrival",
         max_batch_size: int | None = None,
         max_wait_ms: float | None = None,
         token_budget: int | None = None,

@@ -20,6 +20,7 @@ from runtime.batching.strategies.protocol import Decision, State, Strategy, cost
 from runtime.batching.view import view_of
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.ordering import Ordering
 from runtime.records import FinishReason
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
@@ -34,7 +35,7 @@ class BatchCore:
     def __init__(
         self,
         strategy: Strategy,
-        grouping: str | Grouping = "arrival",
+        grouping: str | Grouping | Ordering = "arrival",
         *,
         slo: SLO | Mapping[str, SLO] | None = None,
         knobs: Knobs | None = None,

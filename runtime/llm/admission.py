@@ -31,9 +31,9 @@ from math import inf
 from typing import Final, Literal, NamedTuple
 
 from runtime.errors import RejectedError
-from runtime.llm.ordering import ordering_of
 from runtime.llm.prefill_rate import PrefillRate, RateSource
 from runtime.llm.slack import SlackTracker
+from runtime.ordering import ordering_of
 from runtime.records import StepRecord
 from runtime.request import Sequence
 from runtime.slo import first_target

@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
-from runtime.llm.ordering import Ordering, ordering_of
 from runtime.llm.plan import Executor, StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
 from runtime.llm.view import view_of
+from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
 from runtime.tunable import SchedulerView, StepPolicy
