@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 
-from runtime.batching.expiries import Expiries, due_s
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
 from runtime.batching.memory import MemoryCeilings
@@ -19,10 +18,11 @@ from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
 from runtime.batching.view import view_of
 from runtime.errors import RejectedError
+from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import Ordering
 from runtime.records import FinishReason
-from runtime.slo import SLO
+from runtime.slo import SLO, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
@@ -64,7 +64,7 @@ class BatchCore:
         self._pending: dict[Item, None] = {}  # what has no call now and no outcome yet, in order of arrival
         self.fault: BaseException | None = None
         """What the strategy or the grouping raised: no call begins any more."""
-        self.expiries = Expiries()
+        self.expiries: Expiries[Item] = Expiries(_ended)
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
         self.item_s = 0.0
@@ -90,7 +90,7 @@ class BatchCore:
     def promise(self, request_class: str, slo: SLO) -> None:
         """Items of ``request_class`` that come from now on are due as ``slo`` says."""
         self.slos[request_class] = slo
-        self.state.slo_s = min((due for s in self.slos.values() if (due := due_s(s)) < inf), default=None)
+        self.state.slo_s = min((due for s in self.slos.values() if (due := first_target(s)) < inf), default=None)
 
     # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class BatchCore:
             )
         if item.deadline == UNTIL_SLO:
             slo = self.slos.get(item.request_class) or self.slos.get("default")
-            item.deadline = inf if slo is None else item.arrival + due_s(slo)
+            item.deadline = inf if slo is None else item.arrival + first_target(slo)
         state.now = now
         gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment
         if gap < inf:
@@ -127,7 +127,7 @@ class BatchCore:
         state.waiting_cost += item.cost
         state.room = self.max_queue - state.waiting
         if item.expires < inf and not item.held:
-            self.expiries.add(item)
+            self.expiries.add(item, item.expires)
 
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
@@ -299,3 +299,7 @@ class BatchCore:
             _ = self.forget(each.item) or self.leave(each.item)
         self._again.clear()
         return ended
+
+
+def _ended(item: Item) -> bool:
+    return item.state is ENDED

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
+from runtime.at_exit import stop_at_exit
 from runtime.batching.accounts import item_record
 from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
-from runtime.batching.exiting import stop_at_exit
 from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, Ended, Item
 from runtime.batching.outcomes import end_early
@@ -106,7 +106,7 @@ class Pool:
             if not item.held:
                 item.held = True
                 if item.expires < inf:
-                    core.expiries.add(item)
+                    core.expiries.add(item, item.expires)
                     self._timekeeper.watch(item.expires)
             if not block:
                 return item.state is ENDED
@@ -156,6 +156,14 @@ class Pool:
                     slot.function.kill()
         self._timekeeper.join()
         self._close_functions()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads that call the function to end, so long at most all together."""
+        if self._abandoned and not self.closed:  # somebody held the lock then
+            self.stop(drain=False)
+        until = time.monotonic() + timeout
+        for thread in self.threads():
+            thread.join(max(0.0, until - time.monotonic()))
 
     def threads(self) -> list[threading.Thread]:
         """Those that call the function."""

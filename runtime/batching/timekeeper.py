@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from math import inf
 
-from runtime.batching.expiries import Expiries
+from runtime.batching.item import Item
+from runtime.expiries import Expiries
 
 
 class Timekeeper:
@@ -14,7 +15,7 @@ class Timekeeper:
     at once whenever there may be something to do, without the lock."""
 
     def __init__(
-        self, lock: threading.Lock, expiries: Expiries, now: Callable[[], float], tick: Callable[[], bool]
+        self, lock: threading.Lock, expiries: Expiries[Item], now: Callable[[], float], tick: Callable[[], bool]
     ) -> None:
         self._expiries = expiries
         self._now = now

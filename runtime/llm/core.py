@@ -6,7 +6,6 @@ executor.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple, Protocol
 
+from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
 from runtime.llm.plan import Executor, StepPlan, StepResult
@@ -69,8 +69,7 @@ class EngineCore:
         self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
         self._turning = threading.Lock()  # so that no two settings get one epoch
         self._output = output
-        self._expiries: list[tuple[float, int, Sequence]] = []
-        self._added = 0
+        self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
 
     @property
@@ -93,10 +92,8 @@ class EngineCore:
     @property
     def next_expiry(self) -> float:
         """When the next live request times out, altogether or in the queue; inf if none does."""
-        heap, admission = self._expiries, self.scheduler.admission
-        while heap and heap[0][2].state == "finished":
-            heapq.heappop(heap)
-        expiry = heap[0][0] if heap else inf
+        admission = self.scheduler.admission
+        expiry = self._expiries.next
         return expiry if admission is None else min(expiry, admission.next_timeout)
 
     def set_knobs(self, knobs: Knobs) -> int:
@@ -141,15 +138,8 @@ class EngineCore:
         it would come too late."""
         sequence = self.scheduler.add(request, now)
         if request.expires is not None:
-            self._added += 1
-            heapq.heappush(self._expiries, (request.expires, self._added, sequence))
-            if len(self._expiries) > 1024 and len(self._expiries) > 2 * self._live():
-                self._expiries = [entry for entry in self._expiries if entry[2].state != "finished"]
-                heapq.heapify(self._expiries)
+            self._expiries.add(sequence, request.expires)
         return sequence
-
-    def _live(self) -> int:
-        return self.scheduler.running + len(self.scheduler.waiting)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """End ``sequence`` from outside a step, whatever its state. None if it has already ended."""
@@ -165,7 +155,7 @@ class EngineCore:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
         timeout and the end of a wait window."""
         finished: list[Finished] = []
-        expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
+        expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
         epoch, knobs = self._setting
         scheduler = self.scheduler
         budget = None
@@ -208,7 +198,7 @@ class EngineCore:
                 sequence.retry_after = verdict.retry_after_s
                 record = self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
             else:
-                sequence = heapq.heappop(self._expiries)[2]
+                _, sequence = self._expiries.pop()
                 record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
             if record is not None:
                 finished.append((sequence, record))
@@ -265,6 +255,10 @@ class EngineCore:
             scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
             plan.limited_by, failed,
         )  # fmt: skip
+
+
+def _ended(sequence: Sequence) -> bool:
+    return sequence.state == "finished"
 
 
 def _sequences(plan: StepPlan) -> list[Sequence]:
