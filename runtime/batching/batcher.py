@@ -18,6 +18,7 @@ from runtime.batching.invoke import Function, kind_of
 from runtime.batching.item import UNTIL_SLO, Item
 from runtime.batching.mapping import map_over
 from runtime.batching.options import (
+    BATCHER_LIMITS,
     check_queue,
     first_knobs,
     memory_bounded,
@@ -29,7 +30,6 @@ from runtime.batching.options import (
 )
 from runtime.batching.pool import Pool
 from runtime.batching.process_worker import ProcessWorker
-from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock

@@ -14,7 +14,7 @@ from math import inf
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
 from runtime.batching.memory import MemoryCeilings
-from runtime.batching.settings import Settings
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
 from runtime.batching.view import view_of
 from runtime.errors import RejectedError
@@ -22,6 +22,7 @@ from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import Ordering
 from runtime.records import FinishReason
+from runtime.settings import Settings
 from runtime.slo import SLO, first_target
 from runtime.tunable import SchedulerView
 
@@ -51,7 +52,7 @@ class BatchCore:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         self.strategy = strategy
-        self.settings = Settings(knobs, limits)
+        self.settings = Settings(knobs, limits or BATCHER_LIMITS)
         self.memory = MemoryCeilings(self.settings)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
@@ -188,7 +189,7 @@ class BatchCore:
         if not state.idle or self.loads[worker] >= self._concurrency:
             return Next(None, inf, ended)
         state.now = now
-        state.knobs = knobs = self.settings.for_call(partial(self.view, now))
+        state.knobs = knobs = self._knobs_for_call(now)
         if self._again:
             items = [item for item in self._again.popleft() if item.state is not ENDED]
             if items:
@@ -206,6 +207,13 @@ class BatchCore:
             self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
             return Next(None, decision.wake_at, ended)
         return Next(self._begin(decision.items, worker, now, decision), inf, ended)
+
+    def _knobs_for_call(self, now: float) -> Knobs:
+        knobs = self.knobs
+        budget = None if self.settings.policy is None else self.settings.budget(partial(self.view, now))
+        if budget is None or budget >= knobs.token_budget:
+            return knobs
+        return knobs.with_(token_budget=max(1, budget))
 
     def _begin(self, items: Sequence[Item], worker: int, now: float, decision: Decision) -> Call:
         state, knobs = self.state, self.state.knobs

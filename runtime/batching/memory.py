@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from runtime.batching.item import Call
-from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import cost_of
 from runtime.knobs import KnobLimits
+from runtime.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from runtime.batching.slot import Slot
 from runtime.batching.timekeeper import Timekeeper
 from runtime.clock import Clock
 from runtime.errors import RejectedError
-from runtime.llm.listeners import Listeners
+from runtime.listeners import Listeners
 from runtime.records import FinishReason
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-from runtime.batching.settings import Settings
 from runtime.batching.strategies.protocol import State
+from runtime.settings import Settings
 from runtime.tunable import SchedulerView
 
 

@@ -7,10 +7,10 @@ executor.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from runtime.llm.view import view_of
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
+from runtime.settings import Settings
 from runtime.tunable import SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
@@ -63,27 +64,35 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.limits = limits or KnobLimits()
-        self.effective_limits = self.limits
-        self.policy: StepPolicy | None = None
-        self._setting = (0, self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs()))
-        self._turning = threading.Lock()  # so that no two settings get one epoch
+        self.settings = Settings(knobs, limits or KnobLimits())
         self._output = output
         self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
 
     @property
-    def setting(self) -> tuple[int, Knobs]:
-        """(epoch, knobs) in force, as one reference."""
-        return self._setting
+    def limits(self) -> KnobLimits:
+        return self.settings.limits
+
+    @property
+    def effective_limits(self) -> KnobLimits:
+        return self.settings.effective_limits
+
+    @property
+    def policy(self) -> StepPolicy | None:
+        """Gives each step its own budget, below the knob."""
+        return self.settings.policy
+
+    @policy.setter
+    def policy(self, policy: StepPolicy | None) -> None:
+        self.settings.set_policy(policy)
 
     @property
     def knobs(self) -> Knobs:
-        return self._setting[1]
+        return self.settings.current[1]
 
     @property
     def epoch(self) -> int:
-        return self._setting[0]
+        return self.settings.current[0]
 
     @property
     def has_work(self) -> bool:
@@ -97,16 +106,8 @@ class EngineCore:
         return expiry if admission is None else min(expiry, admission.next_timeout)
 
     def set_knobs(self, knobs: Knobs) -> int:
-        """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.
-
-        Raises ``ValueError`` above ``limits``. Between ``effective_limits`` and ``limits`` they are lowered to the former.
-        """
-        with self._turning:
-            knobs = self.effective_limits.clamp(self.limits.check(knobs))
-            epoch, current = self._setting
-            if knobs != current:
-                self._setting = (epoch + 1, knobs)
-            return self._setting[0]
+        """As :meth:`runtime.settings.Settings.set_knobs`."""
+        return self.settings.set_knobs(knobs)
 
     @property
     def admission(self) -> AdmissionPolicy | None:
@@ -156,10 +157,10 @@ class EngineCore:
         timeout and the end of a wait window."""
         finished: list[Finished] = []
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
-        epoch, knobs = self._setting
-        scheduler = self.scheduler
+        settings, scheduler = self.settings, self.scheduler
+        epoch, knobs = settings.current
         budget = None
-        if self.policy is not None:
+        if settings.policy is not None:
             budget = self._policy_budget(now)
         elif scheduler.slack.following:
             scheduler.slack.stop()
@@ -211,34 +212,28 @@ class EngineCore:
         return ended
 
     def _policy_budget(self, now: float) -> int | None:
-        if self.policy is None or not self.scheduler.has_work:
+        scheduler = self.scheduler
+        if not scheduler.has_work:
             return None
-        if not self.scheduler.slack.following:
-            self.scheduler.followed(self.scheduler.slack)
-        try:
-            return max(0, int(self.policy.budget(self.view(now))))
-        except Exception:
-            log.exception("the step policy failed and has been taken off; the knobs alone hold now")
-            self.policy = None
-            return None
+        if not scheduler.slack.following:
+            scheduler.followed(scheduler.slack)
+        return self.settings.budget(partial(self.view, now))
 
     def _shrink(self, tokens: int) -> None:
         """A step of ``tokens`` ran out of memory: keep below half of it from now on."""
         most = max(1, tokens // 2)
         old = self.effective_limits
-        self.effective_limits = replace(
+        new = replace(
             old,
             token_budget=min(old.token_budget, most),
             max_batch_size=min(old.max_batch_size, most),
             chunk_size=min(old.chunk_size, most),
         )
-        if self.effective_limits != old:
+        if new != old:
             log.warning(
-                "a step of %d tokens ran out of memory; token_budget may now be at most %d",
-                tokens,
-                self.effective_limits.token_budget,
+                "a step of %d tokens ran out of memory; token_budget may now be at most %d", tokens, new.token_budget
             )
-            self.set_knobs(self.knobs)
+            self.settings.limit(new)
 
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler, n_decode = self.scheduler, plan.n_decode

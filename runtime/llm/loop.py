@@ -20,10 +20,10 @@ from typing import TypeVar
 from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError, RejectedError
+from runtime.listeners import Listeners, Pace
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
-from runtime.llm.listeners import Listeners, Pace
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.records import FinishReason, RequestRecord
@@ -205,9 +205,6 @@ class EngineLoop:
             readable = sequence not in causes  # else the tokenizer may have failed on the last one
             self._ended(sequence, record, causes.get(sequence), last.get(sequence) if readable else None)
         self._send_wakes(lost)
-        if outcome.result is not None and outcome.result.oom_tokens:
-            with self._lock:  # knobs set by another thread while the limits shrank may be above them
-                self.core.set_knobs(self.core.knobs)
         self.listeners.tell(outcome.record, list(ended.values()))
 
     def _send_wakes(self, lost: list[TokenBuffer]) -> None:
