@@ -16,7 +16,6 @@ from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call,
 from runtime.batching.memory import MemoryCeilings
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
-from runtime.batching.view import view_of
 from runtime.errors import RejectedError
 from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
@@ -297,8 +296,27 @@ class BatchCore:
         self._busy_at = now
 
     def view(self, now: float) -> SchedulerView:
-        """For controllers."""
-        return view_of(self.state, self.settings, now, sum(map(len, self._again)))
+        """For step policies and controllers: items are prompts of ``cost`` tokens, and there is no KV pool."""
+        state = self.state
+        epoch, knobs = self.settings.current
+        due = min((item.deadline for call in state.running for item in call.items), default=inf)
+        return SchedulerView(
+            now=now,
+            decoding=0,
+            prefilling=sum(len(call.items) for call in state.running),
+            waiting=state.waiting + sum(map(len, self._again)),
+            waiting_tokens=state.waiting_cost,
+            prefilling_tokens=sum(call.cost for call in state.running),
+            decode_context=0,
+            kv_free_blocks=0,
+            kv_total_blocks=0,
+            oldest_arrival=state.oldest,
+            least_slack=min([due, *(item.deadline for item in state.queue.first(1))]) - now,
+            decode_slack=inf,
+            knobs=knobs,
+            epoch=epoch,
+            effective_limits=self.settings.effective_limits,
+        )
 
     def drop_waiting(self, cause: str, reason: FinishReason = FinishReason.CANCELLED) -> list[Ended]:
         """End everything that waits, or would run again."""

@@ -20,7 +20,7 @@ from runtime.llm.admission import Admission, AdmissionPolicy
 from runtime.llm.plan import Executor, StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
-from runtime.llm.view import view_of
+from runtime.llm.slack import SlackTracker
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
@@ -150,7 +150,24 @@ class EngineCore:
         return record
 
     def view(self, now: float) -> SchedulerView:
-        return view_of(self.scheduler, now, self.knobs, self.epoch, self.effective_limits)
+        """For step policies and controllers; costs no more with more sequences while the slack follows them."""
+        scheduler = self.scheduler
+        waiting, decodes, slack, kv = scheduler.waiting, scheduler.decodes, scheduler.slack, scheduler.kv
+        if not slack.following:  # nobody asks in every step: followed for this look alone
+            slack = scheduler.followed(SlackTracker(slack.slos))
+        oldest = waiting.oldest()
+        going_on = (
+            tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
+        )
+        last_end = decodes.last_end
+        dues = slack.dues(now, decodes.step, now if last_end is None else last_end)
+        decode_slack = min([left for _, left in dues]) if dues else inf
+        epoch, knobs = self.settings.current
+        return SchedulerView(
+            now, len(decodes.members), len(going_on), waiting.count, waiting.tokens, sum([left for _, left in going_on]),
+            decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
+            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits, slack.pace, going_on, dues,
+        )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
