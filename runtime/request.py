@@ -112,6 +112,16 @@ class Request:
         if self.prompt_len < 0:
             self.prompt_len = len(self.prompt)
 
+    @property
+    def size(self) -> int:
+        """Prompt tokens: what orderings know of its length."""
+        return self.prompt_len
+
+    @property
+    def work(self) -> int:
+        """Prompt and output tokens, at most."""
+        return self.prompt_len + self.max_tokens
+
 
 class Sequence:
     """The scheduler's state of one request. Only the scheduler writes here, but for ``output`` and ``data``.

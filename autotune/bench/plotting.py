@@ -1,130 +1,130 @@
-"""A comparison as a picture: attainment over time, what the controller did, and how latencies are distributed."""
+"""A comparison as a page: attainment over time, what the controller did, and how latencies are distributed."""
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autotune.bench.comparing import Comparison
 from autotune.bench.contenders import Contender
+from autotune.bench.running import Outcome, Result
+from autotune.report.figure import Axis, Plot, Trace, View, axis, layout, line, log_axis, note, plain, rule
+from autotune.report.page import rendered
+from autotune.report.section import Section
 from autotune.writing import writable
 from runtime.errors import InputError
 from runtime.slo import SLO
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-FORMATS = (".html", ".svg", ".png")
-_BINS = 15
-_MOST = 6
+MOST = 6
 """Contenders drawn; more lines cannot be told apart."""
+_BINS = 15
+_KNOBS = ("token_budget", "chunk_size", "max_batch_size")
 
 
-def check(path: Path) -> Path:
-    """``path`` if a plot can go there. Raises :class:`InputError`."""
-    if path.suffix not in FORMATS:
-        raise InputError(f"--out: {path} must end in {', '.join(FORMATS)}")
-    writable("--out", path)
+def check(path: Path, option: str = "--out") -> Path:
+    """``path`` if a page can go there. Raises :class:`InputError`."""
+    if path.suffix != ".html":
+        raise InputError(f"{option}: {path} must end in .html")
+    writable(option, path)
     return path
 
 
-def render(comparison: Comparison, slo: SLO, title: str, suffix: str, *, shown: Sequence[Contender] = ()) -> bytes:
-    """The picture as a file of the kind ``suffix``: HTML and SVG hold their text as text and need nothing from elsewhere.
+def render(comparison: Comparison, slo: SLO, title: str, *, shown: Sequence[Contender] = ()) -> bytes:
+    """The page, which needs nothing from elsewhere; the same comparison gives the same bytes.
 
-    ``shown``: which contenders to draw (at most six); those that were measured first unless given.
+    ``shown``: which contenders to draw (at most :data:`MOST`); those that were measured first unless given.
     """
-    import matplotlib
-
-    buffer = io.BytesIO()
-    kind = "png" if suffix == ".png" else "svg"
-    # text stays text, and the same comparison gives the same bytes
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autotune", "font.size": 9}):
-        figure = _figure(comparison, slo, title, tuple(shown or comparison.contenders)[:_MOST])
-        figure.savefig(buffer, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else {})
-    if suffix != ".html":
-        return buffer.getvalue()
-    svg = buffer.getvalue().decode()
-    svg = svg[svg.index("<svg") :]
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-    style = "<style>body{margin:1em}svg{max-width:100%;height:auto}</style>\n"
-    return f"{head}{style}{svg}</html>\n".encode()
-
-
-def _figure(comparison: Comparison, slo: SLO, title: str, shown: Sequence[Contender]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    axes = figure.subplots(2, 2)
-    colours = {c.name: f"C{i}" for i, c in enumerate(shown)}
-    _over_time(axes[0, 0], comparison, shown, colours)
-    _knobs(axes[0, 1], comparison)
-    _cdf(axes[1, 0], comparison, shown, colours, "ttft_ms", "TTFT", slo.ttft_ms)
-    _cdf(axes[1, 1], comparison, shown, colours, "tpot_ms", "TPOT", slo.tpot_ms or slo.itl_ms)
-    return figure
-
-
-def _over_time(axes: Axes, comparison: Comparison, shown: Sequence[Contender], colours: dict[str, str]) -> None:
-    edges = np.linspace(0, comparison.duration, _BINS + 1)
-    for contender in shown:
-        outcomes = [o for result in comparison.of(contender) for o in result.outcomes]
-        due, met = [o.due for o in outcomes], [o.due for o in outcomes if o.met]
-        offered, kept = np.histogram(due, edges)[0], np.histogram(met, edges)[0]
-        some = offered > 0
-        middle = (edges[:-1] + edges[1:]) / 2
-        axes.plot(
-            middle[some],
-            100 * kept[some] / offered[some],
-            "-o",
-            ms=3,
-            color=colours[contender.name],
-            label=contender.name,
-        )
-    axes.set(title="in SLO, by when due, all rounds", xlabel="s", ylabel="% of requests", ylim=(-3, 103))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-
-
-def _knobs(axes: Axes, comparison: Comparison) -> None:
-    """What the controller set in its last round; empty without one."""
+    drawn = tuple(shown or comparison.contenders)[:MOST]
+    outcomes = {c.name: [o for result in comparison.of(c) for o in result.outcomes] for c in drawn}
     last = next((r for r in reversed(comparison.results) if r.turn.contender.control), None)
-    axes.set(title="knobs under control, last round", xlabel="s", ylabel="tokens, sequences", yscale="log")
-    if last is None:
-        axes.text(0.5, 0.5, "no controller was compared", ha="center", transform=axes.transAxes)
-        return
-    changes = [(0.0, last.turn.contender.knobs.as_dict()), *((d.at, d.new) for d in last.decisions)]
-    changes.append((comparison.duration, changes[-1][1]))
-    for knob in ("token_budget", "chunk_size", "max_batch_size"):
-        axes.step([at for at, _ in changes], [knobs[knob] for _, knobs in changes], where="post", label=knob)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    plots = [attainment("attainment", outcomes, comparison.duration)]
+    if last is not None:
+        plots.append(knobs("knobs", last, comparison.duration))
+    plots.append(_distribution("ttft", outcomes, "ttft_ms", "TTFT", slo.ttft_ms))
+    plots.append(_distribution("tpot", outcomes, "tpot_ms", "TPOT", slo.tpot_ms or slo.itl_ms))
+    notes = () if last is not None else ("No controller was compared.",)
+    names = ", ".join(outcomes)
+    return page(title, [Section("comparison", "Comparison", names, plots=tuple(plots), notes=notes)])
 
 
-def _cdf(
-    axes: Axes,
-    comparison: Comparison,
-    shown: Sequence[Contender],
-    colours: dict[str, str],
-    metric: str,
-    name: str,
-    target: float | None,
-) -> None:
+def page(title: str, sections: Sequence[Section]) -> bytes:
+    """One file with everything in it."""
+    return rendered("comparison.html.j2", sections, title=title).encode()
+
+
+def attainment(
+    key: str, outcomes: Mapping[str, Sequence[Outcome]], duration: float, *, changed: float | None = None
+) -> Plot:
+    """Of each contender, all rounds together. ``changed``: when the load did."""
+    edges = np.linspace(0, duration, _BINS + 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    data: list[Trace] = []
+    for number, (name, found) in enumerate(outcomes.items()):
+        offered = np.histogram([o.due for o in found], edges)[0]
+        met = np.histogram([o.due for o in found if o.met], edges)[0]
+        some = offered > 0
+        data.append(curve(middle[some], 100 * met[some] / offered[some], name, number))
+    said = [f"{name} {sum(o.met for o in found)} of {len(found)}" for name, found in outcomes.items()]
+    y = axis("% of requests", range=[-3, 103], ticksuffix="%")
+    return _plot(
+        key, "Requests within the SLO, by when due", f"Requests within the SLO: {', '.join(said)}.",
+        data, axis("s", range=[0, duration]), y, [] if changed is None else [rule(x=changed)],
+    )  # fmt: skip
+
+
+def knobs(key: str, result: Result, duration: float, *, changed: float | None = None) -> Plot:
+    """What the controller set in the turn of ``result``."""
+    changes = [(0.0, result.turn.contender.knobs.as_dict())]
+    changes += [(d.at, d.new) for d in result.decisions if d.at < duration]
+    changes.append((duration, changes[-1][1]))
+    at = [time for time, _ in changes]
+    data = [
+        curve(at, [found[knob] for _, found in changes], knob, number, shape="hv") for number, knob in enumerate(_KNOBS)
+    ]
+    values = [found[knob] for _, found in changes for knob in _KNOBS]
+    return _plot(
+        key, "Knobs under control, last round", f"Knobs under control, set {len(changes) - 2} times.",
+        data, axis("s", range=[0, duration]), log_axis("tokens, sequences", values),
+        [] if changed is None else [rule(x=changed)],
+    )  # fmt: skip
+
+
+def curve(x: Iterable[float], y: Iterable[float], name: str, number: int, **style: str) -> Trace:
+    """A line with its name in the legend, in the colour of that number."""
+    colour = f"@c{number % MOST + 1}"
+    return line(list(map(float, x)), list(map(float, y)), colour=colour, name=plain(name), showlegend=True, line=style)
+
+
+def _distribution(
+    key: str, outcomes: Mapping[str, Sequence[Outcome]], metric: str, name: str, target: float | None
+) -> Plot:
     """Shares of *offered* requests: a curve that ends below 100% leaves out those that never got there."""
-    for contender in shown:
-        outcomes = [o for result in comparison.of(contender) for o in result.outcomes]
-        values = sorted(v for o in outcomes if (v := getattr(o, metric)) is not None)
-        # without the metric and yet in SLO: one output token has no TPOT, and violates nothing
-        offered = sum(getattr(o, metric) is not None or not o.met for o in outcomes)
+    data, every = [], [] if target is None else [target]
+    for number, (contender, found) in enumerate(outcomes.items()):
+        values = sorted(v for o in found if (v := getattr(o, metric)) is not None)
+        # without the metric and yet met: one output token has no TPOT, and violates nothing
+        offered = sum(getattr(o, metric) is not None or not o.met for o in found)
         shares = 100 * np.arange(1, len(values) + 1) / max(1, offered)
-        axes.plot(values, shares, color=colours[contender.name], label=contender.name, drawstyle="steps-post")
+        data.append(curve(values, shares, contender, number, shape="hv"))
+        every += values
+    plot = _plot(
+        key, f"{name} of all offered requests", f"Share of the offered requests by {name}.",
+        data, log_axis("ms", every), axis("% at most", range=[-3, 103], ticksuffix="%"),
+        [] if target is None else [rule(x=target)],
+    )  # fmt: skip
     if target is not None:
-        axes.axvline(target, color="black", ls=":", lw=1)
-        axes.annotate(f" {target:g} ms", (target, 3), fontsize=8)
-    axes.set(title=f"{name} of all offered requests", xlabel="ms", ylabel="% at most", xscale="log", ylim=(-3, 103))
-    axes.grid(alpha=0.3)
+        words = note(f"{target:g} ms", x=float(np.log10(target)), y=0, xanchor="left", yanchor="bottom")
+        plot.views[0].layout["annotations"] = [words]
+    return plot
+
+
+def _plot(
+    key: str, title: str, summary: str, data: list[Trace], x: Axis, y: Axis, shapes: list[dict[str, object]]
+) -> Plot:
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    return Plot(key, title, summary, [View("", data, layout(x, y, shapes=shapes, showlegend=True, legend=legend))])
+
+
+__all__ = ["MOST", "attainment", "check", "curve", "knobs", "page", "render"]

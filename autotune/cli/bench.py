@@ -65,7 +65,7 @@ def bench(
     gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
-    out: Annotated[Path | None, Option(help="A plot to write: .html, .svg or .png.")] = None,
+    out: Annotated[Path | None, Option(help="A page of plots to write, .html.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""
@@ -227,7 +227,7 @@ def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> in
     show(comparison, load.slo, run.console, baseline=baseline)
     if out is not None:
         title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
-        write_whole(out, plotting.render(comparison, load.slo, title, out.suffix))
+        write_whole(out, plotting.render(comparison, load.slo, title))
         run.console.print(f"plot  {out}", markup=False, highlight=False)
     if as_json:
         print(json.dumps(_shape(run, load, comparison, baseline, stopped)))

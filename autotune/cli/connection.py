@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from autotune.control.steerable import Steering
+    from autotune.control.remote import Steering
 
 TARGET_HELP = "A process number or a socket.  (default: the only process there is)"
 CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or a value it refuses."
@@ -19,7 +19,7 @@ CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or
 @contextmanager
 def connection(target: str | None) -> Iterator[Steering]:
     """A connection to the process that ``target`` names. Its loss is an :class:`InputError` too."""
-    from autotune.control.steerable import Steering, choose
+    from autotune.control.remote import Steering, choose
 
     path = choose(target)
     with Steering(path) as steering:

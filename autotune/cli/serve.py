@@ -14,7 +14,7 @@ from autotune.cli.class_options import request_classes
 from autotune.cli.knob_options import checked_knobs, with_knobs
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.llm.ordering import ORDERINGS
+from runtime.ordering import ORDERINGS
 
 if TYPE_CHECKING:
     from autotune.profile import Profile

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autotune.control.decision_log import Decision
-    from autotune.control.steerable import Steering
+    from autotune.control.remote import Steering
 
 HELP = (
     "Watch a live controller: its knobs, how many requests keep the SLO, its regime, and its last decisions. Ctrl-C ends "
@@ -37,7 +37,7 @@ def watch(
     from autotune.cli.connection import connection
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.control.steerable import Steering, choose
+    from autotune.control.remote import Steering, choose
 
     if once:
         with connection(target) as steering:

@@ -1,4 +1,4 @@
-"""Steering a live controller: a local Unix socket, opened on request, behind ``autotune watch``, ``pause`` and ``set``.
+"""Steering a live controller from another process: a local Unix socket, behind ``autotune watch``, ``pause`` and ``set``.
 
 One JSON object a line, each way::
 
@@ -8,49 +8,45 @@ One JSON object a line, each way::
     {"do": "decisions", "last": 20}               {"decisions": [{…}, …]}, newest last
     anything else                                 {"error": "…"} naming the field, its value, and what is allowed
 
-One thread serves every client and blocks on none: input is bounded, whoever does not read its replies is dropped, and a
-client gets one answer a turn, so that a flood of requests leaves the interpreter to the engine. The engine's own
-thread is never called, and whatever goes wrong here ends the socket, not the engine.
+The sockets lie in ``$XDG_RUNTIME_DIR/autotune``, or in ``autotune-UID`` in the temporary directory: a folder of mode 0700 that
+must belong to the user, so that nobody else can listen in or pose as an engine. One thread serves every client and waits for
+none. The engine's own thread is never called, and whatever goes wrong here ends the socket, not the engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
-import selectors
+import re
 import socket
+import stat
+import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from autotune.control.decision_log import Decision
-from autotune.control.status import Status
-from autotune.control.steerable import listen
-from runtime.errors import AutotuneError
-from runtime.knobs import Knobs
+import psutil
+
+from runtime.errors import AutotuneError, InputError
+
+if TYPE_CHECKING:
+    from autotune.control.attached import Control
 
 log = logging.getLogger(__name__)
 
 LONGEST_LINE: Final = 16 * 1024  # bytes of a request
-MOST_UNREAD: Final = 4 << 20  # bytes of replies that a client may leave lying
 MOST_CLIENTS: Final = 16
 MOST_DECISIONS: Final = 1024
-_BREATH_S = 0.002  # between turns
-
-
-class Steered(Protocol):
-    """What is steered; :class:`autotune.Control` is one."""
-
-    def status(self) -> Status: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def kill(self) -> None: ...
-    def set(self, **knobs: float) -> Knobs: ...
-    def latest(self, count: int) -> list[Decision]: ...
+_BREATH_S = 0.002  # between two answers to a client, so that a flood of requests leaves the interpreter to the engine
+_PATIENCE_S = 5.0  # whoever does not answer, or does not read, for so long hangs
+_LONGEST_REPLY, _LONGEST_PATH = 4 << 20, 100  # bytes; the system's own bound of a path is 104 to 108
+_NAME = re.compile(r"^autotune-(\d+)(?:-\d+)?\.sock(~?)$")
+_naming = threading.Lock()
 
 
 class SteeringServer:
@@ -60,143 +56,78 @@ class SteeringServer:
     :class:`InputError` when it cannot be put there.
     """
 
-    def __init__(self, control: Steered, controller: str, path: str | Path | None = None) -> None:
+    def __init__(self, control: Control, controller: str, path: str | Path | None = None) -> None:
         self._control = control
         self._about = {"pid": os.getpid(), "controller": controller}
-        self._clients: dict[socket.socket, _Client] = {}  # the one heard from longest ago first
-        self._stopping = threading.Event()
-        self.path, self._listener = listen(path)
+        self.path, self._listener = _listen(path)
         self._inode = self.path.lstat().st_ino
-        self._waker, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         atexit.register(self._unlink)
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._clients: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}  # the one heard from longest ago first
         self._thread = threading.Thread(target=self._run, name=f"steering {self.path.name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Take the socket away and have the thread end. Returns at once; any thread, any number of times."""
-        self._stopping.set()
         self._unlink()
-        with contextlib.suppress(OSError):
-            self._waker.send(b"!")
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._over.set)
 
     def join(self) -> None:
         """Wait for the thread to end after :meth:`stop`, but never from itself, and never for long."""
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
-    # -- the thread -----------------------------------------------------------------------------------------------------
+    def _unlink(self) -> None:
+        with contextlib.suppress(OSError):  # a forked child must not take its parent's away, nor anybody a successor's
+            if os.getpid() == self._about["pid"] and self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                self._turn()
-                self._stopping.wait(_BREATH_S)
+            self._loop.run_until_complete(self._serve())
         except Exception:
             log.exception("steering over %s ends here; the controller goes on", self.path)
         finally:
             self._unlink()
             atexit.unregister(self._unlink)
-            for client in list(self._clients.values()):
-                self._send(client)  # the reply to what ended this
-                client.socket.close()
-            self._selector.close()
-            for end in (self._listener, self._waker, self._woken):
-                end.close()
+            self._loop.close()
+            self._listener.close()
 
-    def _turn(self) -> None:
-        pending = any(client.waits for client in self._clients.values())
-        for key, events in self._selector.select(0 if pending else None):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj in self._clients:  # it may have been dropped for another in this very turn
-                if events & selectors.EVENT_READ:
-                    self._read(key.data)
-                if events & selectors.EVENT_WRITE:
-                    self._send(key.data)
-        for client in list(self._clients.values()):
-            line = client.next_line()
-            if line is not None and len(line) > LONGEST_LINE:
-                self._say(client, {"error": f"the request is longer than {LONGEST_LINE} bytes"})
-            elif line is not None:
-                self._say(client, self._reply(line))
-            self._look_after(client)
+    async def _serve(self) -> None:
+        server = await asyncio.start_unix_server(self._client, sock=self._listener, limit=LONGEST_LINE)
+        await self._over.wait()
+        server.close()
+        for task in list(self._clients):
+            task.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
 
-    def _accept(self) -> None:
-        for _ in range(MOST_CLIENTS):
-            try:
-                accepted, _address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # no descriptor left: give one back, or wait until the program does
-                if self._clients:
-                    self._drop(next(iter(self._clients.values())))
-                else:
-                    self._stopping.wait(0.1)
-                return
-            if len(self._clients) >= MOST_CLIENTS:
-                self._drop(next(iter(self._clients.values())))
-            accepted.setblocking(False)
-            client = self._clients[accepted] = _Client(accepted)
-            self._selector.register(accepted, selectors.EVENT_READ, client)
-
-    def _read(self, client: _Client) -> None:
+    async def _client(self, requests: asyncio.StreamReader, replies: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._clients) >= MOST_CLIENTS:
+            self._clients.pop(next(iter(self._clients))).transport.abort()
+        self._clients[task] = replies
         try:
-            received = client.socket.recv(LONGEST_LINE)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-            client.replies.clear()
-        self._clients[client.socket] = self._clients.pop(client.socket)  # now the one heard from last
-        client.ended |= not received
-        if not client.deaf:
-            client.requests += received
-
-    def _say(self, client: _Client, reply: dict[str, Any]) -> None:
-        client.replies += json.dumps(reply).encode() + b"\n"
-        self._send(client)
-
-    def _send(self, client: _Client) -> None:
-        if client.replies:
-            try:
-                del client.replies[: client.socket.send(client.replies)]
-            except BlockingIOError:
+            while line := await requests.readline():
+                if self._clients.pop(task, None) is None:  # it was dropped for another
+                    return
+                self._clients[task] = replies
+                if line.endswith(b"\n") and line.strip():
+                    replies.write(_line(self._reply(line)))
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await replies.drain()
+                    await asyncio.sleep(_BREATH_S)
+        except ValueError:
+            replies.write(_line({"error": f"the request is longer than {LONGEST_LINE} bytes"}))
+            while await requests.read(LONGEST_LINE):  # thrown away: closing now would take the reply along
                 pass
-            except OSError:
-                client.ended = True
-                client.requests.clear()
-                client.replies.clear()
-
-    def _look_after(self, client: _Client) -> None:
-        """Drop it if it is done with or does not read; else listen for what it may do next."""
-        if len(client.requests) > LONGEST_LINE and not client.waits:
-            client.requests.clear()
-            client.deaf = True  # the rest is read and thrown away: closing now would take the reply along
-            self._say(client, {"error": f"the request is longer than {LONGEST_LINE} bytes"})
-        done = client.ended and not client.replies and not client.waits
-        if client.socket not in self._clients or done or len(client.replies) > MOST_UNREAD:
-            self._drop(client)
-            return
-        hear = not client.ended and len(client.requests) <= LONGEST_LINE
-        events = selectors.EVENT_READ * hear | selectors.EVENT_WRITE * bool(client.replies)
-        registered = client.socket in self._selector.get_map()
-        if events and registered:
-            self._selector.modify(client.socket, events, client)
-        elif events:
-            self._selector.register(client.socket, events, client)
-        elif registered:
-            self._selector.unregister(client.socket)
-
-    def _drop(self, client: _Client) -> None:
-        if self._clients.pop(client.socket, None) is not None:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(client.socket)
-            client.socket.close()
-
-    # -- what is asked --------------------------------------------------------------------------------------------------
+        except (OSError, TimeoutError):  # it has gone, or does not read
+            replies.transport.abort()
+        finally:
+            self._clients.pop(task, None)
+            replies.close()
 
     def _reply(self, line: bytes) -> dict[str, Any]:
         try:
@@ -214,21 +145,15 @@ class SteeringServer:
             return {"error": f"it failed: {type(error).__name__}: {error}"}
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        control = self._control
-        plain: dict[str, Callable[[], object]] = {
-            "status": lambda: None,
-            "pause": control.pause,
-            "resume": control.resume,
-            "kill": control.kill,
-        }
-        verbs = [*plain, "set", "decisions"]
-        verb = request.pop("do", None)
-        if verb not in verbs:
-            raise ValueError(f"do is {verb!r:.60}; it must be one of {', '.join(verbs)}")
-        takes = {"set": "knobs", "decisions": "last"}.get(verb)
+        control, verb = self._control, request.pop("do", None)
+        takes = {"status": None, "pause": None, "resume": None, "kill": None, "set": "knobs", "decisions": "last"}
+        if not isinstance(verb, str) or verb not in takes:
+            raise ValueError(f"do is {verb!r:.60}; it must be one of {', '.join(takes)}")
         for name in request:
-            if name != takes:
-                raise ValueError(f"{name!r:.60} is not a field of {verb}" + (f"; {takes} is" if takes else ""))
+            if name != takes[verb]:
+                raise ValueError(
+                    f"{name!r:.60} is not a field of {verb}" + (f"; {takes[verb]} is" if takes[verb] else "")
+                )
         if verb == "decisions":
             last = request.get("last", 20)
             if isinstance(last, bool) or not isinstance(last, int) or not 1 <= last <= MOST_DECISIONS:
@@ -239,41 +164,169 @@ class SteeringServer:
             if not isinstance(knobs, dict) or not knobs:
                 raise ValueError(f'knobs is {knobs!r:.60}; it must be an object such as {{"token_budget": 512}}')
             control.set(**knobs)
-        else:
-            plain[verb]()
+        elif verb != "status":
+            getattr(control, verb)()
         status = control.status()
         return {"status": {**self._about, **status.as_dict(), "line": str(status)}}
 
-    def _unlink(self) -> None:
-        if os.getpid() == self._about["pid"]:  # a forked child must not take its parent's away
-            with contextlib.suppress(OSError):
-                if self.path.lstat().st_ino == self._inode:
-                    self.path.unlink()
+
+class Steering:
+    """A connection to a controller in another process; use as a context manager.
+
+    Raises :class:`InputError` if nobody listens at ``path``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(_PATIENCE_S)
+        self._replies = self._socket.makefile("rb")
+        try:
+            self._socket.connect(os.fspath(path))
+        except OSError as error:
+            self.close()
+            why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else error.strerror or error
+            raise InputError(f"{path}: cannot be steered: {why}") from None
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """The reply to one request. Raises :class:`InputError` with the controller's own words if it refuses,
+        ``ConnectionError`` if it has ended or does not answer."""
+        try:
+            self._socket.sendall(_line({"do": do, **fields}))
+            line = self._replies.readline(_LONGEST_REPLY)
+        except TimeoutError:
+            raise ConnectionError(f"it has not answered for {_PATIENCE_S:g} s") from None
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        if not line:
+            raise ConnectionError("it has ended, or its controller has been detached")
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise ConnectionError("what answers there is no controller")
+        if "error" in reply:
+            raise InputError(str(reply["error"]))
+        return reply
+
+    def close(self) -> None:
+        self._replies.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-class _Client:
-    """One connection: what it has sent and was not yet done, and what it has not yet read."""
-
-    __slots__ = ("deaf", "ended", "replies", "requests", "socket")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.requests = bytearray()
-        self.replies = bytearray()
-        self.ended = False  # it sends nothing more
-        self.deaf = False  # nothing that it sends counts any more
-
-    @property
-    def waits(self) -> bool:
-        return b"\n" in self.requests
-
-    def next_line(self) -> bytes | None:
-        """The next request, blank lines left out."""
-        while self.waits:
-            line, _, self.requests = self.requests.partition(b"\n")
-            if line.strip():
-                return bytes(line)
-        return None
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-__all__ = ["SteeringServer"]
+class SteerableProcess(NamedTuple):
+    """A process that can be watched and steered."""
+
+    pid: int
+    path: Path
+
+
+def socket_folder(*, create: bool = False) -> Path:
+    """Where the sockets of this user lie. Raises :class:`InputError` if another could read or write there."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    private = Path(tempfile.gettempdir(), f"autotune-{os.getuid()}")
+    folder = Path(runtime_dir, "autotune") if runtime_dir and os.access(runtime_dir, os.W_OK | os.X_OK) else private
+    try:
+        if create:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except FileNotFoundError:
+        if create:
+            raise InputError(f"steer: {folder} cannot be made: there is no directory {folder.parent}") from None
+        return folder
+    except OSError as error:
+        raise InputError(f"steer: {folder} cannot be made: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise InputError(f"steer: {folder} must be a directory of yours with mode 0700; remove it")
+    return folder
+
+
+def steerable() -> list[SteerableProcess]:
+    """The processes that can be steered, by number. Sockets that dead processes left are removed on the way."""
+    found = []
+    folder = socket_folder()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if (name := _NAME.match(path.name)) is None:
+            continue
+        pid, unfinished = int(name[1]), bool(name[2])
+        if not (psutil.pid_exists(pid) if unfinished else _answers(path)):
+            path.unlink(missing_ok=True)
+        elif not unfinished:
+            found.append(SteerableProcess(pid, path))
+    return sorted(found)
+
+
+def choose(target: str | None) -> Path:
+    """The socket that ``target`` names: a process number, a path, or None for the only process there is.
+
+    Raises :class:`InputError` when there is no such process, or more than one.
+    """
+    if target is not None and not target.isdecimal():
+        return Path(target)
+    found = [process for process in steerable() if target is None or process.pid == int(target)]
+    if len(found) == 1:
+        return found[0].path
+    if found:
+        listed = ", ".join(f"{process.pid} ({process.path})" for process in found)
+        raise InputError(f"{len(found)} engines can be steered; name one by its number or socket: {listed}")
+    if target is None:
+        opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
+        raise InputError(f"no process can be steered; {opens}")
+    raise InputError(f"process {target} cannot be steered; it must have opened its socket with steer=True")
+
+
+def _listen(path: str | Path | None) -> tuple[Path, socket.socket]:
+    """A listening socket and where it lies. It appears there only when it listens, and with mode 0600."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise InputError("steer: this system has no Unix sockets")
+    with _naming:
+        if path is None:
+            folder = socket_folder(create=True)
+            steerable()  # clears what dead processes left
+            names = (f"autotune-{os.getpid()}{'' if n == 1 else f'-{n}'}.sock" for n in itertools.count(1))
+            place = next(folder / name for name in names if not (folder / name).exists())
+        else:
+            place = Path(path).absolute()
+            if place.exists() and not place.is_socket():
+                raise InputError(f"steer: {place} exists and is not a socket")
+            if place.exists() and _answers(place):
+                raise InputError(f"steer: {place} is in use by another controller")
+        if len(os.fsencode(place)) > _LONGEST_PATH:
+            raise InputError(f"steer: {place} is too long for a socket; it may have {_LONGEST_PATH} bytes")
+        made, listener = place.with_name(f"{place.name}~"), socket.socket(socket.AF_UNIX)
+        try:
+            made.unlink(missing_ok=True)
+            listener.bind(os.fspath(made))
+            made.chmod(0o600)
+            listener.listen(128)
+            made.rename(place)
+        except OSError as error:
+            listener.close()
+            raise InputError(f"steer: {place} cannot be made: {error.strerror}") from None
+        return place, listener
+
+
+def _answers(path: Path) -> bool:
+    """Whether someone listens at ``path``. A process that is stopped does: only a refusal means that nobody will again."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
+
+
+__all__ = ["SteerableProcess", "Steering", "SteeringServer", "choose", "socket_folder", "steerable"]

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.bench import Contender, Result, defaults
+from autotune.bench.plotting import check
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wall-clock", action="store_true", help="leave the machine's drift in")
     parser.add_argument("--undisturbed", action="store_true", help="leave out time that other processes took")
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
-    parser.add_argument("--plot", type=Path, help="an .svg or .png to write")
+    parser.add_argument("--plot", type=Path, help="a page to write, .html")
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     parser.add_argument("--save", type=Path, help="a file for every request of every turn, JSON")
     args = parser.parse_args(argv)
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(args.keep or given.keep, args.duration or given.duration, args.calibrate or given.calibration)
     if args.plot is not None:
         try:
-            figures.check(args.plot)
+            check(args.plot, "--plot")
         except InputError as error:
             parser.error(str(error))
 
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_whole(args.save, json.dumps([_saved(c, r) for c in loads.cases for r in contest.results(c)]) + "\n")
     if args.plot is not None and found:
         title = "tiny on one CPU thread: control from a cold start, vLLM's defaults, the best fixed setting"
-        write_whole(args.plot, figures.render(panels(found, control, vllm), plan.duration, title, args.plot.suffix))
+        write_whole(args.plot, figures.render(panels(found, control, vllm), plan.duration, title))
     print(
         f"took {time.monotonic() - begun:.0f} s{', stopped early' if stopped else ''}; {contest.failures} turns failed"
     )

@@ -18,6 +18,7 @@ from runtime.batching.invoke import Function, kind_of
 from runtime.batching.item import UNTIL_SLO, Item
 from runtime.batching.mapping import map_over
 from runtime.batching.options import (
+    BATCHER_LIMITS,
     check_queue,
     first_knobs,
     memory_bounded,
@@ -29,11 +30,11 @@ from runtime.batching.options import (
 )
 from runtime.batching.pool import Pool
 from runtime.batching.process_worker import ProcessWorker
-from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
+from runtime.ordering import Ordering
 from runtime.slo import SLO
 
 
@@ -65,7 +66,7 @@ class Batcher(TunableBatcher):
         slo: SLO | str | Mapping[str, SLO | str] | None = None,
         cost: Callable[[Any], float] | None = None,
         strategy: str | Strategy = "adaptive",
-        grouping: str | Grouping = "arrival",
+        grouping: str | Grouping | Ordering = "arrival",
         max_batch_size: int | None = None,
         max_wait_ms: float | None = None,
         token_budget: int | None = None,

@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import inf
 
-from runtime.batching.expiries import Expiries, due_s
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
-from runtime.batching.settings import Settings
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
-from runtime.batching.view import view_of
 from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import RejectedError
+from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
+from runtime.ordering import Ordering
 from runtime.records import FinishReason
-from runtime.slo import SLO
+from runtime.settings import Settings
+from runtime.slo import SLO, first_target
 from runtime.tunable import SchedulerView
 
 _ARRIVALS = 0.05  # weight of the newest gap between arrivals
@@ -34,7 +35,7 @@ class BatchCore:
     def __init__(
         self,
         strategy: Strategy,
-        grouping: str | Grouping = "arrival",
+        grouping: str | Grouping | Ordering = "arrival",
         *,
         slo: SLO | Mapping[str, SLO] | None = None,
         knobs: Knobs | None = None,
@@ -50,7 +51,7 @@ class BatchCore:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         self.strategy = strategy
-        self.settings = Settings(knobs, limits)
+        self.settings = Settings(knobs, limits or BATCHER_LIMITS)
         self.memory = MemoryCeilings(self.settings.limits)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
@@ -63,7 +64,7 @@ class BatchCore:
         self._pending: dict[Item, None] = {}  # what has no call now and no outcome yet, in order of arrival
         self.fault: BaseException | None = None
         """What the strategy or the grouping raised: no call begins any more."""
-        self.expiries = Expiries()
+        self.expiries: Expiries[Item] = Expiries(_ended)
         self._busy = 0.0  # integral of calls running over time
         self._busy_at = 0.0
         self.item_s = 0.0
@@ -89,7 +90,7 @@ class BatchCore:
     def promise(self, request_class: str, slo: SLO) -> None:
         """Items of ``request_class`` that come from now on are due as ``slo`` says."""
         self.slos[request_class] = slo
-        self.state.slo_s = min((due for s in self.slos.values() if (due := due_s(s)) < inf), default=None)
+        self.state.slo_s = min((due for s in self.slos.values() if (due := first_target(s)) < inf), default=None)
 
     # -- items ----------------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class BatchCore:
             )
         if item.deadline == UNTIL_SLO:
             slo = self.slos.get(item.request_class) or self.slos.get("default")
-            item.deadline = inf if slo is None else item.arrival + due_s(slo)
+            item.deadline = inf if slo is None else item.arrival + first_target(slo)
         state.now = now
         gap = max(0.0, item.arrival - state.last_arrival)  # threads may overtake one another by a moment
         if gap < inf:
@@ -126,7 +127,7 @@ class BatchCore:
         state.waiting_cost += item.cost
         state.room = self.max_queue - state.waiting
         if item.expires < inf and not item.held:
-            self.expiries.add(item)
+            self.expiries.add(item, item.expires)
 
     def forget(self, item: Item) -> bool:
         """``item`` has ended, by its client's wish or otherwise. False if it did not wait: it runs, or had ended."""
@@ -187,7 +188,7 @@ class BatchCore:
         if not state.idle or self.loads[worker] >= self._concurrency:
             return Next(None, inf, ended)
         state.now = now
-        state.knobs = knobs = self.settings.for_call(partial(self.view, now))
+        state.knobs = knobs = self._knobs_for_call(now)
         if self._again:
             items = [item for item in self._again.popleft() if item.state is not ENDED]
             if items:
@@ -205,6 +206,13 @@ class BatchCore:
             self.hold_until, self.hold_items = decision.wake_at, decision.wake_items
             return Next(None, decision.wake_at, ended)
         return Next(self._begin(decision.items, worker, now, decision), inf, ended)
+
+    def _knobs_for_call(self, now: float) -> Knobs:
+        knobs = self.knobs
+        budget = None if self.settings.policy is None else self.settings.budget(partial(self.view, now))
+        if budget is None or budget >= knobs.token_budget:
+            return knobs
+        return knobs.with_(token_budget=max(1, budget))
 
     def _begin(self, items: Sequence[Item], worker: int, now: float, decision: Decision) -> Call:
         state, knobs = self.state, self.state.knobs
@@ -305,8 +313,27 @@ class BatchCore:
         self._busy_at = now
 
     def view(self, now: float) -> SchedulerView:
-        """For controllers."""
-        return view_of(self.state, self.settings, now, sum(map(len, self._again)))
+        """For step policies and controllers: items are prompts of ``cost`` tokens, and there is no KV pool."""
+        state = self.state
+        epoch, knobs = self.settings.current
+        due = min((item.deadline for call in state.running for item in call.items), default=inf)
+        return SchedulerView(
+            now=now,
+            decoding=0,
+            prefilling=sum(len(call.items) for call in state.running),
+            waiting=state.waiting + sum(map(len, self._again)),
+            waiting_tokens=state.waiting_cost,
+            prefilling_tokens=sum(call.cost for call in state.running),
+            decode_context=0,
+            kv_free_blocks=0,
+            kv_total_blocks=0,
+            oldest_arrival=state.oldest,
+            least_slack=min([due, *(item.deadline for item in state.queue.first(1))]) - now,
+            decode_slack=inf,
+            knobs=knobs,
+            epoch=epoch,
+            effective_limits=self.settings.effective_limits,
+        )
 
     def drop_waiting(self, cause: str, reason: FinishReason = FinishReason.CANCELLED) -> list[Ended]:
         """End everything that waits, or would run again."""
@@ -315,3 +342,7 @@ class BatchCore:
             _ = self.forget(each.item) or self.leave(each.item)
         self._again.clear()
         return ended
+
+
+def _ended(item: Item) -> bool:
+    return item.state is ENDED

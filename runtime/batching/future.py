@@ -11,9 +11,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 from runtime.batching.item import RUNNING, Item
+from runtime.wakeups import wake
 
 
 class ItemFuture(Future[Any]):
@@ -112,51 +113,3 @@ class StreamFuture(ItemFuture):
                 return
             yield self._outputs[seen]
             seen += 1
-
-
-class Wakes(threading.local):
-    """Waiters in event loops, gathered while this thread delivers a call, so that each loop is called once."""
-
-    def __init__(self) -> None:
-        self.gathered: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] | None = None
-
-
-_WAKES = Wakes()
-
-
-def wake(waiter: asyncio.Future[None]) -> None:
-    """Resolve ``waiter`` in its event loop: now, or at the end of the delivery that this thread is in."""
-    if _WAKES.gathered is None:
-        _call(waiter.get_loop(), [waiter])
-    else:
-        _WAKES.gathered.setdefault(waiter.get_loop(), []).append(waiter)
-
-
-class Delivery:
-    """Use as a context manager around the results of a call."""
-
-    def __enter__(self) -> None:
-        self._outer, _WAKES.gathered = _WAKES.gathered, {}  # a callback may deliver for another batcher
-
-    def __exit__(self, *exc: object) -> None:
-        gathered, _WAKES.gathered = _WAKES.gathered, self._outer
-        for loop, waiters in (gathered or {}).items():
-            _call(loop, waiters)
-
-
-def _call(loop: asyncio.AbstractEventLoop, waiters: list[asyncio.Future[None]]) -> None:
-    try:
-        loop.call_soon_threadsafe(_resolve, waiters)
-    except RuntimeError:  # the loop is closed: nobody waits there any more
-        return
-
-
-def _resolve(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
-
-
-def stream_of(item: Item) -> StreamFuture:
-    """Of an item of a function that streams."""
-    return cast(StreamFuture, item.handle)

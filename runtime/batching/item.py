@@ -65,7 +65,15 @@ class Item:
         self.epoch = -1  # the knob setting of that call
         self.tries = 0  # calls it has entered
         self.times: list[float] | None = None  # of its outputs, when they come one by one
-        self.key = 0.0  # its place in a grouping that orders by a key
+        self.key = 0.0  # its place in an ordering
+
+    @property
+    def size(self) -> int:
+        return self.cost
+
+    @property
+    def work(self) -> int:
+        return self.cost
 
     def __repr__(self) -> str:
         return f"<Item {self.id!r} cost={self.cost} {self.state.name.lower()}>"

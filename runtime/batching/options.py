@@ -10,6 +10,9 @@ from runtime.batching.strategies import Adaptive, Dynamic, MemoryBounded, Static
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
+BATCHER_LIMITS = KnobLimits(max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576)
+"""Ceilings unless others are given: wide, for sizes are learned."""
+
 
 def whole_cost(cost: Any) -> int:
     """What a cost function returned, rounded up to a whole number of at least 1."""

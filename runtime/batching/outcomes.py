@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runtime.batching.accounts import item_record
-from runtime.batching.future import Delivery, StreamFuture
+from runtime.batching.future import StreamFuture
 from runtime.batching.invoke import END, SKIP, Outcomes
 from runtime.batching.item import ENDED, Call, Ended, Item
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError, StepFailedError
 from runtime.records import FinishReason, RequestRecord
+from runtime.wakeups import Delivery
 
 _PLAIN = {int, float, str, bytes, bool, list, tuple, dict, type(None)}
 

@@ -14,19 +14,18 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
+from runtime.at_exit import stop_at_exit
 from runtime.batching.accounts import item_record
 from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
-from runtime.batching.exiting import stop_at_exit
 from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, Ended, Item
 from runtime.batching.outcomes import end_early
 from runtime.batching.room import Room
-from runtime.batching.slot import Slot
-from runtime.batching.timekeeper import Timekeeper
 from runtime.clock import Clock
 from runtime.errors import RejectedError
-from runtime.llm.listeners import Listeners
+from runtime.expiries import Expiries
+from runtime.listeners import Listeners
 from runtime.records import FinishReason
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Pool:
             if not item.held:
                 item.held = True
                 if item.expires < inf:
-                    core.expiries.add(item)
+                    core.expiries.add(item, item.expires)
                     self._timekeeper.watch(item.expires)
             if not block:
                 return item.state is ENDED
@@ -156,6 +155,14 @@ class Pool:
                     slot.function.kill()
         self._timekeeper.join()
         self._close_functions()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads that call the function to end, so long at most all together."""
+        if self._abandoned and not self.closed:  # somebody held the lock then
+            self.stop(drain=False)
+        until = time.monotonic() + timeout
+        for thread in self.threads():
+            thread.join(max(0.0, until - time.monotonic()))
 
     def threads(self) -> list[threading.Thread]:
         """Those that call the function."""
@@ -272,3 +279,78 @@ class Pool:
                         kill()  # nobody waits for what it is at
         if records and self.listeners.known:
             self.listeners.tell(None, records)
+
+
+class Slot:
+    """One thread: a place in which one call at a time can run.
+
+    With nothing to do it stands in ``idle`` and waits at its ``gate``, which whoever has news for it opens.
+    """
+
+    __slots__ = ("function", "gate", "name", "thread", "worker")
+
+    def __init__(self, worker: int, function: Function, name: str) -> None:
+        self.worker = worker
+        self.function = function
+        self.name = name
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.thread: threading.Thread | None = None
+
+    def rest(self, until: float, now: Callable[[], float], lock: threading.Lock, idle: list[Slot]) -> None:
+        """Wait until the gate is opened, or until then."""
+        timeout = -1.0 if until == inf else min(max(0.0, until - now()), threading.TIMEOUT_MAX)
+        if self.gate.acquire(timeout=timeout):
+            return
+        with lock:
+            if self in idle:
+                idle.remove(self)
+                return
+        self.gate.acquire()  # it was opened in that very moment
+
+
+class Timekeeper:
+    """Sees to it that items time out in time, even if every worker is busy.
+
+    A thread, from the first item that may time out. ``tick`` ends what is due and says whether to go on; it is called at once
+    whenever there may be something to do, without the lock.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, expiries: Expiries[Item], now: Callable[[], float], tick: Callable[[], bool]
+    ) -> None:
+        self._expiries = expiries
+        self._now = now
+        self._tick = tick
+        self._sooner = threading.Condition(lock)
+        self._thread: threading.Thread | None = None
+        self._looked = 0  # how often it was asked to look; so that nothing is missed while it ticks
+
+    def watch(self, expiry: float) -> None:
+        """Something expires then. Needs the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="batcher timekeeper", daemon=True)
+            self._thread.start()
+        elif expiry <= self._expiries.next:
+            self.look()
+
+    def look(self) -> None:
+        """Tick now. Needs the lock."""
+        self._looked += 1
+        self._sooner.notify_all()
+
+    def join(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        seen = -1
+        while True:
+            with self._sooner:
+                if seen == self._looked:
+                    until = self._expiries.next
+                    wait = None if until == inf else min(max(0.0, until - self._now()), threading.TIMEOUT_MAX)
+                    self._sooner.wait(wait)
+                seen = self._looked
+            if not self._tick():
+                return

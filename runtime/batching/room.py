@@ -9,8 +9,9 @@ from math import inf
 from typing import Final
 
 from runtime.batching.core import BatchCore
-from runtime.batching.future import ItemFuture, wake
+from runtime.batching.future import ItemFuture
 from runtime.batching.item import ENDED, Item
+from runtime.wakeups import wake
 
 _LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
 

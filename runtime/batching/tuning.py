@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from typing import TypeVar
 
 from runtime.batching.pool import Pool
 from runtime.batching.strategies import Strategy
-from runtime.clock import Clock
 from runtime.errors import EngineClosedError
-from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import SchedulerView
+from runtime.tuning import Tuning
+
+T = TypeVar("T")
 
 
-class TunableBatcher:
-    """Knobs, limits, promises, records and the view. Every call may come from any thread."""
+class TunableBatcher(Tuning):
+    """Its knobs are ceilings for the adaptive strategy; they are what the others do exactly."""
 
     def __init__(self, pool: Pool) -> None:
+        super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos)
         self._pool = pool
-        self._lease = LeaseHolder()
 
-    @property
-    def clock(self) -> Clock:
-        """The clock of every record."""
-        return self._pool.clock
+    def _change(self, change: Callable[[], T]) -> T:
+        pool = self._pool
+        with pool.lock:
+            if pool.closed:
+                raise EngineClosedError("the batcher is closed")
+            result = change()
+            pool.wake()
+        return result
 
-    @property
-    def limits(self) -> KnobLimits:
-        """Start-up ceilings of the knobs."""
-        return self._pool.core.settings.limits
-
-    @property
-    def effective_limits(self) -> KnobLimits:
-        """Ceilings in force: running out of memory lowers them below ``limits``."""
-        return self._pool.core.settings.effective_limits
+    def _put_slo(self, request_class: str, slo: SLO) -> None:
+        with self._pool.lock:
+            self._pool.core.promise(request_class, slo)
 
     @property
     def strategy(self) -> Strategy:
@@ -52,26 +51,6 @@ class TunableBatcher:
         return self._pool.core.state.slots
 
     @property
-    def knobs(self) -> Knobs:
-        """Ceilings for the adaptive strategy; what the others do exactly."""
-        return self._pool.core.knobs
-
-    @property
-    def epoch(self) -> int:
-        """The number of the knob setting in force."""
-        return self._pool.core.epoch
-
-    @property
-    def slos(self) -> Mapping[str, SLO]:
-        """The promise to each request class; that of ``default`` is for classes not named."""
-        return MappingProxyType(self._pool.core.slos)
-
-    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
-        """Promise ``slo`` to items of ``request_class`` that come from now on."""
-        with self._pool.lock:
-            self._pool.core.promise(request_class, SLO.of(slo))
-
-    @property
     def kv_tokens(self) -> int:
         """A batcher has no KV pool: as much as a call may hold."""
         return self.limits.token_budget
@@ -79,41 +58,6 @@ class TunableBatcher:
     @property
     def block_size(self) -> int:
         return 1
-
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        """Put ``knobs`` in force from the very next call on; returns the epoch, the old one if nothing changed.
-
-        Values between ``effective_limits`` and ``limits`` are lowered to the former. Raises ``ValueError`` above
-        ``limits``, LeaseError if a controller holds the batcher and ``lease`` is not its own, EngineClosedError.
-        """
-        pool = self._pool
-        with pool.lock:
-            if pool.closed:
-                raise EngineClosedError("the batcher is closed")
-            self._lease.check(lease)
-            epoch = pool.core.settings.set_knobs(knobs)
-            pool.wake()
-        return epoch
-
-    def acquire(self, owner: str) -> Lease:
-        """Become the one who may turn the knobs. Raises LeaseError while another holds them."""
-        with self._pool.lock:
-            return self._lease.acquire(owner)
-
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
-
-    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
-        """Have ``policy`` give each call its own budget of cost units, below the knob."""
-        with self._pool.lock:
-            self._lease.check(lease)
-            self._pool.core.settings.policy = policy
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` hear every record, in the thread in which the call ran; returns a function that ends it."""
-        return self._pool.listeners.subscribe(listener)
 
     def view(self) -> SchedulerView:
         """How the queue and the calls stand."""

@@ -23,7 +23,6 @@ second late. Related: early rejection by predicted TTFT as in Mooncake (FAST 202
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -31,9 +30,10 @@ from math import inf
 from typing import Final, Literal, NamedTuple
 
 from runtime.errors import RejectedError
-from runtime.llm.ordering import ordering_of
+from runtime.expiries import Expiries
 from runtime.llm.prefill_rate import PrefillRate, RateSource
 from runtime.llm.slack import SlackTracker
+from runtime.ordering import ordering_of
 from runtime.records import StepRecord
 from runtime.request import Sequence
 from runtime.slo import first_target
@@ -103,8 +103,7 @@ class Admission:
         self._slack = slack
         self._weights = dict(weights or {})
         self._lightest = min([1.0, *self._weights.values()])
-        self._timeouts: list[tuple[float, int, Sequence]] = []
-        self._added = 0
+        self._timeouts: Expiries[Sequence] = Expiries(_begun)
         self._let_in = -inf
         self._probe: Sequence | None = None
 
@@ -194,25 +193,17 @@ class Admission:
         if limit == "ttft":
             slo = self._slack.slo_of(sequence)
             limit = None if slo is None or slo.ttft_ms is None else slo.ttft_ms / 1e3
-        if limit is None:
-            return
-        self._added += 1
-        heapq.heappush(self._timeouts, (sequence.request.arrival + limit, self._added, sequence))
-        if self._added % 4096 == 0:  # those that have begun need not be kept until then
-            self._timeouts = [entry for entry in self._timeouts if _waits(entry[2])]
-            heapq.heapify(self._timeouts)
+        if limit is not None:
+            self._timeouts.add(sequence, sequence.request.arrival + limit)
 
     @property
     def next_timeout(self) -> float:
         """When the next one has waited too long; inf if none will."""
-        heap = self._timeouts
-        while heap and not _waits(heap[0][2]):
-            heapq.heappop(heap)
-        return heap[0][0] if heap else inf
+        return self._timeouts.next
 
     def timed_out(self) -> tuple[Sequence, Verdict]:
         """The one of :attr:`next_timeout`, which must be over: it is to be ended."""
-        when, _, sequence = heapq.heappop(self._timeouts)
+        when, sequence = self._timeouts.pop()
         waited = when - sequence.request.arrival
         return sequence, Verdict(QUEUE_TIMEOUT_REASON, f"it waited {waited:.3g} s without being begun", waited)
 
@@ -223,5 +214,5 @@ def rejected(sequence: Sequence, verdict: Verdict) -> RejectedError:
     return RejectedError(message, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
 
 
-def _waits(sequence: Sequence) -> bool:
-    return sequence.scheduled is None and sequence.state == "waiting"
+def _begun(sequence: Sequence) -> bool:
+    return sequence.scheduled is not None or sequence.state != "waiting"

@@ -23,6 +23,7 @@ from runtime.llm.output import Detokenizer
 from runtime.llm.plan import Token
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Sequence
+from runtime.wakeups import Wakeups
 
 
 class TokenEvent(NamedTuple):
@@ -39,36 +40,6 @@ class TokenEvent(NamedTuple):
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     finish_reason: FinishReason | None
-
-
-class Wakes:
-    """Readers to wake in event loops, gathered over a step so that each loop is called once."""
-
-    __slots__ = ("_loops",)
-
-    def __init__(self) -> None:
-        self._loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], TokenBuffer]]] = {}
-
-    def add(self, future: asyncio.Future[None], buffer: TokenBuffer) -> None:
-        self._loops.setdefault(future.get_loop(), []).append((future, buffer))
-
-    def send(self) -> list[TokenBuffer]:
-        """Wake them. Returns the requests whose event loop has been closed: nobody will ever read those."""
-        lost: list[TokenBuffer] = []
-        if self._loops:
-            loops, self._loops = self._loops, {}
-            for loop, waiting in loops.items():
-                try:
-                    loop.call_soon_threadsafe(_resolve, [future for future, _ in waiting])
-                except RuntimeError:  # the loop is closed
-                    lost += [buffer for _, buffer in waiting]
-        return lost
-
-
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
 
 
 class TokenBuffer:
@@ -101,13 +72,19 @@ class TokenBuffer:
         """Whether the event loop that read it has been closed."""
         return self._loop is not None and self._loop.is_closed()
 
-    def put(self, token: Token, wakes: Wakes) -> None:
+    def put(self, token: Token, wakes: Wakeups[TokenBuffer]) -> None:
         with self._lock:
             self.tokens.append(token)
             if self._gates or self._futures:
                 self._wake(wakes, ended=False)
 
-    def end(self, token: Token | None, record: RequestRecord | None, cause: BaseException | None, wakes: Wakes) -> None:
+    def end(
+        self,
+        token: Token | None,
+        record: RequestRecord | None,
+        cause: BaseException | None,
+        wakes: Wakeups[TokenBuffer],
+    ) -> None:
         """The request has ended, with its last ``token`` if that came with the end."""
         with self._lock:
             if self.done:
@@ -117,7 +94,7 @@ class TokenBuffer:
             self.record, self.cause, self.done = record, cause, True
             self._wake(wakes, ended=True)
 
-    def _wake(self, wakes: Wakes, ended: bool) -> None:
+    def _wake(self, wakes: Wakeups[TokenBuffer], ended: bool) -> None:
         for entry in [e for e in self._gates if e[0] or ended]:
             self._gates.remove(entry)
             entry[1]()

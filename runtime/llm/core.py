@@ -6,25 +6,26 @@ executor.
 
 from __future__ import annotations
 
-import heapq
 import logging
-import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
 from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import DeviceError
+from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
-from runtime.llm.ordering import Ordering, ordering_of
 from runtime.llm.plan import Executor, StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
-from runtime.llm.view import view_of
+from runtime.llm.slack import SlackTracker
+from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, Sequence
+from runtime.settings import Settings
 from runtime.tunable import SchedulerView, StepPolicy
 
 log = logging.getLogger(__name__)
@@ -64,34 +65,36 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.limits = limits or KnobLimits()
-        self.memory = MemoryCeilings(self.limits)
-        self.policy: StepPolicy | None = None
-        self._wanted = self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs())
-        self._setting = (0, self._wanted)
-        self._turning = threading.Lock()  # so that no two settings get one epoch
+        self.settings = Settings(knobs, limits or KnobLimits())
+        self.memory = MemoryCeilings(self.settings.limits)
         self._output = output
-        self._expiries: list[tuple[float, int, Sequence]] = []
-        self._added = 0
+        self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
 
     @property
-    def setting(self) -> tuple[int, Knobs]:
-        """(epoch, knobs) in force, as one reference."""
-        return self._setting
-
-    @property
-    def knobs(self) -> Knobs:
-        return self._setting[1]
-
-    @property
-    def epoch(self) -> int:
-        return self._setting[0]
+    def limits(self) -> KnobLimits:
+        return self.settings.limits
 
     @property
     def effective_limits(self) -> KnobLimits:
-        """Ceilings in force: running out of memory lowers them below ``limits``, and what fits afterwards raises them."""
-        return self.memory.effective
+        return self.settings.effective_limits
+
+    @property
+    def policy(self) -> StepPolicy | None:
+        """Gives each step its own budget, below the knob."""
+        return self.settings.policy
+
+    @policy.setter
+    def policy(self, policy: StepPolicy | None) -> None:
+        self.settings.set_policy(policy)
+
+    @property
+    def knobs(self) -> Knobs:
+        return self.settings.current[1]
+
+    @property
+    def epoch(self) -> int:
+        return self.settings.current[0]
 
     @property
     def has_work(self) -> bool:
@@ -100,27 +103,13 @@ class EngineCore:
     @property
     def next_expiry(self) -> float:
         """When the next live request times out, altogether or in the queue; inf if none does."""
-        heap, admission = self._expiries, self.scheduler.admission
-        while heap and heap[0][2].state == "finished":
-            heapq.heappop(heap)
-        expiry = heap[0][0] if heap else inf
+        admission = self.scheduler.admission
+        expiry = self._expiries.next
         return expiry if admission is None else min(expiry, admission.next_timeout)
 
     def set_knobs(self, knobs: Knobs) -> int:
-        """Put ``knobs`` in force from the next step on; returns the epoch, which grows only if something changed.
-
-        Raises ``ValueError`` above ``limits``. Between ``effective_limits`` and ``limits`` they are lowered to the former.
-        """
-        with self._turning:
-            self._wanted = self.limits.check(knobs)
-            return self._turn()
-
-    def _turn(self) -> int:
-        knobs = self.effective_limits.clamp(self._wanted)
-        epoch, current = self._setting
-        if knobs != current:
-            self._setting = (epoch + 1, knobs)
-        return self._setting[0]
+        """As :meth:`runtime.settings.Settings.set_knobs`."""
+        return self.settings.set_knobs(knobs)
 
     @property
     def admission(self) -> AdmissionPolicy | None:
@@ -152,15 +141,8 @@ class EngineCore:
         it would come too late."""
         sequence = self.scheduler.add(request, now)
         if request.expires is not None:
-            self._added += 1
-            heapq.heappush(self._expiries, (request.expires, self._added, sequence))
-            if len(self._expiries) > 1024 and len(self._expiries) > 2 * self._live():
-                self._expiries = [entry for entry in self._expiries if entry[2].state != "finished"]
-                heapq.heapify(self._expiries)
+            self._expiries.add(sequence, request.expires)
         return sequence
-
-    def _live(self) -> int:
-        return self.scheduler.running + len(self.scheduler.waiting)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """End ``sequence`` from outside a step, whatever its state. None if it has already ended."""
@@ -170,17 +152,34 @@ class EngineCore:
         return record
 
     def view(self, now: float) -> SchedulerView:
-        return view_of(self.scheduler, now, self.knobs, self.epoch, self.effective_limits)
+        """For step policies and controllers; costs no more with more sequences while the slack follows them."""
+        scheduler = self.scheduler
+        waiting, decodes, slack, kv = scheduler.waiting, scheduler.decodes, scheduler.slack, scheduler.kv
+        if not slack.following:  # nobody asks in every step: followed for this look alone
+            slack = scheduler.followed(SlackTracker(slack.slos))
+        oldest = waiting.oldest()
+        going_on = (
+            tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
+        )
+        last_end = decodes.last_end
+        dues = slack.dues(now, decodes.step, now if last_end is None else last_end)
+        decode_slack = min([left for _, left in dues]) if dues else inf
+        epoch, knobs = self.settings.current
+        return SchedulerView(
+            now, len(decodes.members), len(going_on), waiting.count, waiting.tokens, sum([left for _, left in going_on]),
+            decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
+            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits, slack.pace, going_on, dues,
+        )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
         timeout and the end of a wait window."""
         finished: list[Finished] = []
-        expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
-        epoch, knobs = self._setting
-        scheduler = self.scheduler
+        expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
+        settings, scheduler = self.settings, self.scheduler
+        epoch, knobs = settings.current
         budget = None
-        if self.policy is not None:
+        if settings.policy is not None:
             budget = self._policy_budget(now)
         elif scheduler.slack.following:
             scheduler.slack.stop()
@@ -221,7 +220,7 @@ class EngineCore:
                 sequence.retry_after = verdict.retry_after_s
                 record = self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
             else:
-                sequence = heapq.heappop(self._expiries)[2]
+                _, sequence = self._expiries.pop()
                 record = self.finish(sequence, FinishReason.TIMEOUT, now, "its timeout passed")
             if record is not None:
                 finished.append((sequence, record))
@@ -234,29 +233,24 @@ class EngineCore:
         return ended
 
     def _policy_budget(self, now: float) -> int | None:
-        if self.policy is None or not self.scheduler.has_work:
+        scheduler = self.scheduler
+        if not scheduler.has_work:
             return None
-        if not self.scheduler.slack.following:
-            self.scheduler.followed(self.scheduler.slack)
-        try:
-            return max(0, int(self.policy.budget(self.view(now))))
-        except Exception:
-            log.exception("the step policy failed and has been taken off; the knobs alone hold now")
-            self.policy = None
-            return None
+        if not scheduler.slack.following:
+            scheduler.followed(scheduler.slack)
+        return self.settings.budget(partial(self.view, now))
 
     def _learn_memory(self, plan: StepPlan, result: StepResult) -> None:
         """Lower the ceilings by what ran out of memory, or raise lowered ones by what fitted; the knobs follow, up to what was
         last set. What runs above a lowered ceiling is preempted at once."""
         chunks = [chunk.count for chunk in plan.chunks]
         load = Load(plan.n_decode + len(chunks), plan.n_decode + sum(chunks), max(chunks, default=0))
-        with self._turning:
-            if result.oom:
-                changed = self.memory.ran_out(load, result.oom, result.fitted)
-            else:
-                changed = not result.failed and self.memory.fitted(load)
-            if changed:
-                self._turn()
+        if result.oom:
+            changed = self.memory.ran_out(load, result.oom, result.fitted)
+        else:
+            changed = not result.failed and self.memory.fitted(load)
+        if changed:
+            self.settings.limit(self.memory.effective)
         ceilings = self.effective_limits
         self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 
@@ -275,6 +269,10 @@ class EngineCore:
             scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
             plan.limited_by, failed,
         )  # fmt: skip
+
+
+def _ended(sequence: Sequence) -> bool:
+    return sequence.state == "finished"
 
 
 def _sequences(plan: StepPlan) -> list[Sequence]:

@@ -17,17 +17,18 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
 from runtime.errors import DeviceError, EngineClosedError, RejectedError
-from runtime.llm.at_exit import stop_at_exit
-from runtime.llm.buffer import TokenBuffer, Wakes
+from runtime.listeners import Listeners, Pace
+from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
-from runtime.llm.listeners import Listeners, Pace
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, Sequence
+from runtime.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class EngineLoop:
         self._live: dict[str, TokenBuffer] = {}
         self._on_the_way = 0  # accepted, still in the inbox
         self._buffers: dict[Sequence, TokenBuffer] = {}  # from here on the engine's thread's own
-        self._wakes = Wakes()
+        self._wakes: Wakeups[TokenBuffer] = Wakeups()
         self._closing = False
         self._over = False
         self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)

@@ -15,10 +15,10 @@ from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
 from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
-from runtime.llm.ordering import Ordering, ordering_of
 from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
 from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import WaitingQueue
+from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
 from runtime.slo import SLO

@@ -1,77 +1,48 @@
-"""The engine as a controller sees it: a :class:`runtime.tunable.Tunable`."""
+"""An engine core as a controller sees it: with an admission policy, and request classes of different worth."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 from runtime.clock import Clock
-from runtime.knobs import KnobLimits, Knobs
+from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Lease, SchedulerView
+from runtime.tuning import Tuning
+
+T = TypeVar("T")
 
 
-class TunableEngine:
-    """Knobs, limits, promises, records and the view of a core that a loop runs. Every call may come from any thread.
-
-    ``slos`` and ``weights`` are those of the request classes there are.
-    """
+class TunableCore(Tuning):
+    """``slos`` and ``weights`` are those of the request classes there are."""
 
     def __init__(
-        self, core: EngineCore, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+        self, core: EngineCore, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
     ) -> None:
+        super().__init__(core.settings, listeners, clock, slos)
         self._core = core
-        self._loop = loop
-        self._clock = clock
-        self._slos = slos
         self._weights = dict(weights)
-        self._lease = LeaseHolder()
+        self._own_slos = slos
 
-    @property
-    def clock(self) -> Clock:
-        """The clock of every record."""
-        return self._clock
+    @abstractmethod
+    def _post(self, change: Callable[[], None]) -> None:
+        """Make ``change`` between two steps, now or later. Raises EngineClosedError."""
 
-    @property
-    def limits(self) -> KnobLimits:
-        """Start-up ceilings of the knobs."""
-        return self._core.limits
-
-    @property
-    def effective_limits(self) -> KnobLimits:
-        """Ceilings in force: running out of memory lowers them below ``limits``."""
-        return self._core.effective_limits
-
-    @property
-    def knobs(self) -> Knobs:
-        return self._core.knobs
-
-    @property
-    def epoch(self) -> int:
-        """The number of the knob setting in force."""
-        return self._core.epoch
-
-    @property
-    def slos(self) -> Mapping[str, SLO]:
-        """The promise to each request class; that of ``default`` is for classes not named."""
-        return MappingProxyType(self._slos)
+    def _put_slo(self, request_class: str, slo: SLO) -> None:
+        self._own_slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
 
     @property
     def weights(self) -> Mapping[str, float]:
         """What each request class is worth relative to others; those not named are worth 1."""
         return MappingProxyType(self._weights)
-
-    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
-        """Promise ``slo`` to a class from now on. Raises ``ValueError`` for a class that there is not."""
-        if request_class not in {"default", *self._slos}:
-            known = ", ".join(sorted({"default", *self._slos}))
-            raise ValueError(f"request_class is {request_class!r}; the classes are {known}")
-        self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = SLO.of(slo)
 
     @property
     def admission(self) -> AdmissionPolicy | None:
@@ -91,42 +62,29 @@ class TunableEngine:
         """
         self._lease.check(lease)
         made = AdmissionPolicy.of(policy)
-        self._loop.post(partial(self._core.set_admission, made, weights=self._weights, source=source))
+        self._post(partial(self._core.set_admission, made, weights=self._weights, source=source))
 
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        """Put ``knobs`` in force from the very next step on; returns the epoch, the old one if nothing changed.
 
-        Values between ``effective_limits`` and ``limits`` are lowered to the former. Raises ``ValueError`` above
-        ``limits``, LeaseError if a controller holds the engine and ``lease`` is not its own, EngineClosedError.
-        """
+class TunableEngine(TunableCore):
+    """A core that a loop runs on a thread of its own."""
 
-        def change() -> int:
-            self._lease.check(lease)
-            return self._core.set_knobs(knobs)
+    def __init__(
+        self, core: EngineCore, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+    ) -> None:
+        super().__init__(core, loop.listeners, clock, slos, weights)
+        self._loop = loop
 
+    def _change(self, change: Callable[[], T]) -> T:
         return self._loop.locked(change)
 
-    def acquire(self, owner: str) -> Lease:
-        """Become the one who may turn the knobs. Raises LeaseError while another holds them."""
-        return self._loop.locked(lambda: self._lease.acquire(owner))
+    def _post(self, change: Callable[[], None]) -> None:
+        self._loop.post(change)
 
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
-
-    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
-        """Have ``policy`` give each step its own token budget, below the knob."""
-
-        def change() -> None:
-            self._lease.check(lease)
-            self._core.policy = policy
-
-        self._loop.locked(change)
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Have ``listener`` hear every record, in the engine's thread; returns a function that ends it."""
-        return self._loop.listeners.subscribe(listener)
+    def _put_slo(self, request_class: str, slo: SLO) -> None:
+        if request_class not in {"default", *self._slos}:
+            known = ", ".join(sorted({"default", *self._slos}))
+            raise ValueError(f"request_class is {request_class!r}; the classes are {known}")
+        super()._put_slo(request_class, slo)
 
     def view(self) -> SchedulerView:
         """The scheduler between two steps: it waits for the step in progress."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from runtime.knobs import Knobs
-from runtime.llm.ordering import Ordering
+from runtime.ordering import Ordering
 from runtime.request import Sequence
 
 _BUCKETS_PER_UNIT: Final = 16  # keys are seconds or tokens: how finely tokens_before tells them apart
@@ -40,7 +40,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         new = sequence.preemptions == 0
         if new:
-            sequence.key = self._ordering.key(sequence)
+            sequence.key = self._ordering.key(sequence.request)
             self._arrived.append(sequence)
             if len(self._arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
@@ -60,7 +60,7 @@ class WaitingQueue:
         sequence = heapq.heappop(self._heap)[3]
         self.count -= 1
         self._tally(sequence, -sequence.pending)
-        self._ordering.took(sequence)
+        self._ordering.took(sequence.request, sequence.key)
         return sequence
 
     def removed(self, sequence: Sequence) -> None:
@@ -98,7 +98,7 @@ class WaitingQueue:
         waiting = [entry for entry in sorted(self._heap) if entry[3].state == "waiting"]
         self._ordering, self._heap, self._buckets = ordering, [], None
         for new, _, pushed, sequence in waiting:
-            sequence.key = ordering.key(sequence)
+            sequence.key = ordering.key(sequence.request)
             self._heap.append((new, sequence.key, pushed, sequence))
         heapq.heapify(self._heap)
 

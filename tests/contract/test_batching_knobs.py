@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.batching.item import Item
-from runtime.batching.options import first_knobs
-from runtime.batching.settings import BATCHER_LIMITS
+from runtime.batching.options import BATCHER_LIMITS, first_knobs
 from runtime.batching.strategies import Adaptive, Dynamic
 from runtime.knobs import KNOBS, Knobs
 from runtime.records import LimitedBy

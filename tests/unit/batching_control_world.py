@@ -10,13 +10,13 @@ from autotune.control.attached import Control
 from runtime.batching.accounts import call_record, item_record
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.pool import Pool
-from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import Strategy
 from runtime.batching.tuning import TunableBatcher
 from runtime.batching.virtual import Served, serve
 from runtime.knobs import Knobs
-from runtime.llm.listeners import Listeners
+from runtime.listeners import Listeners
 from runtime.records import FinishReason
 from runtime.slo import SLO
 from tests.unit.batching_world import linear

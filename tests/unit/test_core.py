@@ -38,11 +38,11 @@ def test_time_out_while_running_keeps_the_tokens() -> None:
 
 def test_knobs_above_the_limits_are_refused_and_the_old_ones_stay() -> None:
     w = World(kv_blocks=20)
-    w.core.limits = KnobLimits(max_batch_size=8)
-    before = w.core.setting
+    w.core.settings.limits = KnobLimits(max_batch_size=8)
+    before = w.core.settings.current
     with pytest.raises(ValueError, match="max_batch_size is 9"):
         w.core.set_knobs(Knobs(max_batch_size=9))
-    assert w.core.setting is before
+    assert w.core.settings.current is before
 
 
 def test_an_executor_that_raises_fails_its_step_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import random
+from math import inf
+from typing import ClassVar
+
 import pytest
 
-from runtime.llm.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, ordering_named
+from runtime.batching.batcher import Batcher
+from runtime.batching.groupings import grouping_of
+from runtime.batching.item import WAITING, Item
 from runtime.llm.waiting import WaitingQueue
+from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, Queued, ordering_of
 from runtime.request import Request, SamplingParams, Sequence
 
 
@@ -12,7 +19,7 @@ def make(id: str, arrival: float = 0.0, prompt: int = 4, **fields: object) -> Se
 
 
 def order(name: str, *sequences: Sequence) -> list[str]:
-    queue = WaitingQueue(ordering_named(name))
+    queue = WaitingQueue(ordering_of(name))
     for sequence in sequences:
         queue.push(sequence)
     out = []
@@ -51,7 +58,7 @@ def test_fair_share_alternates_and_charges_by_tokens() -> None:
 
 
 def test_a_tenant_saves_up_nothing_while_away() -> None:
-    queue = WaitingQueue(ordering_named("fair"))
+    queue = WaitingQueue(ordering_of("fair"))
     for i in range(4):
         queue.push(make(f"busy{i}", tenant="busy"))
     for _ in range(3):
@@ -73,7 +80,7 @@ def test_the_preempted_go_first() -> None:
 
 
 def test_leaving_early_is_remembered() -> None:
-    queue = WaitingQueue(ordering_named("fcfs"))
+    queue = WaitingQueue(ordering_of("fcfs"))
     sequences = [make(f"s{i}", i) for i in range(500)]
     for sequence in sequences:
         sequence.pending = 4
@@ -86,6 +93,46 @@ def test_leaving_early_is_remembered() -> None:
     assert len(queue._heap) < 200, "those that left are still held"
 
 
+@pytest.mark.parametrize("name", ["deadline", "priority", "shortest"])
+def test_items_go_in_the_order_of_requests(name: str) -> None:
+    """The batcher's grouping of that name is the same ordering, with the same constants."""
+    rng = random.Random(7)
+    drawn = [
+        (
+            f"{i}",
+            rng.uniform(0, 30),
+            rng.randrange(1, 4000),
+            rng.randrange(-1, 2),
+            rng.choice([None, rng.uniform(0, 90)]),
+        )
+        for i in range(200)
+    ]
+    requests = [make(id, arrival, size, priority=p, deadline=due) for id, arrival, size, p, due in drawn]
+    grouping = grouping_of(name)
+    for id, arrival, size, priority, due in drawn:
+        item = Item(None, arrival, size, priority, deadline=inf if due is None else due, id=id)
+        item.state = WAITING
+        grouping.add(item)
+    assert [item.id for item in grouping.first(200)] == order(name, *requests)
+
+
+def test_items_go_by_an_ordering_of_ones_own() -> None:
+    class Backwards:
+        taken: ClassVar[list[float]] = []
+
+        def key(self, queued: Queued) -> float:
+            return -queued.arrival
+
+        def took(self, queued: Queued, key: float) -> None:
+            self.taken.append(key)
+
+    with Batcher(
+        lambda items: items, grouping=Backwards(), strategy="static", max_batch_size=3, max_queue=3
+    ) as batcher:
+        assert list(batcher.map([1, 2, 3])) == [1, 2, 3]
+    assert Backwards.taken == sorted(Backwards.taken)
+
+
 def test_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=f"ordering is 'lifo'; it must be one of {', '.join(ORDERINGS)}"):
-        ordering_named("lifo")
+        ordering_of("lifo")

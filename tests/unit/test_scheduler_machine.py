@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.knobs import Knobs
-from runtime.llm.ordering import ORDERINGS
+from runtime.ordering import ORDERINGS
 from runtime.tunable import SchedulerView
 from tests.unit.scheduler_world import BLOCK, World
 

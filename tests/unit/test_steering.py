@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from autotune import control
+from autotune.control import remote
 from autotune.control.attached import Control
-from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS
-from autotune.control.steerable import Steering
+from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS, Steering
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
 from tests.engines import bench
@@ -138,6 +138,16 @@ def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, steered_eng
             assert connection.ask("status")["status"]["offered"] == len(steered_engine.records)
     for client in [*hanging, flood]:
         client.close()
+
+
+def test_who_does_not_read_its_replies_is_dropped(steered: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(steered.steer()))
+        deaf.settimeout(30)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while True:
+                deaf.send(b'{"do":"status"}\n' * 100)
 
 
 def test_a_flood_leaves_a_live_engine_its_pace(socket_home: Path) -> None:

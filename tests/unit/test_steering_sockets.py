@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import socket
@@ -16,8 +15,9 @@ from typing import Any
 import pytest
 
 from autotune import control
+from autotune.control import remote
 from autotune.control.attached import Control
-from autotune.control.steerable import Steering, choose, socket_folder, steerable
+from autotune.control.remote import Steering, choose, socket_folder, steerable
 from runtime.errors import InputError
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200
@@ -78,6 +78,7 @@ def test_without_a_runtime_directory_it_is_a_private_one_in_the_temporary(
 SERVER = """
 import sys, time
 from autotune import control
+from autotune.control import remote
 from tests.unit.control_world import SimulatedEngine, h200
 attached = control(SimulatedEngine(h200), slo="tpot=30ms", steer=True)
 print(attached.steer(), flush=True)
@@ -130,7 +131,7 @@ def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_h
 
 
 def test_one_that_does_not_answer_is_given_up_on(socket_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autotune.control.steerable"), "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
     socket_home.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(socket_home / "mute.sock"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autotune.profile.callable import StrategyName
-from runtime.batching.settings import BATCHER_LIMITS
+from runtime.batching.options import BATCHER_LIMITS
 from runtime.knobs import Knobs
 
 STRATEGIES: tuple[StrategyName, ...] = ("adaptive", "dynamic")

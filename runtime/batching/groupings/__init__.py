@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from runtime.batching.groupings.arrival import ArrivalOrder
+from typing import cast
+
+from runtime.batching.groupings.arrival import ArrivalOrder, TokenBudgetGroups
 from runtime.batching.groupings.buckets import LengthBuckets
 from runtime.batching.groupings.fair_share import FairShare
-from runtime.batching.groupings.ordered import DeadlineOrder, PriorityOrder
-from runtime.batching.groupings.padded_budget import TokenBudgetGroups
+from runtime.batching.groupings.ordered import DeadlineOrder, Ordered, PriorityOrder, ShortestOrder
 from runtime.batching.groupings.protocol import Grouping
 from runtime.batching.groupings.sorted_windows import SortedWindows
+from runtime.ordering import Ordering, is_ordering
 
 GROUPINGS: dict[str, type[Grouping]] = {
     "arrival": ArrivalOrder,
     "deadline": DeadlineOrder,
     "priority": PriorityOrder,
+    "shortest": ShortestOrder,
     "fair": FairShare,
     "buckets": LengthBuckets,
     "sorted": SortedWindows,
@@ -21,14 +24,16 @@ GROUPINGS: dict[str, type[Grouping]] = {
 }
 
 
-def grouping_of(value: str | Grouping) -> Grouping:
-    """A fresh grouping by name, or the given one. Raises ``ValueError`` for anything else."""
+def grouping_of(value: str | Grouping | Ordering) -> Grouping:
+    """A fresh grouping by name, the given one, or one by the given ordering. Raises ``ValueError`` for anything else."""
     if isinstance(value, str) and value in GROUPINGS:
         return GROUPINGS[value]()
+    if is_ordering(value) and not isinstance(value, type):
+        return Ordered(cast(Ordering, value))
     needed = ("add", "first", "took", "removed", "oldest")
     if isinstance(value, str | type) or not all(callable(getattr(value, name, None)) for name in needed):
-        raise ValueError(f"grouping is {value!r}; it must be one of {', '.join(GROUPINGS)}, or a Grouping")
-    return value
+        raise ValueError(f"grouping is {value!r}; it must be one of {', '.join(GROUPINGS)}, a Grouping or an Ordering")
+    return cast(Grouping, value)
 
 
 __all__ = [
@@ -38,7 +43,9 @@ __all__ = [
     "FairShare",
     "Grouping",
     "LengthBuckets",
+    "Ordered",
     "PriorityOrder",
+    "ShortestOrder",
     "SortedWindows",
     "TokenBudgetGroups",
     "grouping_of",

@@ -65,3 +65,13 @@ class ArrivalOrder:
     def removed(self, item: Item) -> None:
         del item
         self._line.left(1)
+
+
+class TokenBudgetGroups(ArrivalOrder):
+    """Arrival order, in calls whose padded size (items × the longest) fits ``token_budget``.
+
+    So a call is a rectangle of bounded area: many short items or few long ones. Without padding (packed calls) the budget
+    bounds the sum instead, which is what plain arrival order does.
+    """
+
+    padded = True

@@ -1,43 +1,31 @@
-"""Orders by a key: earliest deadline, priority.
-
-A key is given when an item is queued and does not change, so the queue is a heap. Every order bounds how long it passes an
-item over: the key grows with the time of arrival, so whoever waits is overtaken only so long. With the LLM engine's orderings
-(:mod:`runtime.llm.ordering`) these share their formulas and constants.
-"""
+"""By any of the orderings that requests have too (:mod:`runtime.ordering`): earliest deadline, priority, shortest job."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from math import inf
 
 from runtime.batching.groupings.arrival import Line
 from runtime.batching.item import WAITING, Item
-
-PRIORITY_STEP_S = 10.0
-"""Seconds of waiting that outweigh one level of priority: nobody is passed over by items that come so much later."""
-NO_DEADLINE_S = 60.0
-"""An item without a deadline is ordered as if it were due this long after its arrival."""
+from runtime.ordering import PRIORITY_STEP_S, Deadline, Ordering, Priority, ShortestFirst
 
 
-class _ByKey:
-    """A heap by :meth:`key`; ties go to the earlier."""
+class Ordered:
+    """See the module. Ties go to the earlier."""
 
     padded = False
     in_order = False
 
-    def __init__(self) -> None:
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
         self._heap: list[tuple[float, int, Item]] = []
         self._added = 0
         self._gone = 0
         self._line = Line()  # by arrival, for the wait window
         self.oldest = self._line.head
 
-    def key(self, item: Item) -> float:
-        raise NotImplementedError
-
     def add(self, item: Item) -> None:
-        item.key = self.key(item)
+        item.key = self._ordering.key(item)
         self._added += 1
         heapq.heappush(self._heap, (item.key, self._added, item))
         self._line.add(item)
@@ -61,6 +49,8 @@ class _ByKey:
         return found
 
     def took(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._ordering.took(item, item.key)
         self._left(len(items))
 
     def removed(self, item: Item) -> None:
@@ -76,21 +66,22 @@ class _ByKey:
             self._gone = 0
 
 
-class DeadlineOrder(_ByKey):
-    """Earliest deadline first: for items with different promises."""
+class DeadlineOrder(Ordered):
+    """Earliest deadline first: for items with different SLOs."""
 
-    def key(self, item: Item) -> float:
-        return item.deadline if item.deadline < inf else item.arrival + NO_DEADLINE_S
+    def __init__(self) -> None:
+        super().__init__(Deadline())
 
 
-class PriorityOrder(_ByKey):
+class PriorityOrder(Ordered):
     """Higher ``priority`` first, each level worth ``step_s`` seconds of waiting, so that nobody starves."""
 
     def __init__(self, step_s: float = PRIORITY_STEP_S) -> None:
-        super().__init__()
-        if not 0 < step_s < inf:
-            raise ValueError(f"step_s is {step_s!r}; it must be a number of seconds above 0")
-        self._step = step_s
+        super().__init__(Priority(step_s))
 
-    def key(self, item: Item) -> float:
-        return item.arrival - self._step * item.priority
+
+class ShortestOrder(Ordered):
+    """Cheapest first, each unit of cost worth a hundredth of a second of waiting, so that nobody starves."""
+
+    def __init__(self) -> None:
+        super().__init__(ShortestFirst())

@@ -1,0 +1,39 @@
+"""What an ordering is asked, and what it may look at."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Queued(Protocol):
+    """A request of the engine, or an item of the batcher.
+
+    ``deadline`` (s, on the engine's clock): None takes it from the SLO of its class, inf is none at all. ``size`` is what is
+    known of its length beforehand: prompt tokens, or cost units. ``work`` is the most that it may cost: prompt and output
+    tokens, or cost units.
+    """
+
+    @property
+    def arrival(self) -> float: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def request_class(self) -> str: ...
+    @property
+    def deadline(self) -> float | None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def work(self) -> int: ...
+
+
+class Ordering(Protocol):
+    def key(self, queued: Queued) -> float:
+        """Asked once, when ``queued`` is queued. The smallest goes first; ties go to the earlier."""
+        ...
+
+    def took(self, queued: Queued, key: float) -> None:
+        """``queued``, which was given ``key``, has left the queue to run."""
+        ...

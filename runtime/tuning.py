@@ -1,0 +1,114 @@
+"""What the engine, the simulated engine and the batcher have in common as a controller sees them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from runtime.clock import Clock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.listeners import Listeners
+from runtime.settings import Settings
+from runtime.slo import SLO
+from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+
+T = TypeVar("T")
+
+
+class Tuning(ABC):
+    """Knobs, limits, SLOs, records and the lease: the one implementation of :class:`runtime.tunable.Tunable`.
+
+    A subclass says how a change is made beside the threads that run, what follows from an SLO, and what the view is. Every
+    call may come from any thread.
+    """
+
+    def __init__(self, settings: Settings, listeners: Listeners, clock: Clock, slos: Mapping[str, SLO]) -> None:
+        self._settings = settings
+        self._listeners = listeners
+        self._clock = clock
+        self._slos = slos
+        self._lease = LeaseHolder()
+
+    @abstractmethod
+    def _change(self, change: Callable[[], T]) -> T:
+        """Make ``change`` at once, beside no other, and have the threads look at what follows. Raises EngineClosedError."""
+
+    @abstractmethod
+    def _put_slo(self, request_class: str, slo: SLO) -> None:
+        """``slo`` is that of ``request_class`` from now on."""
+
+    @abstractmethod
+    def view(self) -> SchedulerView:
+        """How the queue and what runs stand, between two steps."""
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of every record."""
+        return self._clock
+
+    @property
+    def limits(self) -> KnobLimits:
+        """Start-up ceilings of the knobs."""
+        return self._settings.limits
+
+    @property
+    def effective_limits(self) -> KnobLimits:
+        """Ceilings in force: running out of memory lowers them below ``limits``."""
+        return self._settings.effective_limits
+
+    @property
+    def knobs(self) -> Knobs:
+        """Those in force."""
+        return self._settings.current[1]
+
+    @property
+    def epoch(self) -> int:
+        """The number of the knob setting in force."""
+        return self._settings.current[0]
+
+    @property
+    def slos(self) -> Mapping[str, SLO]:
+        """The SLO of each request class; that of ``default`` is for classes not named."""
+        return MappingProxyType(self._slos)
+
+    def set_slo(self, slo: SLO | str, *, request_class: str = "default") -> None:
+        """Hold requests of ``request_class`` to ``slo`` from now on."""
+        self._put_slo(request_class, SLO.of(slo))
+
+    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
+        """Put ``knobs`` in force from the very next step on; returns the epoch, the old one if nothing changed.
+
+        Values between ``effective_limits`` and ``limits`` are lowered to the former. Raises ``ValueError`` above
+        ``limits``, LeaseError if a controller holds the lease and ``lease`` is not its own, EngineClosedError.
+        """
+
+        def change() -> int:
+            self._lease.check(lease)
+            return self._settings.set_knobs(knobs)
+
+        return self._change(change)
+
+    def acquire(self, owner: str) -> Lease:
+        """Become the one who may turn the knobs. Raises LeaseError while another holds them, EngineClosedError."""
+        return self._change(lambda: self._lease.acquire(owner))
+
+    @property
+    def step_budgets(self) -> bool:
+        """Each step asks the step policy."""
+        return True
+
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
+        """Have ``policy`` give each step its own budget (tokens, or cost units), below the knob. Raises as
+        :meth:`set_knobs`."""
+
+        def change() -> None:
+            self._lease.check(lease)
+            self._settings.set_policy(policy)
+
+        self._change(change)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` hear every record, in the thread that ran the step; returns a function that ends it."""
+        return self._listeners.subscribe(listener)
