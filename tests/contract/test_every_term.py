@@ -163,7 +163,7 @@ def test_what_every_profile_holds_comes_first() -> None:
 
 
 def test_every_coefficient_is_described() -> None:
-    text = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "concepts" / "cost-model.md").read_text(encoding="utf-8")
     for term in TERMS.values():
         assert term.unit and term.amount(steps(1)[0]) >= 0
         assert f"{term.coefficient}" in text, f"docs/concepts/cost-model.md says nothing of {term.coefficient}"
