@@ -123,9 +123,13 @@ class _Through:
                 self.listener.on_request(told)
 
 
+LATER = (pytest.mark.slow, pytest.mark.beside)
+FIRST = [pytest.param(True, id="after sound records"), pytest.param(False, id="from the start", marks=LATER)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("what", DISTURBANCES)
-@pytest.mark.parametrize("sound_first", [True, False], ids=["after sound records", "from the start"])
+@pytest.mark.parametrize("sound_first", FIRST)
 def test_survives(name: str, what: str, sound_first: bool) -> None:
     """It stays attached, inside the limits, and every request ends; once the records are sound again, it recovers."""
     slo, limits = SLOS[0], KnobLimits(512, 1000, 8192, 8192)

@@ -50,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_killed_while_it_measures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +138,7 @@ def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:
     assert found.largest == whole.largest and found.ended == whole.ended == "the time for calibrating was over"
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import profiled_again as module  # type: ignore[import-not-found]
 

@@ -128,7 +128,8 @@ def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: py
     assert all(run in last.runs for run in first.runs) and len(asked) == len(last.runs)  # nothing measured twice
 
 
-@pytest.mark.parametrize("budget", [20.0, pytest.param(45.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [20.0, 45.0])
 def test_who_comes_when_the_time_is_over_finds_all_that_was_found(
     journal: Path, budget: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def spawned(target: Callable[..., Any], *arguments: Any) -> Any:
     return process
 
 
+@pytest.mark.slow
 def test_two_processes_divide_the_trials(shared: SharedStorage, tmp_path: Path) -> None:
     logs = [tmp_path / "0", tmp_path / "1"]
     other = spawned(simulate, shared, Valley(logs[1], seconds=0.3), 12)
@@ -66,7 +67,8 @@ def test_alone_it_proposes_what_a_journal_proposes(shared: SharedStorage, tmp_pa
     assert simulate(shared, Valley(), 12) == expected
 
 
-@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_dead_process_leaves_nothing_undone(
     shared: SharedStorage, tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_help_names_every_controller_there_is(
     assert f"from each setting on: {', '.join(CONTROLLERS)}." in said and "length_table" in CONTROLLERS
 
 
+@pytest.mark.slow
 def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     assert re.search(r"cheapest of \d+ settings tried that holds ttft=500ms,tpot=30ms@99%: ", out)
 
 
+@pytest.mark.slow
 def test_the_cheapest_setting_of_another_machine_is_searched_for(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Not only picked from those that were good on the profile's: with a tenth of the overhead smaller steps are better."""
     profile = load_profile(path)

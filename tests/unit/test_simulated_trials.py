@@ -188,7 +188,7 @@ def after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > until
 
 
-@pytest.mark.parametrize("times", [2, 99])
+@pytest.mark.parametrize("times", [2, pytest.param(99, marks=pytest.mark.slow)])
 def test_what_a_dead_worker_was_at_is_given_to_another(journal: Path, tmp_path: Path, times: int) -> None:
     log = tmp_path / "deaths"
     found = simulate(journal, Fatal(log, times), workers=2, trials=5)
