@@ -134,6 +134,7 @@ def test_a_cold_start_is_not_what_the_machine_is_known_for() -> None:
     assert worst(measured(machine(hardware)), hardware) < 0.025  # 0.036 where those seconds count like the rest
 
 
+@pytest.mark.slow
 def test_the_plan_covers_what_serving_will_ask() -> None:
     points = measured(machine(Formula()))
     alone = [p for p in points if p.region == "decode"]
@@ -165,7 +166,7 @@ def test_a_drift_of_the_machine_is_cancelled() -> None:
 @pytest.mark.parametrize(
     ("limits", "kv_tokens", "max_model_len"),
     [
-        (KnobLimits(max_batch_size=4), 400_000, 16384),
+        pytest.param(KnobLimits(max_batch_size=4), 400_000, 16384, marks=pytest.mark.slow),
         pytest.param(KnobLimits(token_budget=64, chunk_size=64), 400_000, 16384, marks=pytest.mark.slow),
         pytest.param(KnobLimits(chunk_size=48), 400_000, 16384, marks=pytest.mark.slow),
         pytest.param(None, 2048, 16384, marks=pytest.mark.slow),
@@ -209,7 +210,7 @@ def test_a_slow_machine_still_gets_a_whole_round() -> None:
     assert fit_cost_model(points).facts.error < 0.05
 
 
-@pytest.mark.parametrize("budget_s", [15.0, 22.4])
+@pytest.mark.parametrize("budget_s", [15.0, pytest.param(22.4, marks=pytest.mark.slow)])
 def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budget_s: float) -> None:
     """90 ms a step and 12 ms a prompt token: a round has room for a few prompts and one decode at a time."""
 

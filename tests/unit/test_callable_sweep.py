@@ -180,6 +180,7 @@ def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pyt
     assert made.verdict in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "profiled_until_stopped.py").write_text(FUNCTION + "    ")
     import profiled_until_stopped as module  # type: ignore[import-not-found]

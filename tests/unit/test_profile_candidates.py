@@ -28,6 +28,7 @@ def simulator(found: Findings, speed: float = 1.0) -> Simulator:
     return Simulator.of(found.cost, engine, question().workload, setup)
 
 
+@pytest.mark.slow
 def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> None:
     """No neighbour of the best candidate serves more, and it is at least as good as the panel and all trials."""
     assert given.setup is not None and given.setup.candidates

@@ -162,6 +162,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> 
     monkeypatch.setattr(measuring, "evaluate", flaky)
 
 
+@pytest.mark.slow
 def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, lambda knobs: knobs == VLLM)
     found, told = session(journal)
@@ -183,6 +184,7 @@ def test_an_engine_that_always_fails_is_given_up(
         session(journal, question(rate=rate))
 
 
+@pytest.mark.slow
 def test_a_live_engine_serves_a_load_before_the_first_measurement(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
     assert len(measured) == 2 and VLLM in measured
 
 
+@pytest.mark.slow
 def test_pinned_knobs_stay_pinned(journal: Path) -> None:
     space = make_space(LIMITS, ["max_batch_size=24"], ["token_budget=100:400"])
     found, _ = session(journal, question(space=space))

@@ -169,6 +169,7 @@ def test_a_promise_that_every_rate_keeps_is_no_bad_input(path: str, capsys: pyte
     assert "unbounded: no rate tried missed tpot=1000000ms@99% (asked; up to " in out and "have no price" in out
 
 
+@pytest.mark.slow
 def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = profiled()
     settings = profile.settings | {"throughput": profile.settings["interactive"]}
@@ -222,6 +223,7 @@ def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixtu
     assert 0.3 * whole < half < 0.55 * whole
 
 
+@pytest.mark.slow
 def test_no_rate_at_all_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", code=1)
     assert all(s["capacity"] is None and s["price_per_million"] is None for s in found["settings"])

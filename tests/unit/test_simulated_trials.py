@@ -231,7 +231,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     os.kill(parent.pid or 0, signal.SIGKILL)
     parent.join()
     gone = threading.Event()
-    for _ in range(100):
+    for _ in range(1200):
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
             gone.set()
             break
