@@ -192,6 +192,7 @@ def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
     assert made.leading(loads["chat"]) == [LARGE]
 
 
+@pytest.mark.slow
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
     plan = Rounds((2, 1), SECONDS, 1.0)

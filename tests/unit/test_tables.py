@@ -124,7 +124,7 @@ def test_the_fullest_form_that_fits_is_taken() -> None:
         assert columns(fullest(draw, width)) == 70 - 10 * room and drawn[-1] == room
 
 
-@pytest.mark.parametrize("price", [(), ("--price", "2.5/h")])
+@pytest.mark.parametrize("price", [(), pytest.param(("--price", "2.5/h"), marks=pytest.mark.slow)])
 def test_verbs_draw_for_the_terminal_they_are_on(
     price: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
