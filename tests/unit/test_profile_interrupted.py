@@ -65,7 +65,10 @@ class StopAt:
     ("name", "number"),
     [
         ("validating", 150),
-        *(pytest.param(*moment, marks=pytest.mark.slow) for moment in [("simulating", 60), ("validating", 3), ("validating", 350)]),
+        *(
+            pytest.param(*moment, marks=pytest.mark.slow)
+            for moment in [("simulating", 60), ("validating", 3), ("validating", 350)]
+        ),
     ],
 )
 def test_stopped_anywhere_the_same_question_goes_on(
