@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
+.PHONY: help install run test test-slow test-integration check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles, whole ones in virtual time"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
 	@echo "make format            put the source into ruff's format"
+	@echo "make docs              write the pages of docs/reference that follow from the code"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
@@ -67,6 +68,9 @@ types: $(STAMP)
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: $(STAMP)
+	$(PY) docs/generate.py
 
 bench-engine: $(STAMP)
 	$(PY) -m benchmarks.engine $(ARGS)
