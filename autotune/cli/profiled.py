@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
-from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, profile_text
+from autotune.export import TARGETS, export
+from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
@@ -16,6 +18,7 @@ from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.report.profile_table import show
 from autotune.version import __version__
 from autotune.writing import write_together
+from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +31,20 @@ NEXT = (
     ("check", "{}", "is it still true?"),
 )
 """What to do with a profile: verb, its arguments, what it does."""
+
+
+def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
+    """(command, what it does) as they work for this very profile: vLLM may have nothing for one of its knobs."""
+    found = []
+    for verb, arguments, what in NEXT:
+        command = f"autotune {verb} {arguments.format(file)}"
+        if verb == "export":
+            try:
+                export(made, TARGETS["vllm"])
+            except InputError:
+                command += " --allow-lossy"
+        found.append((command, what))
+    return found
 
 
 @dataclass(frozen=True)
@@ -82,8 +99,8 @@ def finish(
         console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
         return INTERRUPTED
     console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
-    for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
-        step = f"autotune {verb} {arguments.format(files.profile)}"
+    for index, (step, what) in enumerate(next_steps(made, files.profile)):
+        start = "" if index else "next"
         console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
     longer = "the same command with --fresh --budget 10m"
     console.print(
