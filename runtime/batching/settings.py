@@ -47,13 +47,14 @@ class Settings:
 
     def for_call(self, view: Callable[[], SchedulerView]) -> Knobs:
         """The knobs, with the budget that a step policy gives this call."""
-        knobs = self.current[1]
-        if self.policy is None:
+        knobs, policy = self.current[1], self.policy
+        if policy is None:
             return knobs
         try:
-            budget = max(1, int(self.policy.budget(view())))
+            budget = max(1, int(policy.budget(view())))
         except Exception:
             log.exception("the step policy failed and has been taken off; the knobs alone hold now")
-            self.policy = None
+            if self.policy is policy:  # else another has been set meanwhile
+                self.policy = None
             return knobs
         return knobs if budget >= knobs.token_budget else knobs.with_(token_budget=budget)

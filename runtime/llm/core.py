@@ -66,14 +66,15 @@ class EngineCore:
         self.executor = executor
         self.limits = limits or KnobLimits()
         self.memory = MemoryCeilings(self.limits)
-        self.policy: StepPolicy | None = None
+        self._policy: StepPolicy | None = None
         self._wanted = self.limits.check(knobs) if knobs is not None else self.limits.clamp(Knobs())
         self._setting = (0, self._wanted)
-        self._turning = threading.Lock()  # so that no two settings get one epoch
+        self._turning = threading.Lock()  # so that no two settings get one epoch, and a policy is not lost
         self._output = output
         self._expiries: list[tuple[float, int, Sequence]] = []
         self._added = 0
         self._own_ordering: Ordering = scheduler.waiting.ordering
+        self._unordered: list[tuple[Sequence, Exception]] = []  # an ordering raised for them: they are to end
 
     @property
     def setting(self) -> tuple[int, Knobs]:
@@ -123,6 +124,16 @@ class EngineCore:
         return self._setting[0]
 
     @property
+    def policy(self) -> StepPolicy | None:
+        """Gives each step its own token budget. Set it from any thread; one that raises is taken off."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: StepPolicy | None) -> None:
+        with self._turning:
+            self._policy = policy
+
+    @property
     def admission(self) -> AdmissionPolicy | None:
         """What is done about requests that come too late."""
         return None if self.scheduler.admission is None else self.scheduler.admission.policy
@@ -139,7 +150,7 @@ class EngineCore:
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
         if wanted is not scheduler.waiting.ordering:
-            scheduler.waiting.reorder(wanted)
+            self._unordered += scheduler.waiting.reorder(wanted)
         if policy is None:
             scheduler.admission = None
             return
@@ -179,9 +190,11 @@ class EngineCore:
         expiry = self._expire(now, finished) if self._expiries or self.scheduler.admission is not None else inf
         epoch, knobs = self._setting
         scheduler = self.scheduler
-        budget = None
-        if self.policy is not None:
-            budget = self._policy_budget(now)
+        if self._unordered:
+            self._end_unordered(now, finished)
+        budget, policy = None, self._policy
+        if policy is not None:
+            budget = self._policy_budget(policy, now)
         elif scheduler.slack.following:
             scheduler.slack.stop()
         plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
@@ -233,16 +246,25 @@ class EngineCore:
             self.executor.release(sequence)
         return ended
 
-    def _policy_budget(self, now: float) -> int | None:
-        if self.policy is None or not self.scheduler.has_work:
+    def _end_unordered(self, now: float, finished: list[Finished]) -> None:
+        for sequence, error in self._unordered:
+            record = self.finish(sequence, FinishReason.ERROR, now, str(error))
+            if record is not None:
+                finished.append((sequence, record))
+        self._unordered = []
+
+    def _policy_budget(self, policy: StepPolicy, now: float) -> int | None:
+        if not self.scheduler.has_work:
             return None
         if not self.scheduler.slack.following:
             self.scheduler.followed(self.scheduler.slack)
         try:
-            return max(0, int(self.policy.budget(self.view(now))))
+            return max(0, int(policy.budget(self.view(now))))
         except Exception:
             log.exception("the step policy failed and has been taken off; the knobs alone hold now")
-            self.policy = None
+            with self._turning:
+                if self._policy is policy:  # else another has been set meanwhile
+                    self._policy = None
             return None
 
     def _learn_memory(self, plan: StepPlan, result: StepResult) -> None:

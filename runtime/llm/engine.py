@@ -16,6 +16,7 @@ from runtime.llm.core import EngineCore
 from runtime.llm.gather import complete_all, progress_bar
 from runtime.llm.intake import Intake, ServedModel
 from runtime.llm.loop import EngineLoop
+from runtime.llm.ordering import Ordering
 from runtime.llm.output import Detokenizer, OutputProcessor
 from runtime.llm.parts import MAX_KV_TOKENS, check_types, parts_of
 from runtime.llm.plan import Executor
@@ -65,7 +66,7 @@ class Engine(TunableEngine):
         block_size: int = 16,
         max_model_len: int | None = None,
         max_queue: int = 4096,
-        ordering: str = "priority",
+        ordering: str | Ordering = "priority",
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool | Literal["tenant"] = True,
         seed: int = 0,
