@@ -23,6 +23,7 @@ from runtime.llm.prefix import token_hasher
 from runtime.llm.scheduler import Scheduler
 from runtime.llm.stream import Completion, Stream
 from runtime.llm.tuning import TunableEngine
+from runtime.ordering import Ordering
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass
 from runtime.tunable import StepPolicy
@@ -65,7 +66,7 @@ class Engine(TunableEngine):
         block_size: int = 16,
         max_model_len: int | None = None,
         max_queue: int = 4096,
-        ordering: str = "priority",
+        ordering: str | Ordering = "priority",
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool | Literal["tenant"] = True,
         seed: int = 0,

@@ -113,7 +113,10 @@ def test_in_virtual_time_the_simulation_is_the_machine() -> None:
     for steps in bench.steps.values():
         assert statistics.median(abs(s.told / s.real - 1) for s in steps) < 0.02
     for (_, metric), c in found.items():
-        tail = metric in ("TTFT p99", "E2E p99")  # of 76 to 210 requests: two of them, and a step more or less before each
+        tail = metric in (
+            "TTFT p99",
+            "E2E p99",
+        )  # of 76 to 210 requests: two of them, and a step more or less before each
         assert abs(c.error) < (0.15 if tail else 0.05), c
 
 
