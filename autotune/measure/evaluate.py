@@ -75,6 +75,21 @@ class Recorder:
         self.changed.set()
 
 
+class _Ceilings:
+    """The limits in force at any time of a run, lest they fall and rise again unseen."""
+
+    def __init__(self, engine: Served) -> None:
+        self._engine = engine
+        self.seen = [engine.effective_limits]
+
+    def on_step(self, record: StepRecord) -> None:
+        if (limits := self._engine.effective_limits) is not self.seen[-1]:
+            self.seen.append(limits)
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
 def evaluate(
     engine: Served,
     setting: Knobs | None,
@@ -97,7 +112,8 @@ def evaluate(
     measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's; one in virtual time
     brings its own. ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were
     due). Raises
-    :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits shrink below the setting;
+    :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits were below the setting at any
+    time;
     :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
     """
     virtual = engine if isinstance(engine, Simulated) else None
@@ -115,13 +131,17 @@ def evaluate(
     knobs = engine.knobs
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
+    ceilings = _Ceilings(engine)
+    unwatch = engine.subscribe(ceilings) if virtual is None else lambda: None  # a simulated engine has memory enough
     try:
         report = sent.replay(clock, stop)
         sent.drain(recorder, report, slo, clock, stop)
     finally:
         unsubscribe()
-    if engine.effective_limits.clamp(knobs) != knobs:
-        raise EvaluationError(f"out of memory: the engine's limits fell to {engine.effective_limits.as_dict()}")
+        unwatch()
+    for limits in (*ceilings.seen, engine.effective_limits):
+        if limits.clamp(knobs) != knobs:
+            raise EvaluationError(f"out of memory: the engine's limits fell to {limits.as_dict()}")
     every = [sent.record(index, arrival, report, recorder) for index, arrival in enumerate(arrivals)]
     records = [record for record, arrival in zip(every, arrivals, strict=True) if arrival.time >= warmup]
     for record in records:
