@@ -74,10 +74,16 @@ def parse_fixed(text: str, limits: KnobLimits) -> Contender:
 
 
 def short(knobs: Knobs) -> str:
-    """``64/512``: sequences and tokens of a step; chunk and wait only where they say more."""
+    """``64/512``: sequences and tokens of a step; any other knob only where it says more."""
     parts = [f"{knobs.max_batch_size}/{knobs.token_budget}"]
     if knobs.chunk_size < knobs.token_budget:
         parts.append(f"chunk {knobs.chunk_size}")
     if knobs.max_wait_ms:
         parts.append(f"wait {knobs.max_wait_ms:g} ms")
+    usual = Knobs()
+    parts += [
+        f"{spec.short} {getattr(knobs, spec.name):g}"
+        for spec in KNOBS
+        if not spec.required and getattr(knobs, spec.name) != getattr(usual, spec.name)
+    ]
     return " ".join(parts)

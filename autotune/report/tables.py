@@ -11,10 +11,9 @@ from rich.table import Table
 
 from runtime.knobs import KNOBS, Knobs
 
-HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
-"""Short column titles; a knob without one goes by its full name."""
+SHORTER = {spec.name: spec.short for spec in KNOBS} | {"max_batch_size": "batch"}
+"""Titles of the knobs where not even their short ones find room."""
 
-_SHORTER = HEADINGS | {"max_batch_size": "batch"}
 _BOUNDLESS = 100_000  # columns of a terminal that cuts nothing
 
 
@@ -60,7 +59,7 @@ def setting_table(titles: Iterable[str], room: Room) -> Table:
     short = room >= Room.SHORT
     drawn.add_column("", no_wrap=True)
     for spec in KNOBS:
-        drawn.add_column((_SHORTER if short else HEADINGS).get(spec.name, spec.name), justify="right", no_wrap=True)
+        drawn.add_column(SHORTER[spec.name] if short else spec.short, justify="right", no_wrap=True)
     if not short:
         drawn.add_column("│", no_wrap=True)
     for title in titles:
