@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.report.tables import turned
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -80,10 +81,4 @@ def short(knobs: Knobs) -> str:
         parts.append(f"chunk {knobs.chunk_size}")
     if knobs.max_wait_ms:
         parts.append(f"wait {knobs.max_wait_ms:g} ms")
-    usual = Knobs()
-    parts += [
-        f"{spec.short} {getattr(knobs, spec.name):g}"
-        for spec in KNOBS
-        if not spec.required and getattr(knobs, spec.name) != getattr(usual, spec.name)
-    ]
-    return " ".join(parts)
+    return " ".join([*parts, *turned(knobs)])
