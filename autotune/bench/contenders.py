@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.report.tables import turned
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -74,10 +75,10 @@ def parse_fixed(text: str, limits: KnobLimits) -> Contender:
 
 
 def short(knobs: Knobs) -> str:
-    """``64/512``: sequences and tokens of a step; chunk and wait only where they say more."""
+    """``64/512``: sequences and tokens of a step; any other knob only where it says more."""
     parts = [f"{knobs.max_batch_size}/{knobs.token_budget}"]
     if knobs.chunk_size < knobs.token_budget:
         parts.append(f"chunk {knobs.chunk_size}")
     if knobs.max_wait_ms:
         parts.append(f"wait {knobs.max_wait_ms:g} ms")
-    return " ".join(parts)
+    return " ".join([*parts, *turned(knobs)])
