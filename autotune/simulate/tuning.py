@@ -6,27 +6,39 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from runtime.clock import VirtualClock
+from runtime.errors import EngineClosedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.core import EngineCore
 from runtime.llm.listeners import Listeners
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Capabilities, Facts, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 
 class TunableSimulation:
     """Knobs, limits, promises, records and the view of a core in virtual time."""
 
-    def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float]) -> None:
+    def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float], facts: Facts) -> None:
         self.core = core
+        self._facts = facts
         self.scheduler = core.scheduler
         self.clock = VirtualClock()
         self._slos = slos
         self._weights = dict(weights)
         self._leases = LeaseHolder()
         self._listeners = Listeners()
+        self._closed = False
         self._woken = False  # whether something has come that may end a wait
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the live engine, in virtual time."""
+        return Capabilities.live(virtual_time=True)
+
+    @property
+    def facts(self) -> Facts:
+        return self._facts
 
     @property
     def limits(self) -> KnobLimits:
@@ -87,17 +99,14 @@ class TunableSimulation:
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
         """Put ``knobs`` in force from the next step on; returns the epoch. Raises as :meth:`runtime.Engine.set_knobs`."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
         self._leases.check(lease)
         self._woken = True
         return self.core.set_knobs(knobs)
 
     def acquire(self, owner: str) -> Lease:
         return self._leases.acquire(owner)
-
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         self._leases.check(lease)

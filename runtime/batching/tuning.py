@@ -10,8 +10,19 @@ from runtime.batching.strategies import Strategy
 from runtime.clock import Clock
 from runtime.errors import EngineClosedError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import (
+    CallableInfo,
+    Capabilities,
+    Facts,
+    Lease,
+    LeaseHolder,
+    Listener,
+    SchedulerView,
+    StepPolicy,
+)
 
 
 class TunableBatcher:
@@ -20,6 +31,17 @@ class TunableBatcher:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._lease = LeaseHolder()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """An item is never cut, so there is no chunk size; and what comes too late is the strategy's business."""
+        return Capabilities.live(none=("chunk_size",), admission=False, deadline_order=False)
+
+    @property
+    def facts(self) -> Facts:
+        """A batcher has no KV pool: a call holds as much as its budget allows."""
+        about = CallableInfo(self.strategy.name, self.workers, self.slots)
+        return Facts("batcher", kv_tokens=self.limits.token_budget, callable=about)
 
     @property
     def clock(self) -> Clock:
@@ -100,16 +122,25 @@ class TunableBatcher:
         with self._pool.lock:
             return self._lease.acquire(owner)
 
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
-
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         """Have ``policy`` give each call its own budget of cost units, below the knob."""
         with self._pool.lock:
             self._lease.check(lease)
             self._pool.core.settings.policy = policy
+
+    @property
+    def admission(self) -> None:
+        """No admission policy: the strategy itself rejects what cannot meet its SLO."""
+        return None
+
+    def set_admission(
+        self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
+    ) -> None:
+        """Raises ``ValueError`` for any policy."""
+        if policy is not None:
+            raise ValueError(
+                f"admission is {policy}; it must be None for a batcher, whose strategy rejects what is late"
+            )
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Have ``listener`` hear every record, in the thread in which the call ran; returns a function that ends it."""

@@ -13,7 +13,7 @@ from runtime.llm.core import EngineCore
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Capabilities, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 
 class TunableEngine:
@@ -31,6 +31,11 @@ class TunableEngine:
         self._slos = slos
         self._weights = dict(weights)
         self._lease = LeaseHolder()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Every knob is live, steps are recorded, and budgets of single steps and admission are heeded."""
+        return Capabilities.live()
 
     @property
     def clock(self) -> Clock:
@@ -109,11 +114,6 @@ class TunableEngine:
     def acquire(self, owner: str) -> Lease:
         """Become the one who may turn the knobs. Raises LeaseError while another holds them."""
         return self._loop.locked(lambda: self._lease.acquire(owner))
-
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         """Have ``policy`` give each step its own token budget, below the knob."""

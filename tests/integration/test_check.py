@@ -16,7 +16,6 @@ from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile import KvPool, Profile, save_profile
 from autotune.profile.fingerprint import machine, software
 from autotune.profiling.steps import measure_steps
-from runtime.clock import MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.torch_backend.loading import load_model
@@ -46,7 +45,7 @@ def calibrated(model: str) -> Profile:
     loaded = load_model(model, dtype="float32", device="cpu")
     with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
         here, facts = with_threads(machine()), model_facts(loaded, 0)
-        points = measure_steps(engine, facts, budget_s=4, seed=0, clock=MonotonicClock()).points
+        points = measure_steps(engine, facts, budget_s=4, seed=0).points
     return sample_profile(
         {"balanced": Knobs(16, 0, 128, 128)},
         machine=here,
