@@ -62,7 +62,7 @@ def attach(
         raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
     if loaded is not None and (doubts := _doubts(engine, loaded)):
         warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=3)
-    guardrails = Guardrails(bounds or {}, pinned or {})
+    guardrails = Guardrails(bounds or {}, {**_fixed(engine, bounds or {}, pinned or {}), **(pinned or {})})
     start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
     if controller is None or isinstance(controller, str):
         controller = _named(controller, engine, target, start, loaded)
@@ -85,6 +85,21 @@ def attach(
             attached.close()
             raise
     return attached
+
+
+def _fixed(engine: Tunable, bounds: Mapping[str, object], pinned: Mapping[str, object]) -> dict[str, float]:
+    """The knobs that cannot be turned while ``engine`` runs, at their values. Raises ``ValueError`` where that leaves nothing
+    to control by, or where the operator asks for one of them."""
+    can = engine.capabilities
+    fixed = {name: value for name, value in engine.knobs.as_dict().items() if can.knobs[name] != "live"}
+    if not can.step_records or len(fixed) == len(can.knobs):
+        lacks = "has no knob that can be turned while it runs" if can.step_records else "tells of no steps"
+        raise ValueError(f"engine {lacks}, so there is nothing to control")
+    for name, effect in can.knobs.items():
+        if effect != "live" and (name in bounds or name in pinned):
+            why = "has no such knob" if effect == "none" else "takes a restart for it"
+            raise ValueError(f"{name} is bounded or pinned; this engine {why}")
+    return fixed
 
 
 def _named(
