@@ -18,7 +18,7 @@ from runtime.tunable import ModelInfo, Tunable
 
 
 class Handle(Protocol):
-    """A submitted request."""
+    """A submitted request. Keep it until its record has come: an engine may end a request whose handle nobody has."""
 
     def cancel(self) -> object:
         """End it, whatever its state, unless it has ended or cannot be stopped any more."""

@@ -5,10 +5,12 @@ A new engine joins by a line in :data:`ENGINES`. Every check asks ``capabilities
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -107,11 +109,12 @@ class Records:
 class World:
     """An engine at work, and everything it told."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.heard = engine, Records()
+    def __init__(self, engine: Engine, kind: str = "own") -> None:
+        self.engine, self.kind, self.heard = engine, kind, Records()
         self.can = engine.capabilities
         self._pause = waiting(engine)
         self._sent = 0
+        self._handles: list[Any] = []  # a handle that nobody has ends its request
         engine.subscribe(self.heard)
 
     def submit(self, length: int = 5, output: int = OUTPUT, **options: Any) -> Any:
@@ -120,7 +123,9 @@ class World:
         callable_ = self.engine.facts.callable is not None
         prompt = [length - 1] if callable_ else [(self._sent + i) % 200 for i in range(length)]
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        return self.engine.submit(prompt, params, **{"request_id": f"r{self._sent}", **options})
+        handle = self.engine.submit(prompt, params, **{"request_id": f"r{self._sent}", **options})
+        self._handles.append(handle)
+        return handle
 
     def until(self, done: Callable[[], object]) -> None:
         give_up = time.monotonic() + GIVE_UP_S
@@ -141,7 +146,7 @@ class World:
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     engine = ENGINES[request.param](LIMITS, START)
     try:
-        yield World(engine)
+        yield World(engine, request.param)
     finally:
         engine.close(drain=False)
 
@@ -174,11 +179,7 @@ def test_it_starts_as_it_was_asked_to(world: World) -> None:
     assert all(getattr(engine.knobs, name) == getattr(START, name) for name in live)
     assert engine.epoch == 0
     with pytest.raises(ValueError, match=r"max_batch_size is 9; it must be .* between 1 and 8"):
-        ENGINES[_name(world)](LIMITS, START.with_(max_batch_size=9))
-
-
-def _name(world: World) -> str:
-    return {"autotune-runtime": "own", "simulation": "simulated", "batcher": "callable"}[world.engine.facts.engine]
+        ENGINES[world.kind](LIMITS, START.with_(max_batch_size=9))
 
 
 def test_the_view_is_that_of_the_engine(world: World) -> None:
@@ -193,7 +194,7 @@ def test_the_view_is_that_of_the_engine(world: World) -> None:
     engine.set_knobs(engine.knobs.with_(max_batch_size=2))
     world.until(lambda: not (engine.view().running or engine.view().waiting))
     after = engine.view()
-    assert (after.knobs, after.epoch) == (engine.knobs, engine.epoch) == (START.with_(max_batch_size=2), 1)
+    assert (after.knobs, after.epoch) == (engine.knobs, engine.epoch) == (before.knobs.with_(max_batch_size=2), 1)
     assert before.now <= after.now <= engine.clock.now()
 
 
@@ -216,12 +217,12 @@ def test_every_record_adds_up(world: World) -> None:
         assert 0 == record.epoch_first == record.epoch_last
     steps = world.heard.steps
     assert sum(step.prefill_tokens for step in steps) == sum(lengths) - sum(r.cached_tokens for r in records)
-    for earlier, later in zip(steps, steps[1:], strict=False):
+    for earlier, later in pairwise(steps):
         assert earlier.start <= earlier.end <= later.end
     for step in steps:
         assert step.start <= step.end and step.steps == 1 and step.failed == 0
         assert step.decodes + step.chunks <= START.max_batch_size
-        assert step.tokens <= START.token_budget == step.budget_used
+        assert step.tokens <= step.budget_used <= START.token_budget
 
 
 def test_a_record_says_whose_request_it_was(world: World) -> None:
@@ -236,6 +237,7 @@ def test_who_unsubscribes_hears_no_more(world: World) -> None:
     other = Records()
     end = world.engine.subscribe(other)
     world.serve(5)
+    world.until(lambda: other.requests)
     end()
     world.serve(5, 6)
     assert [r.id for r in other.requests] == ["r1"]
@@ -289,11 +291,11 @@ def test_a_knob_does_what_its_capability_says(world: World, name: str) -> None:
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
 def test_a_knob_out_of_limits_is_refused_by_name(world: World, spec: Any) -> None:
     engine, most = world.engine, getattr(LIMITS, spec.name)
+    before = engine.knobs
     for value in (most + 1, spec.low - 1):
         with pytest.raises(ValueError, match=rf"{spec.name} is {value:g}.*; it must be .*between {spec.low:g} and "):
             engine.set_knobs(engine.knobs.with_(**{spec.name: value}))
-    assert engine.knobs == START.with_() or world.can.knobs["chunk_size"] == "none"
-    assert engine.epoch == 0
+    assert engine.knobs == before and engine.epoch == 0
 
 
 def test_a_lease_shuts_others_out(world: World) -> None:
@@ -385,15 +387,18 @@ def test_slos_are_the_engines(world: World) -> None:
 
 
 def test_what_is_cancelled_has_one_record_and_the_rest_go_on(world: World) -> None:
+    go_on = threading.Event()
+    world.heard.act = lambda record: go_on.wait(GIVE_UP_S)  # at most one step is over while requests are cancelled
     handles = [world.submit(20) for _ in range(16)]
     for handle in handles[1::2]:
         handle.cancel()
+    go_on.set()
     world.until(lambda: len(world.heard.requests) == 16)
     assert set(Counter(r.id for r in world.heard.requests).values()) == {1}
     reasons = [world.heard.of[f"r{i + 1}"].reason for i in range(16)]
     assert all(reason in (FinishReason.LENGTH, FinishReason.STOP) for reason in reasons[::2])
     assert set(reasons[1::2]) <= {FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP}
-    assert reasons.count(FinishReason.CANCELLED) >= 1
+    assert reasons.count(FinishReason.CANCELLED) >= 8 - START.max_batch_size, "all but those that the step held"
     for handle in handles:
         handle.cancel()  # of those that have ended: nothing
     assert all(r.completed for r in world.serve(5))
@@ -465,7 +470,7 @@ def test_it_can_be_measured(world: World) -> None:
     load = parse_workload("poisson:prompt=6,output=3").at_rate(40.0)
     found = evaluate(world.engine, START.with_(max_batch_size=2), load, PATIENT, vocab_size=30, seed=1, duration=0.5)
     assert found.offered >= 5 and found.attainment == 1.0
-    assert found.setting.max_batch_size == 2 and found.steps.steps > 0
+    assert found.setting["max_batch_size"] == 2 and found.steps.steps > 0
     view = world.engine.view()
     assert view.running == view.waiting == 0
 
@@ -475,7 +480,8 @@ def test_it_can_be_controlled_by_its_live_knobs_alone(world: World) -> None:
     before = engine.knobs
     with autotune.control(engine, slo=PATIENT, interval_s=0.001) as control:
         world.serve(*[12] * 12)
-        assert control.status().attainment == 1.0 and not control.status().ended
+        world.until(lambda: control.status().attainment.met == 12)
+        assert not control.status().ended
         with pytest.raises(LeaseError):
             engine.set_knobs(before)
     for name, effect in world.can.knobs.items():
