@@ -9,25 +9,20 @@ import pytest
 from autotune.cost.model import CostModel
 from autotune.engines.own import OwnSource
 from autotune.profiling.simulator import Simulator
+from autotune.workload import parse_workload
 from runtime import Engine
 from tests.fakes import FakeExecutor, FakeModel
-from tests.unit.profiled_machine import machine, question, session
-from tests.unit.simulated_profile import profiled
-
-
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found, _ = session(tmp_path_factory.mktemp("study") / "a.journal", question())
-    return found.setup
+from tests.unit.profiles import setup
+from tests.unit.simulated_profile import EVEN, profiled, scenario
 
 
 @pytest.mark.parametrize(("prefix_cache", "simulated"), [(True, True), ("tenant", True), (False, False)])
-def test_the_prefix_cache_is_simulated_as_the_engine_has_it(setup: Any, prefix_cache: Any, simulated: bool) -> None:
+def test_the_prefix_cache_is_simulated_as_the_engine_has_it(prefix_cache: Any, simulated: bool) -> None:
     facts = profiled().cost_model
     assert facts is not None
     model, cost = FakeModel(), CostModel.from_facts(facts)
     with Engine(model, executor=FakeExecutor(), kv_tokens=4096, block_size=32, prefix_cache=prefix_cache) as engine:
-        scenario = Simulator.of(cost, engine, question().workload, setup).scenario
+        scenario = Simulator.of(cost, engine, parse_workload(EVEN), setup()).scenario
         assert engine.facts.prefix_cache is simulated is scenario.prefix_cache
         assert (scenario.kv_tokens, scenario.block_size) == (4096, 32)
         assert scenario.start().facts.prefix_cache is simulated
@@ -38,4 +33,4 @@ def test_facts_name_the_model_with_the_context_in_force() -> None:
     with source.start() as engine:
         model = engine.facts.model
         assert model is not None and (model.name, model.vocab_size, model.max_model_len) == ("fake", 257, 100)
-    assert machine().facts.model is None
+    assert scenario().start().facts.model is None
