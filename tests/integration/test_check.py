@@ -44,7 +44,7 @@ def calibrated(model: str) -> Profile:
     """A profile with a cost model just calibrated on this CPU."""
     loaded = load_model(model, dtype="float32", device="cpu")
     with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
-        here, facts = with_threads(machine()), model_facts(loaded, 0)
+        here, facts = with_threads(machine()), model_facts(loaded.info, 0)
         points = measure_steps(engine, facts, budget_s=4, seed=0).points
     return sample_profile(
         {"balanced": Knobs(16, 0, 128, 128)},
