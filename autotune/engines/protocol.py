@@ -40,7 +40,7 @@ class Engine(Tunable, Protocol):
         """Queue a request of token ids (of a callable: ids of its inputs).
 
         Raises ``ValueError`` for one that can never run, :class:`~runtime.errors.RejectedError` when the queue is full, the
-        request comes too late, or the engine is closed; a rejected one has a record, too, unless the engine was closed.
+        request comes too late, or the engine is closed; a rejected one has a record, too, while there is an engine to tell it.
         """
         ...
 

@@ -150,13 +150,13 @@ class SimulatedEngine(TunableSimulation):
 
     def add(self, request: Request) -> RunningSequence:
         """Queue ``request`` as it is. Raises as :meth:`submit`, and tells listeners of a rejection."""
-        if self._closed:
-            raise RejectedError(f"request {request.id}: the engine is closed", reason="closed")
-        if self.scheduler.waiting.count >= self._max_queue:
-            record = never_ran(request, FinishReason.REJECTED, self.clock.now(), "queue_full")
-            self._listeners.tell(None, [record])
-            why = f"{len(self.scheduler.waiting)} requests are waiting and max_queue is {self._max_queue}"
-            raise RejectedError(f"request {request.id}: {why}", reason="queue_full", retry_after_s=None)
+        if self._closed or self.scheduler.waiting.count >= self._max_queue:
+            reason, why = "closed", "the engine is closed"
+            if not self._closed:
+                waiting = len(self.scheduler.waiting)
+                reason, why = "queue_full", f"{waiting} requests are waiting and max_queue is {self._max_queue}"
+            self._listeners.tell(None, [never_ran(request, FinishReason.REJECTED, self.clock.now(), reason)])
+            raise RejectedError(f"request {request.id}: {why}", reason=reason, retry_after_s=None)
         number = next(self._numbers)
         if self._named and not request.block_hashes:
             request.block_hashes = tuple(own_names(number, 0, request.prompt_len // self.block_size))

@@ -422,6 +422,25 @@ def test_closing_loses_nothing(world: World, drain: bool) -> None:
     engine.close(drain=False)
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_listener_may_close_it(world: World, drain: bool) -> None:
+    """It returns at once, and what was accepted ends all the same."""
+    submitted = threading.Event()
+
+    def close(record: StepRecord) -> None:
+        submitted.wait(GIVE_UP_S)
+        world.engine.close(drain)
+
+    world.heard.act = close
+    for _ in range(12):
+        world.submit(20)
+    submitted.set()
+    world.until(lambda: len(world.heard.requests) >= 12)
+    world.engine.close()
+    assert Counter(r.id for r in world.heard.requests) == {f"r{i + 1}": 1 for i in range(12)}
+    assert all(r.completed for r in world.heard.requests) or not drain
+
+
 def test_a_fault_ends_one_request(world: World) -> None:
     records = world.serve(5, 6, FAULTY, 7, 8)
     assert [r.reason is FinishReason.ERROR for r in records] == [False, False, True, False, False]
