@@ -14,7 +14,7 @@ from runtime.slo import SLO
 
 if TYPE_CHECKING:
     from autotune.control.attached import Control
-    from autotune.engines.controllable import Controllable
+    from autotune.engines import Engine
 
 DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 """vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""
@@ -30,7 +30,7 @@ class Contender:
     name: str
     knobs: Knobs
     control: bool = False
-    attach: Callable[[Controllable, SLO], AbstractContextManager[Control]] | None = None
+    attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
 
 
 def defaults(limits: KnobLimits) -> Contender:

@@ -16,14 +16,13 @@ from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.report.profile_table import show
-from autotune.version import __version__
 from autotune.writing import write_together
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from runtime.llm.engine import Engine
+    from autotune.engines import Engine
 
 NEXT = (
     ("report", "{}", "pictures, in your browser"),
@@ -62,7 +61,7 @@ def finish(
     found: Findings, question: Question, files: Files, subject: Subject, console: Console, command: str, as_json: bool
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
-    engine = subject.engine
+    engine, facts = subject.engine, subject.engine.facts
     made = assemble(
         found,
         question,
@@ -72,11 +71,12 @@ def finish(
         machine=subject.machine,
         software=software(),
         engine=EngineFacts(
-            name="autotune-runtime",
-            version=__version__,
-            kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
+            name=facts.engine,
+            version=facts.version,
+            kv_pool=KvPool(block_size=facts.block_size, blocks=facts.kv_tokens // facts.block_size),
             limits=engine.limits,
-            prefix_cache=True,
+            prefix_cache=facts.prefix_cache,
+            parallelism=facts.parallelism,
         ),
         model=subject.model,
         baseline=engine.limits.clamp(VLLM_DEFAULTS),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from rich.console import Console
+from runtime.batching.settings import BATCHER_LIMITS
 
 from autotune import control
 from autotune.bench.contenders import parse_fixed, short
@@ -32,7 +33,6 @@ from autotune.report.headline import headline
 from autotune.report.panels.provenance import everything, origins
 from autotune.report.profile_table import table
 from runtime.batching.options import first_knobs
-from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import Adaptive
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs

@@ -18,12 +18,12 @@ import runtime.llm.engine
 from autotune.cli.main import run
 from autotune.cli.target import model_facts, with_threads
 from autotune.cost.model import CostModel, fit_cost_model
-from autotune.measure.evaluate import Served
+from autotune.engines import Engine as Measured
 from autotune.profile import KvPool, Profile, save_profile
 from autotune.profile.fingerprint import OtherWork, machine, software
 from autotune.profiling.steps import measure_steps
 from autotune.simulate import SimulatedEngine
-from runtime.clock import Clock, MonotonicClock, VirtualClock
+from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
@@ -84,13 +84,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def measured(model: str) -> Profile:
     """The profile of a machine that takes what the formula says."""
     engine = SimulatedEngine(Formula(), kv_tokens=KV_TOKENS, limits=LIMITS)
-    return calibrated(load_model(model, dtype="float32", device="cpu"), engine, engine.clock)
+    return calibrated(load_model(model, dtype="float32", device="cpu"), engine)
 
 
-def calibrated(loaded: LoadedModel, engine: Served, clock: Clock) -> Profile:
-    """A profile with a cost model just calibrated by ``clock``, the engine's."""
-    facts = model_facts(loaded, 0)
-    points = measure_steps(engine, facts, budget_s=4, seed=0, clock=clock).points
+def calibrated(loaded: LoadedModel, engine: Measured) -> Profile:
+    """A profile with a cost model just calibrated by the engine's clock."""
+    facts = model_facts(loaded.info, 0)
+    points = measure_steps(engine, facts, budget_s=4, seed=0).points
     return sample_profile(
         {"balanced": Knobs(16, 0, 128, 128)},
         machine=with_threads(machine()),
@@ -142,7 +142,7 @@ def test_on_the_machines_own_clock(model: str, tmp_path: Path, capsys: pytest.Ca
     """Other programs may make steps several times as long, and the verdict with them: never thirty times."""
     loaded = load_model(model, dtype="float32", device="cpu")
     with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
-        made = calibrated(loaded, engine, MonotonicClock())
+        made = calibrated(loaded, engine)
     told = check(made, tmp_path, capsys, "--budget", "2s")
     assert {r["region"] for r in told["regions"]} >= {"decode", "prefill", "mixed"}
     assert all(-0.95 < r["difference"] < 20 for r in told["regions"]), told["sentence"]
