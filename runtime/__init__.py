@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.batching.future import ItemFuture as ItemFuture
     from runtime.batching.largest import find_max_batch as find_max_batch
     from runtime.errors import AutotuneError as AutotuneError
+    from runtime.errors import DeviceError as DeviceError
     from runtime.errors import EngineClosedError as EngineClosedError
     from runtime.errors import InputError as InputError
     from runtime.errors import LeaseError as LeaseError
@@ -52,8 +53,8 @@ _WHERE = {
     "runtime.batching.future": "ItemFuture",
     "runtime.batching.largest": "find_max_batch",
     "runtime.errors": (
-        "AutotuneError EngineClosedError InputError LeaseError ModelError RejectedError RequestCancelledError"
-        " RequestError RequestTimeoutError StepFailedError UnsupportedModelError"
+        "AutotuneError DeviceError EngineClosedError InputError LeaseError ModelError RejectedError"
+        " RequestCancelledError RequestError RequestTimeoutError StepFailedError UnsupportedModelError"
     ),
     "runtime.knobs": "KnobLimits Knobs",
     "runtime.llm.admission": "AdmissionPolicy",

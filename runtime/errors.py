@@ -11,6 +11,7 @@
     │   ├── RequestCancelledError   cancelled by the client
     │   └── StepFailedError         the model raised, or returned NaN, while it ran
     ├── EngineClosedError         a call on an engine that has been closed
+    ├── DeviceError               the device is lost to this process; the engine that used it has closed
     ├── LeaseError                a second controller asked for a tunable already held
     └── InputError(ValueError)    a file or an option that cannot be used; the CLI prints it and exits with 2
 
@@ -63,6 +64,10 @@ class StepFailedError(RequestError):
 
 class EngineClosedError(AutotuneError):
     """The engine has been closed."""
+
+
+class DeviceError(AutotuneError):
+    """The device cannot be used any more by this process (a CUDA error that stays): the engine closes."""
 
 
 class LeaseError(AutotuneError):

@@ -1,4 +1,10 @@
-"""Predicting the time of a step: the protocol, and the learner that needs to be told nothing about the hardware.
+"""Predicting the time of a step: the protocol, the table of its terms, and the learner that needs to be told nothing about
+the hardware.
+
+A step is counted (:class:`StepFeatures`), and its time is made of :data:`TERMS`: amounts that follow from the counts, times
+coefficients. The table is the only list of them. ``coefficient`` is for the offline fit, the model it gives and the profile
+(``autotune/cost``), ``pieces`` for the learner; the calibration looks there for what its steps do not tell. A new term is
+a row at the end. Profiles written before it hold no coefficient for it, which then is 0.
 
 :class:`StepLearner` fits two linear pieces to the steps it sees and predicts their maximum::
 
@@ -15,20 +21,36 @@ and a change of speed is followed even then. Residuals are relative and clipped 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from runtime.least_squares import RecursiveLeastSquares
 from runtime.records import StepRecord
 
-__all__ = ["DOUBT", "Knowledge", "RecursiveLeastSquares", "StepFeatures", "StepLearner", "StepModel"]
+if TYPE_CHECKING:
+    from runtime.llm.plan import StepPlan
+
+__all__ = [
+    "DOUBT",
+    "TERMS",
+    "Group",
+    "Knowledge",
+    "Piece",
+    "RecursiveLeastSquares",
+    "StepFeatures",
+    "StepLearner",
+    "StepModel",
+    "Term",
+    "learned_terms",
+]
 
 DOUBT = 0.3
 """How far off a machine may be, relatively, from what a profile of it said."""
 
 
 class StepFeatures(NamedTuple):
-    """What a step's time depends on; the same numbers as in :class:`runtime.records.StepRecord`."""
+    """What a step is counted by; the same numbers as in :class:`runtime.records.StepRecord`, where they are defined."""
 
     decodes: int
     decode_context: int
@@ -48,6 +70,77 @@ class StepFeatures(NamedTuple):
             record.prefill_attention,
             record.chunks,
         )
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan) -> Self:
+        """Those of a step that is planned; of a plan that stands for several, of the first."""
+        tokens = context = pairs = 0
+        for _, start, count, _ in plan.chunks:
+            tokens += count
+            context += start + count
+            pairs += count * start + count * (count + 1) // 2
+        return cls(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
+
+
+Group = Literal["outside", "memory", "compute"]
+"""Which part of a machine a cost scales with: the host around the step, what is read, what is computed."""
+
+Piece = Literal["decode", "mixed"]
+Curve = Literal["linear", "segments", "saturating"]
+_BOTH: tuple[Piece, ...] = ("decode", "mixed")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A row of :data:`TERMS`. ``amount``: how many ``unit`` a step holds, of its counts; of arrays of them too.
+
+    For the offline model: ``coefficient`` is the seconds that one of them costs, by the name they have in a profile, and at most
+    ``most``; empty where it takes no such term. ``curve``: ``segments`` has a coefficient for each of several ranges of the
+    amount, ``saturating`` is that of 1 − e^(−amount/scale). ``overlap_only``: not in a sum, where nothing tells it from ``step``.
+    ``required``: every profile with a cost model has it; others are 0 where a profile lacks them.
+
+    For the online learner: the ``pieces`` it is an input of, divided by ``typical``, so that all inputs are of order one.
+    """
+
+    name: str
+    unit: str
+    amount: Callable[[StepFeatures], Any]
+    coefficient: str = ""
+    group: Group = "outside"
+    most: float = 1e3
+    curve: Curve = "linear"
+    overlap_only: bool = False
+    pieces: tuple[Piece, ...] = ()
+    typical: float = 1.0
+    required: bool = False
+
+
+_ROWS = (
+    Term("step", "steps", lambda s: 1.0, "overhead_s", pieces=_BOTH, required=True),
+    Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens, pieces=("mixed",), typical=256, required=True),
+    Term("decodes", "sequences", lambda s: s.decodes, "decode_s", pieces=_BOTH, typical=64, required=True),
+    Term("chunks", "prompts", lambda s: s.chunks, "chunk_s", required=True),
+    Term("weights", "steps", lambda s: 1.0, "weights_s", "memory", overlap_only=True, required=True),
+    Term("experts", "tokens", lambda s: s.decodes + s.prefill_tokens, "experts_s", "memory", curve="saturating", required=True),
+    Term("context", "KV entries", lambda s: s.decode_context + s.prefill_context, pieces=_BOTH, typical=32768, required=True),
+    Term("decode_context", "KV entries", lambda s: s.decode_context, "decode_kv_s", "memory", 1e-3, required=True),
+    Term("prefill_context", "KV entries", lambda s: s.prefill_context, "prefill_kv_s", "memory", 1e-3, required=True),
+    Term("tokens", "tokens", lambda s: s.decodes + s.prefill_tokens, "token_s", "compute", 1.0, "segments", required=True),
+    Term("pairs", "pairs", lambda s: s.decode_context + s.prefill_attention, "pair_s", "compute", 1e-3, required=True),
+    Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
+)  # fmt: skip
+
+TERMS: dict[str, Term] = {term.name: term for term in _ROWS}
+"""Every term, by name. (query, key) pairs are those of attention, KV entries the tokens whose keys and values are read.
+
+What runs for every step (:meth:`StepLearner.predict`, ``CostModel.predict``) has these rows written out, and takes any
+further one from the table, more slowly.
+"""
+
+
+def learned_terms(piece: Piece) -> list[Term]:
+    """The inputs of a piece of the learner, in order."""
+    return [term for term in TERMS.values() if piece in term.pieces]
 
 
 class StepModel(Protocol):
@@ -73,14 +166,23 @@ class StepLearner:
     predict. Times are learned relative to the first ones seen, so hardware of any speed looks alike.
     """
 
-    __slots__ = ("_decode", "_mixed", "_seen", "_unit", "_warm_up", "error")
+    __slots__ = ("_decode", "_mixed", "_more_decode", "_more_mixed", "_seen", "_unit", "_warm_up", "error")
 
-    # What counts as one unit of each input, so that all are of order one.
-    _TOKENS, _DECODES, _CONTEXT, _PAIRS = 1 / 256, 1 / 64, 1 / 32768, 1 / 262144
+    # The inputs that are written out below; rows of the table behind them are asked one by one.
+    _WRITTEN_OUT: ClassVar[dict[Piece, tuple[str, ...]]] = {
+        "decode": ("step", "decodes", "context"),
+        "mixed": ("step", "prefill_tokens", "decodes", "context", "prefill_attention"),
+    }
+    _TOKENS, _DECODES, _CONTEXT, _PAIRS = (
+        1 / TERMS[name].typical for name in ("prefill_tokens", "decodes", "context", "prefill_attention")
+    )
 
     def __init__(self, *, forgetting: float = 0.98, warm_up: int = 4) -> None:
-        self._decode = RecursiveLeastSquares(3, forgetting=forgetting)
-        self._mixed = RecursiveLeastSquares(5, forgetting=forgetting)
+        decode, mixed = learned_terms("decode"), learned_terms("mixed")
+        self._decode = RecursiveLeastSquares(len(decode), forgetting=forgetting)
+        self._mixed = RecursiveLeastSquares(len(mixed), forgetting=forgetting)
+        self._more_decode = decode[len(self._WRITTEN_OUT["decode"]) :]
+        self._more_mixed = mixed[len(self._WRITTEN_OUT["mixed"]) :]
         self._unit = 0.0
         self._seen = 0
         self._warm_up = warm_up
@@ -92,24 +194,27 @@ class StepLearner:
         """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
 
         ``doubt``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
-        steps, and what each coefficient is by itself is learned as it shows. Raises ``ValueError`` for what is no knowledge.
+        steps, and what each coefficient is by itself is learned as it shows. Of terms that are newer than the knowledge it knows
+        nothing. Raises ``ValueError`` for what is no knowledge.
         """
         learner = cls(forgetting=forgetting)
-        for piece, values, covariance in (
-            (learner._decode, known.decode, known.decode_covariance),
-            (learner._mixed, known.mixed, known.mixed_covariance),
+        for piece, least, values, covariance in (
+            (learner._decode, len(cls._WRITTEN_OUT["decode"]), known.decode, known.decode_covariance),
+            (learner._mixed, len(cls._WRITTEN_OUT["mixed"]), known.mixed, known.mixed_covariance),
         ):
-            size = len(piece.coefficients)
-            if len(values) != size or [len(row) for row in covariance] != [size] * size:
-                raise ValueError(
-                    f"{len(values)} coefficients with {len(covariance)} rows of covariance; {size} are needed"
-                )
+            size, told = len(piece.coefficients), len(values)
+            if not least <= told <= size or [len(row) for row in covariance] != [told] * told:
+                needed = f"{size} are needed" if least == size else f"{least} to {size} are needed"
+                raise ValueError(f"{told} coefficients with {len(covariance)} rows of covariance; {needed}")
             if not all(map(math.isfinite, [*values, *(v for row in covariance for v in row)])) or min(values) < 0:
                 raise ValueError(
                     f"coefficients are {values}; they must be numbers of at least 0, as must be their variances"
                 )
             if any(values):  # a piece that never saw a step has nothing to tell
-                piece.believe(values, covariance, doubt)
+                newer = [0.0] * (size - told)
+                rows = [[*row, *newer] for row in covariance]
+                rows += [[float(i == j) for j in range(size)] for i in range(told, size)]
+                piece.believe([*values, *newer], rows, doubt)
         if not (math.isfinite(known.unit_s) and known.unit_s > 0):
             raise ValueError(f"unit_s is {known.unit_s}; it must be above 0")
         learner._unit = known.unit_s
@@ -133,16 +238,20 @@ class StepLearner:
 
     def _decode_inputs(self, step: StepFeatures) -> list[float]:
         context = (step.decode_context + step.prefill_context) * self._CONTEXT
-        return [1.0, step.decodes * self._DECODES, context]
+        inputs = [1.0, step.decodes * self._DECODES, context]
+        return inputs + [float(t.amount(step)) / t.typical for t in self._more_decode] if self._more_decode else inputs
 
     def _mixed_inputs(self, step: StepFeatures, decode: list[float]) -> list[float]:
-        _, decodes, context = decode
-        return [1.0, step.prefill_tokens * self._TOKENS, decodes, context, step.prefill_attention * self._PAIRS]
+        pairs = step.prefill_attention * self._PAIRS
+        inputs = [1.0, step.prefill_tokens * self._TOKENS, decode[1], decode[2], pairs]
+        return inputs + [float(t.amount(step)) / t.typical for t in self._more_mixed] if self._more_mixed else inputs
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds; 0 before anything was learned."""
         decode = self._decode_inputs(step)
         if step.prefill_tokens == 0 and self._decode.samples:
+            if self._more_decode:
+                return self._unit * self._decode.predict(decode)
             a0, a1, a2 = self._decode.coefficients
             _, decodes, context = decode
             return self._unit * (a0 + a1 * decodes + a2 * context)
@@ -194,6 +303,8 @@ class StepLearner:
         """
         if not self._unit:
             return math.inf
+        if self._more_decode or self._more_mixed:
+            return self._searched(decodes, context, seconds, list(going_on))
         room = seconds / self._unit
         if decodes and self._decode.samples:
             d0, d1, d2 = self._decode.coefficients
@@ -218,6 +329,36 @@ class StepLearner:
             left -= cost
             first += count
         return first + _positive_root(square, linear, left)
+
+    def _searched(self, decodes: int, context: int, seconds: float, going_on: Sequence[tuple[int, int]]) -> float:
+        """:meth:`most_prefill` whatever the terms are: no step takes less for holding more, so by halving."""
+        alone = self.predict(StepFeatures(decodes, context, 0, 0, 0)) if decodes and self._decode.samples else 0.0
+        if alone > seconds:
+            return seconds - alone
+        if not self._mixed.samples or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, going_on)) <= seconds:
+            return math.inf
+        fits, over = 0, _MOST_TOKENS
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            if self.predict(_with_prompts(decodes, context, middle, going_on)) <= seconds:
+                fits = middle
+            else:
+                over = middle
+        return float(fits)
+
+
+_MOST_TOKENS = 2**24
+"""Prompt tokens that no step holds."""
+
+
+def _with_prompts(decodes: int, context: int, tokens: int, going_on: Sequence[tuple[int, int]]) -> StepFeatures:
+    """A step with so many prompt tokens: those of ``going_on`` first, the rest in one fresh chunk."""
+    left, read, pairs, chunks = tokens, 0, 0, 0
+    for start, most in (*going_on, (0, tokens)):
+        if count := min(most, left):
+            left, read, chunks = left - count, read + start + count, chunks + 1
+            pairs += count * start + count * (count + 1) // 2
+    return StepFeatures(decodes, context, tokens, read, pairs, chunks)
 
 
 def _positive_root(square: float, linear: float, value: float) -> float:

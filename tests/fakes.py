@@ -49,6 +49,7 @@ class FakeExecutor:
         self.sample = sample
         self.plans: list[StepPlan] = []
         self.ended: list[Sequence] = []
+        self.error: Exception | None = None  # what a step raises as a whole
         self.held = threading.Semaphore(0)  # released by each step that stands still
         self._gate = threading.Condition()
         self._holds, self._permits = False, 0
@@ -74,6 +75,8 @@ class FakeExecutor:
                 self.held.release()
                 assert self._gate.wait_for(lambda: self._permits or not self._holds, 60), "held and never let go"
                 self._permits = max(0, self._permits - 1)
+        if self.error is not None:
+            raise self.error
         tokens: list[Token] = []
         failed: list[tuple[Sequence, BaseException]] = []
         for sequence in [*plan.decode_rows(), *(chunk.sequence for chunk in plan.chunks if chunk.samples)]:

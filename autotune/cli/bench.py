@@ -73,7 +73,7 @@ def bench(
     from autotune.bench import fixed as at
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.target import check_dtype, device_kind, heading, model_facts
+    from autotune.cli.target import check_dtype, default_model, device_kind, heading, loading, model_facts
     from autotune.profile.fingerprint import machine
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
@@ -100,17 +100,19 @@ def bench(
         raise InputError(f"--fixed: {twice} is compared already")
 
     console = make_console(stderr=as_json)
+    named = model or (None if given is None else given.model.name)
+    console.print(loading(named or "PyTorch"), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     with stop_on_interrupt() as stop:
         from runtime.llm.engine import Engine
         from runtime.torch_backend.loading import load_model
 
-        name = model or (given.model.name if given is not None else "tiny")
+        found = machine(gpu=kind == "gpu")
         check_dtype(dtype)
-        loaded = load_model(name, dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed)
-        console.print(
-            heading(machine(gpu=kind == "gpu"), asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True
+        loaded = load_model(
+            named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed
         )
+        console.print(heading(found, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         with Engine(loaded, limits=limits, seed=seed) as engine:
             run = _Run(engine, model_facts(loaded, seed), contenders, seconds, rounds, seed, console, stop)
             load = run.load(workload, promise, rate, given)

@@ -51,6 +51,7 @@ def check(
     from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.target import loading
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile
     from autotune.profile.callable import CallableProfile, load_either
@@ -65,11 +66,13 @@ def check(
     budget_s, most = seconds(budget, least=1.0), share(threshold)
     if not isinstance(loaded, CallableProfile) and loaded.cost_model is None:
         raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
+    console = make_console(stderr=as_json)
+    subject = loaded.function if isinstance(loaded, CallableProfile) else model or loaded.model.name
+    console.print(loading(subject), style="dim", markup=False, highlight=False, soft_wrap=True)
     gpu = loaded.machine.kind == "gpu" and gpu_available()
     elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
     if elsewhere and not anyway:
         raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
-    console = make_console(stderr=as_json)
     changed = loaded.software.differences(software())
     doubts, doubtful = ((), "") if isinstance(loaded, CallableProfile) else (loaded.doubts, loaded.doubtful)
     notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), doubtful) if text]

@@ -34,8 +34,12 @@ def profile(
     ] = False,
     gpu: Annotated[bool, Option("--gpu", help="Profile the GPU; an error if PyTorch sees none.")] = False,
     model: Annotated[
-        str, Option(help="A preset (tiny, qwen3-0.6b, llama-3.1-8b, …), a directory, or a hub id.")
-    ] = "tiny",
+        str | None,
+        Option(
+            help="A preset (nano, tiny, qwen3-0.6b, llama-3.1-8b, …), a directory, or a hub id.  "
+            "(default: a preset that suits the machine)"
+        ),
+    ] = None,
     workload: Annotated[str, Option(help="A preset, or azure-conv:FILE to replay a trace.")] = "azure-conv",
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can keep.")
@@ -118,7 +122,15 @@ def profile(
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.profile_study import Asked, stem, work
     from autotune.cli.profiled import finish
-    from autotune.cli.target import check_dtype, device_kind, heading, model_facts, with_threads
+    from autotune.cli.target import (
+        check_dtype,
+        default_model,
+        device_kind,
+        heading,
+        loading,
+        model_facts,
+        with_threads,
+    )
     from autotune.cost.price import parse_price
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine
@@ -154,9 +166,11 @@ def profile(
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
+    console.print(loading(model or "PyTorch"), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
-    files = Files.of(out or Path(f"{stem(model)}-{kind}.yaml"), None if storage else study)
     found_machine = machine(gpu=kind == "gpu")
+    model = model or default_model(found_machine)
+    files = Files.of(out or Path(f"{stem(model)}-{kind}.yaml"), None if storage else study)
     with stop_on_interrupt() as stop:
         from runtime.torch_backend.loading import load_model
 

@@ -103,12 +103,14 @@ def serve(
     promised = request_classes(classes or [])
     if promised and promise is None:
         raise InputError("--class is beside the promise to all others: add --slo ttft=500ms,tpot=50ms")
+    from autotune.cli.target import check_dtype, loading
+
+    print(loading(name), flush=True)
     _need_extra()
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=promise is not None and controlled is not False)
     if decisions is not None:
         _check_writable(decisions)
-    from autotune.cli.target import check_dtype
     from autotune.control.attach import attach
     from runtime.llm.engine import Engine
     from runtime.serving.app import Api

@@ -23,6 +23,21 @@ def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:
     return "gpu" if found else "cpu"
 
 
+_CORES_FOR_TINY = 8  # with wide vectors; twice as many without
+GPU_MODEL = "qwen3-0.6b"
+
+
+def default_model(found: Machine) -> str:
+    """The preset that fills a minute with hundreds of requests on such a machine: settings are compared by counting them.
+
+    Told by the kind of machine and never by a timing, so that the same command names the same model again.
+    """
+    if found.kind == "gpu":
+        return GPU_MODEL
+    wide = {"avx512f", "sve", "sve2"} & {*found.flags}
+    return "tiny" if found.cores >= (_CORES_FOR_TINY if wide else 2 * _CORES_FOR_TINY) else "nano"
+
+
 def check_dtype(dtype: str) -> None:
     """Raises :class:`InputError`, which names --dtype, for one that no model is loaded in."""
     from runtime.torch_backend.loading import DTYPES
@@ -54,6 +69,11 @@ def model_facts(loaded: Any, seed: int) -> ModelFacts:
         vocab_size=loaded.vocab_size,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
     )
+
+
+def loading(name: str) -> str:
+    """What is said before the seconds that importing PyTorch and making a model take."""
+    return f"autotune {__version__} · loading {name} …"
 
 
 def heading(found: Machine, *, asked: bool) -> str:

@@ -12,10 +12,10 @@ from autotune.control.controllers.protocol import Controller
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
 from autotune.control.expected import Expected
 from autotune.control.guardrails import Guardrails
-from autotune.cost.model import serving_cost, serving_knowledge
 from autotune.engines.controllable import Controllable
 from autotune.profile import Profile
 from autotune.profile.callable import CallableProfile, load_either
+from autotune.profile.serving import serving_cost, serving_knowledge
 from runtime.batching.decorator import Batched
 from runtime.batching.tuning import TunableBatcher
 from runtime.errors import InputError

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
+from autotune.cost.facts import StepPoint
 from autotune.cost.shape import Floats, Shape, as_floats, candidates
-from autotune.profile.parts import StepPoint
 from runtime.step_model import StepFeatures
 
 FOLDS = 5

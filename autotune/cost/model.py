@@ -2,7 +2,7 @@
 
 Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and asked by the simulator for every
 step it simulates. It stands behind the same protocol as the online learner (:class:`runtime.step_model.StepModel`), which
-its :class:`~autotune.profile.parts.LearnerFacts` give a warm start.
+its :class:`~autotune.cost.facts.LearnerFacts` give a warm start.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile.parts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from runtime.records import percentile
-from runtime.step_model import Knowledge, StepFeatures, StepLearner
+from runtime.step_model import StepFeatures, StepLearner
 
-if TYPE_CHECKING:
-    from autotune.profile import Profile
+WRITTEN_OUT = frozenset(
+    ("step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs")
+)
+"""The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
 _FIRST_TABLE = 1024
+_FROM_TABLE = 0.0  # in place of the norm: it is met last, so that models without further terms do not wait for it
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
 
 
@@ -38,6 +40,7 @@ class CostModel:
         "_decode",
         "_decode_kv",
         "_memory",
+        "_more",
         "_norm",
         "_overhead",
         "_pair",
@@ -55,9 +58,14 @@ class CostModel:
             raise ValueError(f"cost_model.{error}") from None
         self.facts = facts
         self._values = values
-        self._norm = self._shape.norm
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
+        self._more = [
+            (term.group, values[term.coefficient], term.amount)
+            for term in self._shape.terms
+            if term.name not in WRITTEN_OUT and values.get(term.coefficient)
+        ]
+        self._norm = _FROM_TABLE if self._more else self._shape.norm
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(_FIRST_TABLE)
@@ -85,8 +93,17 @@ class CostModel:
             return outside + (memory if memory > compute else compute)
         if norm == 2.0:
             return outside + math.sqrt(memory * memory + compute * compute)
-        memory, compute = memory * memory, compute * compute
-        return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
+        if norm == 4.0:
+            memory, compute = memory * memory, compute * compute
+            return outside + math.sqrt(math.sqrt(memory * memory + compute * compute))
+        more = {"outside": outside, "memory": memory, "compute": compute}
+        for group, each, amount in self._more:
+            more[group] += each * float(amount(step))
+        memory, compute, norm = more["memory"], more["compute"], self._shape.norm
+        if norm == math.inf:
+            return more["outside"] + max(memory, compute)
+        both: float = (memory**norm + compute**norm) ** (1 / norm)
+        return more["outside"] + both
 
     def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
         """Seconds of each of ``count`` steps of ``decodes`` decodes alone, whose context grows by one token each.
@@ -101,6 +118,8 @@ class CostModel:
         kv, pair, norm, root = self._decode_kv, self._pair, self._norm, math.sqrt
         outside = self._overhead + self._decode * decodes
         reads = range(context, context + decodes * count, decodes)
+        if self._more:
+            return [self.predict(StepFeatures(decodes, n, 0, 0, 0)) for n in reads]
         if norm == 1.0:
             return [outside + ((m + kv * n) + (c + pair * n)) for n in reads]
         if norm == math.inf:
@@ -157,33 +176,6 @@ class CostModel:
         self._compute += [
             sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
         ]
-
-
-def serving_speed(profile: Profile) -> float:
-    """How fast the profile's machine was while it served, in units of what its cost model and ``excess_s`` say."""
-    return 1.0 if profile.simulation is None else profile.simulation.speed
-
-
-def serving_cost(profile: Profile) -> CostModel:
-    """What a step costs on the profile's machine while it serves: cost model and what serving adds, at :func:`serving_speed`.
-
-    Whatever predicts from a profile goes by this; only a comparison with the calibration itself (``autotune check``) goes by
-    the cost model as it was fitted. Raises ``ValueError`` when the profile holds none.
-    """
-    if profile.cost_model is None:
-        raise ValueError("the profile holds no cost model")
-    cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
-    return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
-
-
-def serving_knowledge(profile: Profile) -> Knowledge | None:
-    """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
-    if profile.cost_model is None or (facts := profile.cost_model.learner) is None:
-        return None
-    more = profile.cost_model.excess_s / facts.unit_s
-    decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
-    unit = facts.unit_s / serving_speed(profile)
-    return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)
 
 
 def fit_cost_model(

@@ -1,7 +1,8 @@
-"""What a cost model may look like: its inputs by name, in three groups, and how memory and compute time combine.
+"""What a cost model may look like: its terms by name, in three groups, and how memory and compute time combine.
 
-A step takes ``outside + combine(memory, compute)`` seconds. Every group is a sum of non-negative coefficients times what a
-step holds (roofline: Williams et al., CACM 52(4), 2009)::
+The terms are the rows of :data:`runtime.step_model.TERMS` that have a coefficient. A step takes ``outside + combine(memory,
+compute)`` seconds. Every group is a sum of non-negative coefficients times what a step holds (roofline: Williams et al., CACM
+52(4), 2009)::
 
     outside   overhead_s + decode_s·decodes + chunk_s·chunks
     memory    weights_s + experts_s·(1 − e^(−tokens/expert_tokens)) + decode_kv_s·decode context + prefill_kv_s·prefill context
@@ -18,16 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.step_model import TERMS, Group, StepFeatures, Term
+
 Floats = NDArray[np.float64]
-Group = Literal["outside", "memory", "compute"]
-TOKEN = "token_s@"
-_WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
+TOKEN = f"{TERMS['tokens'].coefficient}@"
 EXPERT_TOKENS = "expert_tokens"
+_WIDE = 1.5  # how far beyond its beginning the last segment must have been seen
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Shape:
             ) from None
         if norm not in (1.0, 2.0, 4.0, math.inf) or knots[:1] != (0,) or shape.family != family:
             raise ValueError(f"family is {family!r}, which does not go with the coefficients {', '.join(names)}")
-        missing = set(shape.names) - set(names)
+        missing = set(shape.required) - set(names)
         if missing:
             raise ValueError(f"family is {family!r}; its coefficients {', '.join(sorted(missing))} are missing")
         if more := set(names) - set(shape.names):
@@ -77,35 +80,54 @@ class Shape:
         return cls.read(family, names, coefficients.get(EXPERT_TOKENS))
 
     @property
+    def terms(self) -> list[Term]:
+        """The rows of the table that it holds."""
+        return [
+            term
+            for term in TERMS.values()
+            if term.coefficient
+            and not (term.overlap_only and self.norm == 1)
+            and not (term.curve == "saturating" and not self.experts)
+        ]
+
+    @cached_property
     def groups(self) -> list[tuple[str, Group]]:
         """The coefficients, in order, and the group of each."""
-        found: list[tuple[str, Group]] = [("overhead_s", "outside"), ("decode_s", "outside")]
-        found.append(("chunk_s", "outside"))
-        if self.norm != 1:  # in a sum nothing tells them from the overhead
-            found.append(("weights_s", "memory"))
-        if self.experts:
-            found.append(("experts_s", "memory"))
-        found += [("decode_kv_s", "memory"), ("prefill_kv_s", "memory")]
-        found += [(f"{TOKEN}{knot}", "compute") for knot in self.knots]
-        return [*found, ("pair_s", "compute")]
+        return [(name, term.group) for term in self.terms for name in self._names(term)]
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.groups]
 
+    @property
+    def required(self) -> list[str]:
+        """The coefficients without which a profile holds no such model."""
+        return [name for term in self.terms if term.required for name in self._names(term)]
+
+    @property
+    def most(self) -> dict[str, float]:
+        """What no coefficient is above, s."""
+        return {name: term.most for term in self.terms for name in self._names(term)}
+
+    def _names(self, term: Term) -> list[str]:
+        if term.curve == "segments":
+            return [f"{term.coefficient}@{knot}" for knot in self.knots]
+        return [term.coefficient]
+
     def columns(self, steps: Floats) -> Floats:
         """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 6]`` (as in StepFeatures)."""
-        decodes, context, prefill, prefix, pairs, chunks = steps.T
-        tokens = decodes + prefill
-        made: list[Floats] = [np.ones(len(steps)), decodes, chunks]
-        if self.norm != 1:
-            made.append(np.ones(len(steps)))
-        if self.experts:
-            made.append(1 - np.exp(-tokens / self.experts))
-        made += [context, prefix]
-        for knot, end in zip(self.knots, (*self.knots[1:], math.inf), strict=True):
-            made.append(np.clip(tokens - knot, 0, end - knot))
-        return np.column_stack([*made, context + pairs])
+        counts = StepFeatures(*steps.T)
+        made: list[Floats] = []
+        for term in self.terms:
+            amount = np.broadcast_to(np.asarray(term.amount(counts), dtype=float), len(steps))
+            if term.curve == "saturating":
+                made.append(1 - np.exp(-amount / (self.experts or 1.0)))
+            elif term.curve == "segments":
+                ends = (*self.knots[1:], math.inf)
+                made += [np.clip(amount - knot, 0, end - knot) for knot, end in zip(self.knots, ends, strict=True)]
+            else:
+                made.append(amount)
+        return np.column_stack(made)
 
     def times(self, columns: Floats, coefficients: Floats) -> tuple[Floats, Floats]:
         """(seconds of each step, their derivatives ``[steps, coefficients]``).

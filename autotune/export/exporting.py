@@ -153,6 +153,11 @@ def _warnings(source: Source) -> list[str]:
         found.append(
             f"measured with model {profile.model.name}, exported for {source.model}: its steps take another time"
         )
+    if source.model is None:
+        found.append(
+            f"measured with {profile.model.name}, random weights of a shape that nobody has published: put your model in place "
+            "of MODEL, whose steps take another time (or name it here: --model DIRECTORY or HUB_ID)"
+        )
     if profile.status == "stopped":
         found.append("the profiling run was stopped before its end")
     if not profile.slo_met:

@@ -8,6 +8,7 @@ from autotune.profile import ModelFacts
 from runtime.errors import InputError
 
 PUBLISHED: Mapping[str, str | None] = {
+    "nano": None,
     "tiny": None,
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
@@ -16,22 +17,17 @@ PUBLISHED: Mapping[str, str | None] = {
 """Preset → hub id; None where nobody has published weights of that shape."""
 
 
-def model_to_serve(measured: ModelFacts, given: str | None) -> str:
+def model_to_serve(measured: ModelFacts, given: str | None) -> str | None:
     """The name for the other engine: what was ``given``, the published model of a preset's shape, or what was measured.
 
-    Raises :class:`InputError` for a preset whose weights exist nowhere, and for a name no command line can carry.
+    None for a preset whose weights exist nowhere: the user names a model when starting the other engine. Raises
+    :class:`InputError` for a name no command line can carry.
     """
     if given is not None:
         return _checked("--model", given)
     if not measured.random_weights:
         return _checked("model.name", measured.name)
-    published = PUBLISHED.get(measured.name)
-    if published is None:
-        raise InputError(
-            f"model {measured.name} has random weights and no published model has its shape; "
-            "say what to serve: --model DIRECTORY or --model HUB_ID"
-        )
-    return published
+    return PUBLISHED.get(measured.name)
 
 
 def _checked(field: str, name: str) -> str:

@@ -28,13 +28,14 @@ class Fit(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Source:
     """What is exported: one setting of a profile, for ``model``. ``model_given``: it was named by the user, and need not
-    be the one that was measured."""
+    be the one that was measured; None: the profile is of a shape that nobody has published, and the user names a model later.
+    """
 
     profile: Profile
     profile_name: str
     purpose: str
     knobs: Knobs
-    model: str
+    model: str | None
     model_given: bool
 
     @property
@@ -78,7 +79,7 @@ KNOB_ROWS = ours_of(Knobs)
 FACT_ROWS: Mapping[str, Ours] = {
     fact.name: fact
     for fact in (
-        Ours("model", "", "what to serve", lambda s: s.model),
+        Ours("model", "", "what to serve", lambda s: s.model or "not named"),
         Ours("max_model_len", "tokens", "longest prompt + output of one request", lambda s: s.max_model_len),
         Ours("dtype", "", "the weights' type", lambda s: s.profile.model.dtype),
         Ours("kv_pool", "tokens", "size of the KV cache", lambda s: s.profile.engine.kv_pool.tokens),
@@ -144,7 +145,7 @@ class Target:
     facts: Mapping[str, Row]
     constraints: tuple[Constraint, ...]
     render: Callable[[list[str], list[Entry]], str]
-    command: Callable[[str, str], str]
+    command: Callable[[str | None, str], str]
 
     def rows(self) -> list[tuple[Ours, Row]]:
         """Every row with what it is of, facts about the model first. Raises ``ValueError`` when one is missing or extra."""

@@ -52,6 +52,12 @@ def _no_wait(source: Source) -> str:
     return "value 0 loses nothing" if source.knobs.max_wait_ms == 0 else ""
 
 
+def _about_model(source: Source) -> str:
+    if source.model is not None:
+        return ""
+    return f"{source.profile.model.name} is a shape with random weights that nobody has published; name yours in the command"
+
+
 def _about_length(source: Source) -> str:
     if source.max_model_len < source.profile.model.max_model_len:
         return f"the model allows {source.profile.model.max_model_len}; the KV pool that was measured held no more"
@@ -165,7 +171,9 @@ VLLM = Target(
         ),
     },
     facts={
-        "model": Row(Fit.EXACT, ("model",), lambda s: {"model": s.model}),
+        "model": Row(
+            Fit.EXACT, ("model",), lambda s: {} if s.model is None else {"model": s.model}, about=_about_model
+        ),
         "max_model_len": Row(
             Fit.EXACT, ("max-model-len",), lambda s: {"max-model-len": s.max_model_len}, about=_about_length
         ),
@@ -186,5 +194,7 @@ VLLM = Target(
     },
     constraints=(_enough_tokens, _whole_prompts, _threshold_in_reach, _known_dtype),
     render=yaml_file,
-    command=lambda model, path: f"vllm serve {shlex.quote(model)} --config {shlex.quote(path)}",
+    command=lambda model, path: (
+        f"vllm serve {'MODEL' if model is None else shlex.quote(model)} --config {shlex.quote(path)}"
+    ),
 )

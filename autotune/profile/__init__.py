@@ -1,5 +1,5 @@
 """The profile that a run writes: its parts (``fields``, ``parts``, ``findings``) and its file (``document``, ``text``),
-older versions of it, and the JSON schema for editors. docs/profiles.md describes it."""
+older versions of it, and the JSON schema for editors. docs/reference/profile-file.md describes it."""
 
 from autotune.profile.document import (
     PURPOSES,
@@ -19,6 +19,7 @@ from autotune.profile.parts import (
     Confidence,
     CostFacts,
     EngineFacts,
+    Gain,
     GpuInfo,
     KnobsField,
     KvPool,
@@ -45,6 +46,7 @@ __all__ = [
     "Confidence",
     "CostFacts",
     "EngineFacts",
+    "Gain",
     "GpuInfo",
     "KnobsField",
     "KvPool",

@@ -1,6 +1,6 @@
 """The profile of a callable: schema, file, and what a batcher is to be given.
 
-A schema of its own, told from that of a language model by ``kind: callable``; docs/batching.md describes it.
+A schema of its own, told from that of a language model by ``kind: callable``; docs/how-to/batch.md describes it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from autotune.cost.fields import AboveZero, Amount, Count, Positive, Share, Text
 from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
 from autotune.profile.complaints import explain
-from autotune.profile.fields import AboveZero, Amount, Count, Moment, Positive, Share, Text, shortened
+from autotune.profile.fields import Moment, shortened
 from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.writing import write_whole

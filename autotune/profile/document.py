@@ -1,7 +1,7 @@
 """The profile: what was measured, on what, and which settings it recommends. A YAML file people read and tools load.
 
 Every part is checked on loading; an unknown field, a wrong type or a knob above the engine's ceiling is one line that
-names the file, the field, the value and what is allowed. docs/profiles.md describes the file.
+names the file, the field, the value and what is allowed. docs/reference/profile-file.md describes the file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from autotune.cost.fields import AboveZero, Count, Text
 from autotune.profile.complaints import explain
-from autotune.profile.fields import AboveZero, Count, FileName, Moment, Text, shortened
+from autotune.profile.fields import FileName, Moment, shortened
 from autotune.profile.parts import (
     Calibration,
     Capacity,
     Confidence,
     CostFacts,
     EngineFacts,
+    Gain,
     KnobsField,
     LoadFacts,
     Machine,
@@ -75,6 +77,7 @@ class Profile(Part):
         default=(),
         description="what the simulator said of its Pareto set and of every validated setting, at the same load",
     )
+    gain: Gain | None = Field(default=None, description="over the baseline; null where nothing can be compared")
     confidence: Confidence | None = None
     price_per_hour: AboveZero | None = Field(
         default=None, description="of the machine, in whatever money the user pays"

@@ -1,17 +1,10 @@
-"""Parts of a profile that are conclusions: the calibration, the cost model and its error, the simulation, the confidence."""
+"""Parts of a profile that are conclusions: the calibration, the simulation, the confidence."""
 
 from __future__ import annotations
 
-import math
+from pydantic import Field
 
-from pydantic import Field, model_validator
-
-from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
-from autotune.profile.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
-
-_MOST = 1e3  # s; for a sequence, a prompt or a step
-_MOST_EACH = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, EXPERT_TOKENS: 1e6}
-_DECODE_INPUTS, _MIXED_INPUTS = 3, 5  # of the two pieces of runtime.step_model.StepLearner
+from autotune.cost.fields import AboveZero, Amount, Count, Part, Share
 
 
 class Calibration(Part):
@@ -26,131 +19,6 @@ class Calibration(Part):
     step_per_decode_ms: Amount
 
 
-class StepPoint(Part):
-    """One kind of step, measured by the calibration: a line of the sidecar."""
-
-    region: Text = Field(description="part of the plan it belongs to: decode, prefill, mixed, …")
-    decodes: Count = Field(description="sequences that decode")
-    decode_context: Count = Field(description="tokens they read, their new ones included")
-    prefill_tokens: Count = Field(description="prompt tokens computed")
-    prefill_context: Count = Field(description="tokens of the prompts up to the ends of their chunks")
-    prefill_attention: Count = Field(description="(query, key) pairs of the chunks")
-    chunks: Count = Field(default=0, description="prompts they belong to")
-    seconds: float = Field(gt=0, le=1e9, description="median of the repeats")
-    spread: Amount = Field(description="interquartile range of the repeats over their median")
-    repeats: Positive
-    predicted: Amount | None = Field(default=None, description="s, by a model fitted without this point")
-
-
-class RegionError(Part):
-    """Cross-validated error of the cost model in one region: |predicted − measured| / measured."""
-
-    region: Text
-    points: Count
-    median: Amount
-    p90: Amount
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RegionError:
-        if self.median > self.p90:
-            raise ValueError(f".median is {self.median:g}; it must be at most p90 ({self.p90:g})")
-        return self
-
-
-class LearnerFacts(Part):
-    """What warm-starts the online learner: coefficients of its two pieces, of inputs without unit, and their covariances."""
-
-    unit_s: float = Field(gt=0, le=1e9, description="its unit of time, s")
-    decode: Row = Field(min_length=_DECODE_INPUTS, max_length=_DECODE_INPUTS)
-    decode_covariance: Matrix
-    mixed: Row = Field(min_length=_MIXED_INPUTS, max_length=_MIXED_INPUTS)
-    mixed_covariance: Matrix
-
-    @model_validator(mode="after")
-    def _covariances(self) -> LearnerFacts:
-        check_covariance(".decode_covariance", self.decode_covariance, _DECODE_INPUTS)
-        check_covariance(".mixed_covariance", self.mixed_covariance, _MIXED_INPUTS)
-        return self
-
-
-class JitterFacts(Part):
-    """How the times of served steps scatter around what the cost model and its excess say: factors of mean 1, in spells.
-
-    Drawn from ranks of a Gaussian process: so much of its variance (``persistent``) is a first-order autoregression with
-    ``memory`` from one step to the next, the rest is new in each step.
-    """
-
-    quantiles: Row = Field(
-        min_length=2,
-        max_length=256,
-        description="of the factor: means over equal shares of the time, in ascending order; their mean is 1",
-    )
-    persistent: Share = Field(description="share of the variance that comes in spells; the rest is new in each step")
-    memory: Share = Field(description="correlation of that part from one step to the next")
-
-    def four_in_five(self) -> tuple[float, float]:
-        """Factors between which about four fifths of the time lie."""
-        tenth = len(self.quantiles) // 10
-        return self.quantiles[tenth], self.quantiles[-1 - tenth]
-
-    @model_validator(mode="after")
-    def _factors(self) -> JitterFacts:
-        if min(self.quantiles) <= 0 or list(self.quantiles) != sorted(self.quantiles):
-            raise ValueError(".quantiles are not in ascending order, or not all above 0")
-        mean = sum(self.quantiles) / len(self.quantiles)
-        if abs(mean - 1) > 1e-3:
-            raise ValueError(
-                f".quantiles have a mean of {mean:.4g}; it must be 1: how slow steps are is not theirs to say"
-            )
-        return self
-
-
-class CostFacts(Part):
-    """The cost model: what predicts the time of a step on this machine."""
-
-    family: Text
-    coefficients: dict[str, Number] = Field(min_length=1, description="by name, in SI units")
-    covariance: Matrix = Field(description="of the coefficients, in the same order")
-    points: Count = Field(description="kinds of steps measured")
-    seconds: Amount = Field(description="what measuring them took, s")
-    error: Amount = Field(description="median of the cross-validated relative error over all points")
-    regions: tuple[RegionError, ...]
-    learner: LearnerFacts | None
-    planned: CostFacts | None = Field(
-        default=None,
-        description="the same fitted to planned steps alone, which cost less than served ones: what `autotune check` goes by",
-    )
-    excess_s: float = Field(
-        default=0.0,
-        ge=0,
-        le=1e3,
-        description="that serving adds to a step beyond what the coefficients say, as short steps tell it, s",
-    )
-    jitter: JitterFacts | None = Field(default=None, description="of served steps; null: not known, none is simulated")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> CostFacts:
-        try:
-            Shape.of(self.family, self.coefficients)
-        except ValueError as error:
-            raise ValueError(f".{error}") from None
-        for name, value in self.coefficients.items():
-            most = _MOST_EACH.get(name, 1.0 if name.startswith(TOKEN) else _MOST)
-            if value > most:
-                raise ValueError(f".coefficients.{name} is {value:g}; it must be at most {most:g}")
-        check_covariance(".covariance", self.covariance, len(self.coefficients))
-        names = [r.region for r in self.regions]
-        if len(set(names)) < len(names):
-            raise ValueError(f".regions are {', '.join(names)}; each may be there once")
-        if self.planned is not None and self.planned.planned is not None:
-            raise ValueError(".planned.planned must be null: planned steps have no others among them")
-        return self
-
-    def region_error(self, region: str) -> float:
-        """The median error of ``region``, of all points where it has none of its own."""
-        return next((r.median for r in self.regions if r.region == region), self.error)
-
-
 class Confidence(Part):
     """How sure the choice is."""
 
@@ -163,6 +31,16 @@ class Confidence(Part):
     )
     regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
     sentence: str = Field(description="the same in words")
+
+
+class Gain(Part):
+    """Requests within the SLO with the recommended setting, over those with the baseline."""
+
+    ratio: AboveZero
+    low: Amount = Field(description="95% interval, block bootstrap")
+    high: AboveZero
+    requests: Count = Field(description="requests offered to the recommended setting in what is compared")
+    paired: bool = Field(description="whether both met the same requests")
 
 
 class SimulationFacts(Part):
@@ -180,19 +58,3 @@ class SimulationFacts(Part):
         le=1e3,
         description="of the machine while it served, in units of what cost model and excess_s say; simulations go by it",
     )
-
-
-def check_covariance(where: str, matrix: Matrix, size: int) -> None:
-    """Raise ``ValueError`` unless ``matrix`` is ``size`` × ``size``, symmetric, and its diagonal not negative."""
-    lengths = {len(row) for row in matrix}
-    if len(matrix) != size or lengths - {size}:
-        shape = f"{len(matrix)} rows of {' or '.join(map(str, sorted(lengths))) or 0}"
-        raise ValueError(f"{where} has {shape}; it must be {size} × {size}, a row and a column for each coefficient")
-    rounding = 1e-9 * max((abs(row[i]) for i, row in enumerate(matrix)), default=0.0)
-    for i, row in enumerate(matrix):
-        if row[i] < -rounding:
-            raise ValueError(f"{where} has a variance of {row[i]:g} in row {i + 1}; none is negative")
-        for j in range(i):
-            scale = math.sqrt(abs(row[i])) * math.sqrt(abs(matrix[j][j]))
-            if abs(row[j] - matrix[j][i]) > 1e-6 * max(scale, abs(row[j]), abs(matrix[j][i])) + rounding:
-                raise ValueError(f"{where} is not symmetric in row {i + 1}, column {j + 1}")

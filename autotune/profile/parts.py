@@ -1,6 +1,7 @@
 """What a profile is made of: the fingerprint of machine, software, engine and model, the load, and the points measured.
 
-The parts about the cost model and the choice are in :mod:`autotune.profile.findings`, and can be imported from here too.
+Conclusions are in :mod:`autotune.profile.findings`, what is known of step times in :mod:`autotune.cost.facts`; both can be
+imported from here too.
 """
 
 from __future__ import annotations
@@ -9,31 +10,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
+from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text
 from autotune.profile.bounds import MOST_KV_TOKENS
-from autotune.profile.fields import (
-    AboveZero,
-    Amount,
-    Count,
-    KnobsField,
-    LimitsField,
-    Number,
-    Part,
-    Positive,
-    Rate,
-    Share,
-    SLOField,
-    Text,
-)
-from autotune.profile.findings import (
-    Calibration,
-    Confidence,
-    CostFacts,
-    JitterFacts,
-    LearnerFacts,
-    RegionError,
-    SimulationFacts,
-    StepPoint,
-)
+from autotune.profile.fields import KnobsField, LimitsField, Rate, SLOField
+from autotune.profile.findings import Calibration, Confidence, Gain, SimulationFacts
 
 __all__ = [
     "Calibration",
@@ -41,6 +22,7 @@ __all__ = [
     "Confidence",
     "CostFacts",
     "EngineFacts",
+    "Gain",
     "GpuInfo",
     "JitterFacts",
     "KnobsField",

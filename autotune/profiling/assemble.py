@@ -10,6 +10,7 @@ from pathlib import Path
 from autotune.profile import (
     Confidence,
     EngineFacts,
+    Gain,
     LoadFacts,
     Machine,
     ModelFacts,
@@ -21,7 +22,7 @@ from autotune.profile import (
 from autotune.profiling.coverage import lacking
 from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.points import pareto, points
+from autotune.profiling.points import gain, pareto, points
 from autotune.profiling.verdict import judge
 from runtime.knobs import Knobs
 
@@ -92,10 +93,19 @@ def assemble(
         cost_model=None if findings.cost is None else findings.cost.facts,
         simulation=simulation_facts(findings),
         simulated=(*twin_points(findings), *pareto_points(findings)),
+        gain=gain_of(findings, settings["balanced"].knobs, baseline),
         confidence=sure_of(findings),
         price_per_hour=price_per_hour,
         doubts=doubts(findings),
     )
+
+
+def gain_of(findings: Findings, recommended: Knobs, baseline: Knobs) -> Gain | None:
+    """Of what was measured at the rate of the comparison; None where either was not, or both are one setting."""
+    validated = [] if findings.setup is None else findings.validated_at(findings.setup.rate)
+    mine = [run for run in validated if run.knobs == recommended]
+    base = [run for run in validated if run.knobs == baseline]
+    return gain(mine, base) if mine and base and recommended != baseline else None
 
 
 def sure_of(findings: Findings) -> Confidence | None:

@@ -1,4 +1,4 @@
-"""Which settings to recommend, and whether a promise is kept. The rules, in full, are in docs/profiling.md."""
+"""Which settings to recommend, and whether a promise is kept. The rules, in full, are in docs/how-to/profile.md."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -9,12 +10,13 @@ from typing import Literal
 import numpy as np
 
 from autotune.measure.score import Score
-from autotune.profile.parts import Part, Point, Spread
+from autotune.profile.parts import Gain, Part, Point, Spread
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
 Stage = Literal["simulation", "search", "validation", "capacity"]
 _RESAMPLES = 2000
+_MOST_GAIN = 1000.0  # a ratio beyond it says no more
 _DRAWS = 5_000_000  # in memory at a time
 
 
@@ -92,6 +94,44 @@ def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]]
     sums = np.concatenate([rng.choice(met, size=(count, len(met))).sum(axis=1) for count in counts]) / window
     low, high = np.percentile(sums, [2.5, 97.5])
     return Spread(mean=_round(met.sum() / window), low=_round(low), high=_round(high), runs=tuple(map(_round, runs)))
+
+
+def gain(mine: Sequence[Run], base: Sequence[Run]) -> Gain | None:
+    """Requests/s within the SLO of ``mine`` over those of ``base``: the ratio and its 95% percentile-bootstrap interval.
+
+    Where both have runs under the same seeds those alone are compared: they met the same requests, so each second of one is
+    drawn together with the same second of the other, and the luck of the arrivals cancels out. None where ``base`` met none.
+    """
+    common = {run.score.seed for run in mine} & {run.score.seed for run in base}
+    sides = [[run for run in runs if not common or run.score.seed in common] for runs in (mine, base)]
+    (mine_s, mine_met, offered), (base_s, base_met, _) = map(_met_by_second, sides)
+    if not (base_met.sum() and mine_met.sum()):
+        return None
+    rng = np.random.default_rng(0)  # the same runs give the same interval
+    draws = []
+    for _ in range(_RESAMPLES):
+        at = rng.integers(len(mine_met), size=len(mine_met))
+        of = at if common else rng.integers(len(base_met), size=len(base_met))
+        draws.append((mine_met[at].sum() / mine_s, base_met[of].sum() / base_s))
+    ratios = [a / b if b else math.inf for a, b in draws]
+    low, high = np.percentile(ratios, [2.5, 97.5], method="nearest")
+    return Gain(
+        ratio=_round((mine_met.sum() / mine_s) / (base_met.sum() / base_s)),
+        low=_round(low),
+        high=_round(min(high, _MOST_GAIN)),
+        requests=round(offered),
+        paired=bool(common),
+    )
+
+
+def _met_by_second(runs: Sequence[Run]) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.float64]], float]:
+    """Seconds, requests met in each second (means over runs of one seed), and requests offered, in the order of the seeds."""
+    seeds: dict[int, list[Score]] = {}
+    for run in sorted(runs, key=lambda run: run.score.seed):
+        seeds.setdefault(run.score.seed, []).append(run.score)
+    seconds = [pair for same in seeds.values() for pair in _mean_blocks(same)]
+    window = sum(_mean(same, lambda s: s.window_s) for same in seeds.values())
+    return window, np.array([met for _, met in seconds]), sum(offered for offered, _ in seconds)
 
 
 def mean_spread(runs: tuple[float, ...]) -> Spread:

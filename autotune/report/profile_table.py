@@ -8,21 +8,30 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.cost.price import money, per_million
-from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile
+from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose
 from autotune.profiling.choice import refuted
 from autotune.profiling.points import pareto
 from autotune.report.tables import Room, fullest, setting_cells, setting_table
+from runtime.knobs import KNOBS, Knobs
 
 BASELINE, OTHERS = "vLLM defaults", "also Pareto"
 _MOST_OTHERS = 4
 
 
 def rows(profile: Profile) -> list[tuple[str, Point, str]]:
-    """(label, point, mark): the three purposes, the baseline, then other Pareto-optimal points of the same comparison."""
+    """(label, point, mark): the purposes, those of one setting in one row; the baseline; other Pareto-optimal points of the
+    same comparison."""
+    held: dict[Knobs, list[Purpose]] = {}
+    for purpose in PURPOSES:
+        if purpose in profile.settings:
+            held.setdefault(profile.settings[purpose].knobs, []).append(purpose)
     found = [
-        (str(purpose), profile.settings[purpose].point, "← recommended" if purpose == RECOMMENDED else "")
-        for purpose in PURPOSES
-        if purpose in profile.settings
+        (
+            "every purpose" if [*purposes] == [*PURPOSES] else ", ".join(purposes),
+            profile.settings[purposes[0]].point,
+            "← recommended" if RECOMMENDED in purposes else "",
+        )
+        for purposes in held.values()
     ]
     if profile.baseline is not None:
         found.append((BASELINE, profile.baseline, ""))
@@ -60,6 +69,8 @@ def _drawn(profile: Profile, room: Room) -> Table:
             _ms(point.tpot_p99_ms),
             *((mark if full else mark[:1],) if marked else ()),
         ]
+        if room >= Room.SHORT and ", " in label:  # interactive +1: it and one other
+            label = f"{label.partition(', ')[0]} +{label.count(', ')}"
         drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, room), *figures)))
     return drawn
 
@@ -79,6 +90,8 @@ def show(profile: Profile, console: Console) -> None:
         "search": "the search's own seed, not validated",
         "simulation": "simulated, not measured",
     }
+    console.print()
+    console.print(escape(conclusion(profile)), highlight=False, style="bold", soft_wrap=True)
     console.print()
     console.print(table(profile, console.width))
     console.print(
@@ -101,6 +114,43 @@ def show(profile: Profile, console: Console) -> None:
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
+
+
+def conclusion(profile: Profile) -> str:
+    """What to set and what it gains over vLLM's defaults on this engine, in one sentence."""
+    setting, base = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values()))), profile.baseline
+    if base is not None and base.knobs == setting.knobs:
+        others = {p.knobs for p in profile.points if p.stage == setting.point.stage} - {base.knobs}
+        best = "it was the only setting measured" if not others else f"none of {len(others)} others measured was better"
+        return f"No setting beats vLLM's defaults here: {best}."
+    turned = [
+        f"{spec.name}={getattr(setting.knobs, spec.name):g}"
+        for spec in KNOBS
+        if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
+    ]
+    advice, gain = f"Set {', '.join(turned)}", profile.gain
+    if gain is None or base is None:
+        return f"{advice}. vLLM's defaults were not measured beside it."
+    more = (
+        f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
+        f"{gain.low:.2g}–{gain.high:.2g})"
+        if gain.ratio >= 2
+        else f"{_change(gain.ratio)} requests within the SLO than with vLLM's defaults (95% interval "
+        f"{_percent(gain.low)} to {_percent(gain.high)})"
+    )
+    if gain.low > 1:
+        return f"{advice}: {more}."
+    target = profile.slo.attainment
+    met = "; both meet the SLO at this rate" if min(setting.point.attainment, base.attainment) >= target else ""
+    return f"No setting clearly beats vLLM's defaults here. The best measured, {', '.join(turned)}: {more}{met}."
+
+
+def _change(ratio: float) -> str:
+    return f"{abs(ratio - 1):.0%} {'more' if ratio >= 1 else 'fewer'}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.0f}%"
 
 
 def doubts(profile: Profile) -> tuple[str, ...]:

@@ -50,14 +50,7 @@ class CostExecutor:
             ends = self._ends(plan.n_decode, plan.decode_context, plan.repeat, now, until)
             self._step = (self._step + len(ends)) % FACTORS
             return StepResult(ends)
-        tokens = context = pairs = 0
-        for _, start, count, _ in plan.chunks:
-            tokens += count
-            context += start + count
-            pairs += count * start + count * (count + 1) // 2
-        seconds = self.cost.predict(
-            StepFeatures(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
-        )
+        seconds = self.cost.predict(StepFeatures.of_plan(plan))
         if self._factors:
             seconds *= self._factors[self._step]
             self._step = (self._step + 1) % FACTORS

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.control.attach import attach
-from autotune.cost.model import CostModel, serving_cost
+from autotune.cost.model import CostModel
 from autotune.measure.evaluate import evaluate
 from autotune.measure.score import Score
 from autotune.profile import Profile
+from autotune.profile.serving import serving_cost
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Workload, named_options, parse_workload
 from runtime.errors import InputError

@@ -26,7 +26,7 @@ _OPTION = re.compile(r"\s*[A-Za-z_]+\s*=")
 
 
 def parse_workload(text: str) -> Workload:
-    """Read a workload's spelling (docs/workloads.md). Raises InputError that quotes it and lists the choices.
+    """Read a workload's spelling (docs/reference/workloads.md). Raises InputError that quotes it and lists the choices.
 
     The result's ``name`` is the spelling, spaces removed: parsing it again gives the same requests.
     """

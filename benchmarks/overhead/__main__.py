@@ -4,7 +4,8 @@
    engine core and executor (process CPU time, one thread).
 2. CPU time that ``schedule`` + ``update`` take for each further running decode, between 32 and 256, no model involved.
    Sequences end and others take their place all the while, as in service.
-3. CPU time of the controller in a step of 64 decodes: it learns the step and the requests that ended, gives the next one its
+3. CPU time in which an 8k prompt is added, scheduled and ended where every block of a pool of 760k tokens holds a known prefix.
+4. CPU time of the controller in a step of 64 decodes: it learns the step and the requests that ended, gives the next one its
    budget, and decides. ``controller_us_per_step`` has it decide after every step; ``attached_us_per_step`` is everything that
    ``autotune.control`` adds to a step, at the interval it decides at in service. And whether it grows or slows.
 
@@ -69,6 +70,30 @@ def extra_sequence(rounds: int) -> tuple[float, list[tuple[float, float]]]:
     """µs for each further decode, and (cost at 32, cost at 256) of each round, alternating."""
     pairs = [(schedule_cost(32, 1000), schedule_cost(256, 1000)) for _ in range(rounds)]
     return statistics.median((b - a) / (256 - 32) for a, b in pairs), pairs
+
+
+CACHED_TOKENS, LONG_PROMPT = 760_000, 8192
+
+
+def full_cache_cost(prompts: int) -> tuple[float, float]:
+    """(median, worst) ms of CPU that the scheduler takes for one prompt of ``LONG_PROMPT`` tokens, each with a new prefix.
+
+    The pool of ``CACHED_TOKENS`` holds nothing but prefixes of earlier prompts: each block taken is one that is given up.
+    """
+    blocks = CACHED_TOKENS // 16
+    scheduler, executor = Scheduler(kv_blocks=blocks), NullExecutor()
+    settle = 2 * blocks // (LONG_PROMPT // 16)
+    costs = []
+    for number in range(settle + prompts):
+        made, now = request(number, LONG_PROMPT, 1), float(number)
+        started = time.process_time()
+        scheduler.add(made, now)
+        plan = scheduler.schedule(now, KNOBS)
+        ended = scheduler.update(plan, executor.execute(plan, now, now))
+        costs.append((time.process_time() - started) * 1e3)
+        assert len(ended) == 1, "the prompt was not computed in one step"
+    assert scheduler.kv.cached == scheduler.kv.total, "the cache is not full"
+    return statistics.median(costs[settle:]), max(costs[settle:])
 
 
 def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, float, float, float]]:
@@ -151,6 +176,11 @@ def main() -> None:
     print(f"{'round':>6} {'32 decodes':>11} {'256 decodes':>12} {'per extra':>10}")
     for i, (small, large) in enumerate(pairs):
         print(f"{i:6} {small:11.2f} {large:12.2f} {(large - small) / 224:10.4f}")
+    cached = [full_cache_cost(100) for _ in range(args.rounds)]
+    print(f"\none prompt of {LONG_PROMPT} tokens, prefix cache full ({CACHED_TOKENS} tokens), ms of CPU")
+    print(f"{'round':>6} {'median':>9} {'worst':>9}")
+    for i, (median, worst) in enumerate(cached):
+        print(f"{i:6} {median:9.3f} {worst:9.3f}")
     rows = scheduler_share(args.rounds, args.steps, args.dtype)
     print(f"\ntiny ({args.dtype}), 32 sequences decoding, one thread, ms of CPU a step")
     print(f"{'round':>6} {'schedule':>9} {'prepare':>9} {'step':>9} {'share':>7}")
@@ -171,6 +201,7 @@ def main() -> None:
     found = {
         "scheduler_share": round(statistics.median(shares), 4),
         "us_per_extra_sequence": round(per_sequence, 4),
+        "full_cache_prompt_ms": round(statistics.median(median for median, _ in cached), 3),
         "controller_us_per_step": round(deciding, 1),
         "attached_us_per_step": round(attached, 1),
         "controller_growth": round(growth[-1][1] / growth[0][1], 3),

@@ -46,7 +46,7 @@ class Batcher(TunableBatcher):
 
     ``slo``: what is promised, as ``"e2e=200ms@99%"`` or an :class:`SLO`, or one for each request class; what cannot keep it
     is rejected early. ``cost``: cost units of an item, such as ``len``; 1 unless given. ``strategy`` and ``grouping``: see
-    docs/batching.md. ``max_batch_size``, ``max_wait_ms``, ``token_budget``: the knobs to begin with; for the adaptive
+    docs/how-to/batch.md. ``max_batch_size``, ``max_wait_ms``, ``token_budget``: the knobs to begin with; for the adaptive
     strategy they are ceilings, and none is needed. ``limits``: their ceilings while it runs.
 
     ``replicas``: a number of workers that call ``fn``, or a list of callables, one for each worker; ``concurrency``: calls

@@ -77,7 +77,7 @@ class Calls:
         with self._lock:
             live = [item.state is not ENDED for item in items]  # the rest timed out while they ran
             core.done(call, self._now())
-            core.memory.learn(call, ran.oom, ran.fitted, core.state.queue.padded)
+            core.learn_memory(call, ran.oom, ran.fitted)
             running = sum(len(other.items) for other in core.state.running)
             if core.state.waiting or core.state.closing:
                 self._wake()  # whoever held back because of this call

@@ -13,9 +13,9 @@ from math import inf
 
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.item import ENDED, NEW, RUNNING, UNTIL_SLO, WAITING, Call, Ended, Item, Next
-from runtime.batching.memory import MemoryCeilings
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.batching.strategies.protocol import Decision, State, Strategy, cost_of, fit
+from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import RejectedError
 from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
@@ -52,7 +52,7 @@ class BatchCore:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         self.strategy = strategy
         self.settings = Settings(knobs, limits or BATCHER_LIMITS)
-        self.memory = MemoryCeilings(self.settings)
+        self.memory = MemoryCeilings(self.settings.limits)
         self.max_queue = max_queue
         self.slos: dict[str, SLO] = {}
         self.state = State(grouping_of(grouping), workers * concurrency, self.knobs)
@@ -261,6 +261,23 @@ class BatchCore:
             self.strategy.observe(call, self.state)
         except BaseException as error:
             self.fault = self.fault or error
+
+    def learn_memory(self, call: Call, failed: Sequence[range], fitted: Sequence[range]) -> None:
+        """``call`` is over: the parts of its items that ran out of memory, and those that returned."""
+        memory, padded = self.memory, self.state.queue.padded
+
+        def load(part: range) -> Load:
+            return Load(len(part), cost_of(call.items[part.start : part.stop], padded))
+
+        whole = Load(len(call.items), call.cost)
+        if failed:
+            alone = [part.start for part in failed if len(part) == 1]  # these items never fit, whoever is beside them
+            blamed = [part for part in failed if not any(at in part for at in alone)] if fitted else failed
+            changed = memory.ran_out(whole, [load(part) for part in blamed], [load(part) for part in fitted])
+        else:
+            changed = memory.lowered and not call.failed and memory.fitted(whole)
+        if changed:
+            self.settings.limit(memory.effective)
 
     def lost(self, call: Call, now: float, *, apart: bool = False) -> list[Item]:
         """The worker of ``call`` died. Its items run again, in a call of their own, or (``apart``) of each its own; returns those

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
+from runtime.ceilings import Load, MemoryCeilings
+from runtime.errors import DeviceError
 from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
@@ -65,6 +66,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.settings = Settings(knobs, limits or KnobLimits())
+        self.memory = MemoryCeilings(self.settings.limits)
         self._output = output
         self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
@@ -188,6 +190,8 @@ class EngineCore:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
             result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
+        except DeviceError:  # no step will succeed any more
+            raise
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
             log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
             result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])
@@ -200,9 +204,9 @@ class EngineCore:
             for sequence, _ in ended:
                 self.executor.release(sequence)
             finished += ended
-        if result.oom_tokens:
-            self._shrink(result.oom_tokens)
         record = self._record(plan, result, now)
+        if result.oom or self.memory.lowered:
+            self._learn_memory(plan, result)
         if scheduler.admission is not None:
             scheduler.admission.observe(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
@@ -236,21 +240,19 @@ class EngineCore:
             scheduler.followed(scheduler.slack)
         return self.settings.budget(partial(self.view, now))
 
-    def _shrink(self, tokens: int) -> None:
-        """A step of ``tokens`` ran out of memory: keep below half of it from now on."""
-        most = max(1, tokens // 2)
-        old = self.effective_limits
-        new = replace(
-            old,
-            token_budget=min(old.token_budget, most),
-            max_batch_size=min(old.max_batch_size, most),
-            chunk_size=min(old.chunk_size, most),
-        )
-        if new != old:
-            log.warning(
-                "a step of %d tokens ran out of memory; token_budget may now be at most %d", tokens, new.token_budget
-            )
-            self.settings.limit(new)
+    def _learn_memory(self, plan: StepPlan, result: StepResult) -> None:
+        """Lower the ceilings by what ran out of memory, or raise lowered ones by what fitted; the knobs follow, up to what was
+        last set. What runs above a lowered ceiling is preempted at once."""
+        chunks = [chunk.count for chunk in plan.chunks]
+        load = Load(plan.n_decode + len(chunks), plan.n_decode + sum(chunks), max(chunks, default=0))
+        if result.oom:
+            changed = self.memory.ran_out(load, result.oom, result.fitted)
+        else:
+            changed = not result.failed and self.memory.fitted(load)
+        if changed:
+            self.settings.limit(self.memory.effective)
+        ceilings = self.effective_limits
+        self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler, n_decode = self.scheduler, plan.n_decode

@@ -268,6 +268,11 @@ class Engine(TunableEngine):
         """Whether it has been closed, or its thread has died: it accepts nothing more."""
         return self._loop.closed
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended its thread, such as a :class:`~runtime.errors.DeviceError`; None while it runs or was closed."""
+        return self._loop.error
+
     def close(self, drain: bool = True) -> None:
         """Accept nothing more, finish what was accepted (``drain=False``: cancel it) and wait for the thread to end.
 

@@ -8,6 +8,7 @@ one list operation unless its blocks carry hashes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -24,7 +25,7 @@ class KVBlocks:
         self.total = total
         self.block_size = block_size
         self._free = list(range(total - 1, -1, -1))  # a stack: low numbers go first
-        self._idle: dict[int, None] = {}  # blocks, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # by use; a dict looks for its first among all that went
         self._table: dict[int, int] = {}  # prefix hash -> block
         self._hash_of: dict[int, int] = {}  # block -> prefix hash
         self._extra: dict[int, int] = {}  # block -> holders beyond the first
@@ -78,8 +79,7 @@ class KVBlocks:
         if missing > 0:
             assert missing <= len(self._idle), f"{count} blocks wanted, {self.free} free"
             for _ in range(missing):
-                block = next(iter(self._idle))
-                del self._idle[block]
+                block, _ = self._idle.popitem(last=False)
                 del self._table[self._hash_of.pop(block)]
                 self._free.append(block)
         got = self._free[-count:]

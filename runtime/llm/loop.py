@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
-from runtime.errors import EngineClosedError, RejectedError
+from runtime.errors import DeviceError, EngineClosedError, RejectedError
 from runtime.listeners import Listeners, Pace
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore, StepOutcome
@@ -146,7 +146,7 @@ class EngineLoop:
         self._inbox.put(self._abandoned)
 
     def _why_closed(self) -> str:
-        return "the engine is closed" if self.error is None else f"the engine stopped: {self.error!r}"
+        return "the engine is closed" if self.error is None else f"the engine stopped: {_told(self.error)}"
 
     def _rejected(self, request: Request, reason: str, why: str, retry_after: float | None) -> RejectedError:
         """Needs the lock. The rejection is recorded as well: it is an offered request that missed its SLO."""
@@ -168,6 +168,9 @@ class EngineLoop:
                 outcome = self.core.step(self._clock.now())
                 self._deliver(outcome)
                 wake = -inf if outcome.record is not None else min(outcome.wake_at, self.core.next_expiry)
+        except DeviceError as raised:
+            log.critical("the engine closes: %s", raised)
+            error = raised
         except BaseException as raised:  # whatever it is, nobody may be left waiting
             log.critical("the engine's thread died", exc_info=True)
             error = raised
@@ -284,6 +287,10 @@ class EngineLoop:
             buffer.end(None, None, error, self._wakes)
         self._wakes.send()
         self.listeners.tell(None, [record for record in records if record is not None])
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, DeviceError) else repr(error)
 
 
 def _answer(question: Callable[[], T], answer: Future[T]) -> None:

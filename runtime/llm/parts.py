@@ -64,12 +64,10 @@ def parts_of(
         loaded = model
     else:
         raise ModelError(f"model is a {type(model).__name__}; it must be a name or what load_model returned")
+    if kv_tokens is not None:
+        check_pool(loaded, kv_tokens, block_size)
     self_test(loaded)
-    if kv_tokens is None:
-        kv_blocks = default_kv_blocks(loaded, block_size)
-    else:
-        kv_blocks = kv_tokens // block_size
-        check_pool(loaded, kv_tokens)
+    kv_blocks = default_kv_blocks(loaded, block_size) if kv_tokens is None else kv_tokens // block_size
     return Parts(
         loaded,
         TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, seed=seed, clock=clock),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from runtime.ceilings import Load
 from runtime.records import FinishReason, LimitedBy
 from runtime.request import Sequence
 
@@ -100,20 +101,25 @@ class StepResult(NamedTuple):
     """What the executor did. ``ends``: end time of each of the 1…repeat steps. ``tokens``: what was sampled (live only).
 
     ``stopped``: sequences that end with this step for a reason other than max_tokens. ``failed``: sequences whose
-    computation failed, with the cause; they yielded no token. ``oom_tokens``: 0, or the size in tokens of the smallest
-    step that ran out of memory, which lowers the engine's effective limits.
+    computation failed, with the cause; they yielded no token. ``oom``: the step, and the parts of it, that ran out of memory,
+    but for those with a sequence that does not fit even alone; ``fitted``: the parts that did fit. They lower the engine's
+    effective limits.
     """
 
     ends: Seq[float]
     tokens: Seq[Token] = ()
     stopped: Seq[tuple[Sequence, FinishReason]] = ()
     failed: Seq[tuple[Sequence, BaseException]] = ()
-    oom_tokens: int = 0
-    oom_sequences: int = 0
+    oom: Seq[Load] = ()
+    fitted: Seq[Load] = ()
 
 
 class Executor(Protocol):
-    """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step."""
+    """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step.
+
+    It contains what goes wrong with a request. :class:`runtime.errors.DeviceError`, which it alone can tell, closes the
+    engine; anything else that it raises fails the requests of the step.
+    """
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult: ...
 

@@ -55,6 +55,7 @@ class Scheduler:
         self.admission: Admission | None = None
         self.turned_away: list[Finished] = []
         self.preemptions = 0
+        self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
@@ -133,7 +134,7 @@ class Scheduler:
     def schedule(self, now: float, knobs: Knobs, *, epoch: int = 0, budget: int | None = None) -> StepPlan:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
-        before, decodes = self.preemptions, self.decodes
+        decodes = self.decodes
         while not decodes.grow():
             self._preempt()
         n = len(decodes.members)
@@ -148,9 +149,10 @@ class Scheduler:
         if self.admission is not None and self.admission.policy.reject and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
+        preempted, self._planned_at = self.preemptions - self._planned_at, self.preemptions
         return StepPlan(
             decodes.step, n, decodes.context + n, tuple(chunks), decodes, decodes.version, repeat, wake, epoch, most,
-            limited, self.preemptions - before,
+            limited, preempted,
         )  # fmt: skip
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
@@ -218,6 +220,11 @@ class Scheduler:
             sequence.cached = sequence.computed
             sequence.epoch_first = self._epoch
         return True
+
+    def shed(self, most: int) -> None:
+        """Preempt the newest until at most ``most`` sequences run, between two steps."""
+        while self.running > most:
+            self._preempt()
 
     def _preempt(self) -> None:
         """The newest sequence gives its blocks back and waits to be recomputed."""

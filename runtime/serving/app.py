@@ -169,7 +169,8 @@ class Api:
         if self.lifecycle.draining:
             return JSONResponse({"status": "draining", "active": self.lifecycle.active}, 503)
         if self.engine.closed:
-            return JSONResponse({"status": "dead"}, 503)
+            error = self.engine.error
+            return JSONResponse({"status": "dead"} | ({} if error is None else {"error": str(error)}), 503)
         return JSONResponse({"status": "ok"})
 
     async def exposition(self) -> Response:

@@ -26,11 +26,13 @@ def build(
     ``kv_blocks`` None takes the memory that is left; ``loading`` goes to :func:`runtime.torch_backend.loading.load_model`.
     """
     from runtime.torch_backend.executor import TorchExecutor
-    from runtime.torch_backend.kv_pool import default_kv_blocks
+    from runtime.torch_backend.kv_pool import check_pool, default_kv_blocks
     from runtime.torch_backend.loading import load_model
     from runtime.torch_backend.self_test import self_test
 
     loaded = load_model(name, seed=seed, **loading)
+    if kv_blocks is not None:
+        check_pool(loaded, kv_blocks * block_size, block_size)
     self_test(loaded)
     blocks = default_kv_blocks(loaded, block_size) if kv_blocks is None else kv_blocks
     return loaded, TorchExecutor(loaded, kv_blocks=blocks, block_size=block_size, seed=seed)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime.errors import ModelError, UnsupportedModelError
 
-SUPPORTED = "supported: see docs/models.md"
+SUPPORTED = "supported: see docs/reference/models.md"
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

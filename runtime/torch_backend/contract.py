@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
+
+
+class KVLayer(NamedTuple):
+    """What one attention layer keeps of a token: ``key`` and ``value`` as (heads, dim), in ``dtype``."""
+
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: torch.dtype
 
 
 class Loaded(Protocol):
@@ -31,3 +39,8 @@ class Loaded(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int: ...
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """Of the attention layers, in the order of their calls; empty if that is not known before the first step."""
+        ...

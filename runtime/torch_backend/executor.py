@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.decode_cache import DecodeCache
+from runtime.torch_backend.faults import device_error
 from runtime.torch_backend.fused_layer import fuse_layers, prunes
 from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
 from runtime.torch_backend.kv_pool import KVPool
@@ -47,16 +49,34 @@ class _Outcome:
 
     tokens: list[Token] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
-    oom_tokens: int = 0
-    oom_sequences: int = 0
+    oom: list[list[Work]] = field(default_factory=list)  # parts that ran out of memory, and those that ran
+    fitted: list[list[Work]] = field(default_factory=list)
+
+    def loads(self) -> tuple[list[Load], list[Load]]:
+        """What ran out of memory and what fitted; a sequence that does not fit even alone says nothing of the others."""
+        alone = {sequence for sequence, error in self.failed if is_out_of_memory(error)}
+        blamed = self.oom
+        if self.fitted:
+            blamed = [part for part in self.oom if alone.isdisjoint(map(_owner, part))]
+        return [_load(part) for part in blamed], [_load(part) for part in self.fitted]
+
+
+def _owner(work: Work) -> Sequence:
+    return work.sequence if isinstance(work, Chunk) else work
+
+
+def _load(part: list[Work]) -> Load:
+    chunks = [work.count for work in part if isinstance(work, Chunk)]
+    return Load(len(part), len(part) - len(chunks) + sum(chunks), max(chunks, default=0))
 
 
 class TorchExecutor:
-    """An :class:`runtime.llm.plan.Executor` over ``loaded`` with a pool of ``kv_blocks`` blocks of ``block_size`` tokens.
+    """An :class:`runtime.llm.plan.Executor` over ``loaded`` with a pool of ``kv_blocks`` blocks of ``block_size`` tokens, which
+    is allocated here; ``ValueError`` if it does not fit.
 
     One thread at a time. A step that raises is split in halves and run again, down to the request at fault; one that runs
     out of memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their
-    own row only.
+    own row only. A device that is lost raises DeviceError.
 
     On a CPU, ``cpu_fast_path`` repacks the model's linear layers and keeps a contiguous copy of the decoding sequences' keys
     and values, which takes up to as much memory as the pool; without it the device-independent code runs.
@@ -74,7 +94,7 @@ class TorchExecutor:
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
-        self.pool = KVPool(kv_blocks, block_size)
+        self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device)
         self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of the attention hook in the last forward
         self._clock = clock or MonotonicClock()
@@ -109,13 +129,11 @@ class TorchExecutor:
                 self._tainted.update(sequence.blocks)
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
-        return StepResult(
-            (self._clock.now(),),
-            outcome.tokens,
-            failed=outcome.failed,
-            oom_tokens=outcome.oom_tokens,
-            oom_sequences=outcome.oom_sequences,
-        )
+        result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed)
+        if outcome.oom:
+            oom, fitted = outcome.loads()
+            result = result._replace(oom=oom, fitted=fitted)
+        return result
 
     def release(self, sequence: Sequence) -> None:
         """Forget ``sequence``."""
@@ -239,11 +257,11 @@ class TorchExecutor:
         return tokens, failed
 
     def _divide(self, work: list[Work], step: int, error: Exception, outcome: _Outcome) -> None:
-        """``work`` failed as a whole with ``error``: run it in parts."""
+        """``work`` failed as a whole with ``error``: run it in parts. Raises DeviceError if the device is lost."""
+        if (lost := device_error(error, self.device)) is not None:
+            raise lost from error
         if is_out_of_memory(error):
-            tokens = sum(w.count if isinstance(w, Chunk) else 1 for w in work)
-            if not outcome.oom_tokens or tokens < outcome.oom_tokens:
-                outcome.oom_tokens, outcome.oom_sequences = tokens, len(work)
+            outcome.oom.append(work)
             error = error.with_traceback(None)  # whose frames hold on to the tensors that did not fit
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -261,7 +279,7 @@ class TorchExecutor:
                 rest = Chunk(only.sequence, only.start + half, only.count - half, only.samples)
                 self._attempt([rest], step, outcome)
             return
-        outcome.failed.append((only.sequence if isinstance(only, Chunk) else only, error))
+        outcome.failed.append((_owner(only), error))
 
     def _attempt(self, work: list[Work], step: int, outcome: _Outcome) -> None:
         rows = [w for w in work if isinstance(w, Sequence)]
@@ -276,6 +294,7 @@ class TorchExecutor:
         else:
             outcome.tokens += tokens
             outcome.failed += failed
+            outcome.fitted.append(work)
             return
         self._divide(work, step, cause, outcome)
 

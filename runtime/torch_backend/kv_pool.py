@@ -1,20 +1,22 @@
 """The block KV pool: keys and values of every attention layer, by slot.
 
 A block is ``block_size`` consecutive slots; block ``b`` holds slots ``b·block_size … (b+1)·block_size − 1``. Which
-sequence owns a block is the scheduler's business; the pool only stores. Layers get their tensors at their first call,
-because the number and width of heads may differ by layer, and between keys and values.
+sequence owns a block is the scheduler's business; the pool only stores. All of it is allocated at once, by what a probe of
+the model has seen its layers keep: the number and width of heads may differ by layer, and between keys and values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
 
-from runtime.torch_backend.contract import Loaded
+from runtime.torch_backend.contract import KVLayer, Loaded
+from runtime.torch_backend.memory import is_out_of_memory
 
 MAX_CPU_POOL_BYTES = 4 << 30
 CPU_SHARE = 0.3  # the decode cache may take as much again
@@ -47,26 +49,57 @@ class LayerKV:
 
 
 class KVPool:
-    """``blocks`` blocks for each layer, and one more, always zero, that pads block tables."""
+    """``blocks`` blocks for each layer, and one more, always zero, that pads block tables.
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    ``layers`` are allocated now, on ``device``; layers that are not among them at their first call. Raises ``ValueError`` where
+    they do not fit.
+    """
+
+    def __init__(
+        self, blocks: int, block_size: int, layers: Sequence[KVLayer] = (), device: torch.device | None = None
+    ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"kv_blocks is {blocks} and block_size {block_size}; both must be at least 1")
         self.block_count = blocks
         self.block_size = block_size
         self.pad_block = blocks
         self.layers: dict[nn.Module, LayerKV] = {}
+        self._unclaimed: list[tuple[KVLayer, LayerKV]] = []  # allocated, of no module yet
+        place = device or torch.device("cpu")
+        try:
+            for layer in layers:
+                self._unclaimed.append((layer, self._allocate(layer, place)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            tokens, held = blocks * block_size, len(self._unclaimed)
+            raise ValueError(
+                f"kv_tokens is {tokens}; memory of {place} ran out after {held} of {len(layers)} layers of that KV pool; "
+                f"about {tokens * held // len(layers)} tokens fit"
+            ) from error
+
+    def _allocate(self, layer: KVLayer, device: torch.device) -> LayerKV:
+        slots = (self.block_count + 1) * self.block_size
+        return LayerKV(_zeros(layer.dtype, device, slots, *layer.key), _zeros(layer.dtype, device, slots, *layer.value))
 
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> LayerKV:
         """The store of ``module``; ``key`` and ``value`` ``[1, heads, tokens, dim]`` give its shape at the first call."""
         found = self.layers.get(module)
         if found is None:
-            slots = (self.block_count + 1) * self.block_size
-            found = self.layers[module] = LayerKV(
-                _zeros_like(key, slots, key.shape[1], key.shape[3]),
-                _zeros_like(value, slots, value.shape[1], value.shape[3]),
-            )
+            layer = KVLayer((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype)
+            at = next((at for at, (kept, _) in enumerate(self._unclaimed) if kept == layer), None)
+            found = self._allocate(layer, key.device) if at is None else self._unclaimed.pop(at)[1]
+            self.layers[module] = found
         return found
+
+    @property
+    def kept(self) -> tuple[KVLayer, ...]:
+        """What each layer called so far keeps of a token."""
+        found = []
+        for layer in self.layers.values():
+            (_, heads, dim), (_, value_heads, value_dim) = layer.keys.shape, layer.values.shape
+            found.append(KVLayer((heads, dim), (value_heads, value_dim), layer.keys.dtype))
+        return tuple(found)
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero ``blocks`` in every layer: their last owner left values that are not finite.
@@ -80,16 +113,18 @@ class KVPool:
 
     @property
     def bytes(self) -> int:
-        return sum(x.nbytes for layer in self.layers.values() for x in (layer.keys, layer.values))
+        """Of all layers, those that no module has called for yet included."""
+        layers = [*self.layers.values(), *(layer for _, layer in self._unclaimed)]
+        return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
 
 
-def _zeros_like(tensor: Tensor, *shape: int) -> Tensor:
-    """Zeros of ``tensor``'s dtype and device. On a CPU the pages come from the system zeroed when they are first touched:
-    writing them all at once would take seconds for a pool of which a light load touches little."""
-    if tensor.device.type != "cpu":
-        return tensor.new_zeros(*shape)
-    count = math.prod(shape) * tensor.element_size()
-    return torch.from_numpy(np.zeros(count, np.uint8)).view(tensor.dtype).view(*shape)
+def _zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    """On a CPU the pages come from the system zeroed when they are first touched: writing them all at once would take seconds
+    for a pool of which a light load touches little."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(*shape)
 
 
 def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
@@ -119,16 +154,12 @@ def free_bytes(loaded: Loaded) -> int:
     return int(free + torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device))
 
 
-def check_pool(loaded: Loaded, tokens: int) -> None:
-    """Raise ``ValueError`` if a pool of ``tokens`` does not fit into the whole memory of the model's device."""
-    needed = tokens * loaded.kv_bytes_per_token
-    if loaded.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(loaded.device).total_memory
-    else:
-        memory = psutil.virtual_memory().total
-    if needed > memory:
-        most = memory // loaded.kv_bytes_per_token
+def check_pool(loaded: Loaded, tokens: int, block_size: int = 16) -> None:
+    """Raise ``ValueError`` unless a pool of ``tokens`` fits into what is free beside the weights."""
+    needed, free = tokens * loaded.kv_bytes_per_token, free_bytes(loaded)
+    if needed > free:
+        most = free // loaded.kv_bytes_per_token // block_size * block_size
         raise ValueError(
-            f"kv_tokens is {tokens}; the KV pool would take {needed / 2**30:.0f} GiB, and {loaded.device} has "
-            f"{memory / 2**30:.0f}; it must be below {most}"
+            f"kv_tokens is {tokens}; that KV pool takes {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB of "
+            f"{loaded.device} are free beside the weights of {loaded.name}; it must be at most {most}"
         )

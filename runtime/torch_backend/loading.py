@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from runtime.errors import InputError, ModelError, UnsupportedModelError
 from runtime.torch_backend.checks import check_config, check_directory, summary
+from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.hub import offline
 from runtime.torch_backend.presets import PRESETS, build_preset
 from runtime.torch_backend.probe import probe
@@ -31,9 +33,10 @@ UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
 class LoadedModel:
     """A model ready to run.
 
-    ``model`` is in eval mode, on ``device``, in ``dtype``. ``architecture`` is transformers' model type. ``vocab_size`` is
-    the width of its logits, ``max_model_len`` the most tokens (prompt + output) of one request, ``eos_token_ids`` what ends
-    a text (may be empty). ``kv_bytes_per_token`` counts all layers. ``layers`` is how many the config names.
+    ``model`` is in eval mode, on ``device``, in ``dtype``. It belongs to the engines that run it, which lay it out for serving;
+    :func:`from_model` leaves a model of yours as it is. ``architecture`` is transformers' model type. ``vocab_size`` is the width
+    of its logits, ``max_model_len`` the most tokens (prompt + output) of one request, ``eos_token_ids`` what ends a text (may be
+    empty). ``kv_bytes_per_token`` counts all ``kv_layers``. ``layers`` is how many the config names.
     """
 
     model: PreTrainedModel
@@ -46,6 +49,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
+    kv_layers: tuple[KVLayer, ...]
     parameters: int
     layers: int
 
@@ -84,7 +88,7 @@ def load_model(
     kind = resolve_dtype(dtype, place)
     if name in PRESETS:
         model = build_preset(PRESETS[name], device=place, dtype=kind, seed=seed)
-        return from_model(model, byte_tokenizer(model.config.vocab_size), name, max_model_len=max_model_len)
+        return _ready(model, byte_tokenizer(model.config.vocab_size), name, max_model_len)
     if not isinstance(name, str) or not name.strip():
         raise InputError(f"model is {name!r}; it must be a preset ({', '.join(PRESETS)}), a directory or a hub id")
     path = Path(name).expanduser()
@@ -120,7 +124,7 @@ def load_model(
         raise ModelError(
             f"model {name}: {len(misfit)} of its weights in its files have another shape, such as {misfit[0]}"
         )
-    return from_model(model, _tokenizer_of(source, options), name, max_model_len=max_model_len)
+    return _ready(model, _tokenizer_of(source, options), name, max_model_len)
 
 
 def from_model(
@@ -130,10 +134,30 @@ def from_model(
     *,
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """A :class:`LoadedModel` of a model that is already in memory, on its device and in its dtype; it is put in eval mode.
+    """A :class:`LoadedModel` of a model that is already in memory, on its device and in its dtype, and stays its owner's.
 
-    Runs one token through the model, to see what its attention keeps. Raises as :func:`load_model` does.
+    The engine gets a copy of the modules and the config in eval mode, over the same weights: it fuses layers and replaces
+    attention there. Where it lays weights out anew (linear layers on a CPU) it keeps its own; they double in memory unless the
+    owner lets go of the model. Weights must not change while an engine runs.
+
+    Runs one token through the copy, to see what its attention keeps. Raises as :func:`load_model` does, and
+    :class:`ModelError` for a model that cannot be copied.
     """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    try:
+        own = copy.deepcopy(model, shared)
+    except Exception as error:  # a module may hold anything, such as a lock
+        raise ModelError(f"model {type(model).__name__}: its modules cannot be copied: {summary(error)}") from error
+    return _ready(own, tokenizer, name, max_model_len)
+
+
+def _ready(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
+    name: str | None,
+    max_model_len: int | None,
+) -> LoadedModel:
+    """As :func:`from_model`, of a model that nobody else has."""
     config = model.config
     name = name or config.name_or_path or config.model_type
     check_config(config, name)
@@ -159,6 +183,7 @@ def from_model(
         max_model_len=context,
         eos_token_ids=_eos_ids(model, tokenizer),
         kv_bytes_per_token=found.kv_bytes_per_token,
+        kv_layers=found.kv_layers,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
     )

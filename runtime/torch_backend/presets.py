@@ -36,6 +36,24 @@ PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
         Preset(
+            "nano",
+            "qwen3",
+            7_244_544,
+            "Qwen3-style, small enough for two slow cores to serve hundreds of requests in a minute",
+            _QWEN3
+            | {
+                "vocab_size": 8000,
+                "hidden_size": 256,
+                "intermediate_size": 768,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "max_position_embeddings": 8192,
+                "tie_word_embeddings": False,
+            },
+        ),
+        Preset(
             "tiny",
             "qwen3",
             56_894_976,

@@ -8,16 +8,19 @@ import torch
 from transformers import PreTrainedModel
 
 from runtime.torch_backend.attention import ChunkInputs, PackedModel, StepInputs
+from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.kv_pool import KVPool
 
 
 class Probe(NamedTuple):
-    """``kv_bytes_per_token``: of all layers that called our attention. ``vocab_size``: width of the logits.
+    """``kv_bytes_per_token``: of all layers that called our attention, which are ``kv_layers``. ``vocab_size``: width of the
+    logits.
 
     ``rope_moved``: a buffer of frequencies changed at the last position of the context.
     """
 
     kv_bytes_per_token: int
+    kv_layers: tuple[KVLayer, ...]
     vocab_size: int
     rope_moved: bool
 
@@ -46,7 +49,7 @@ def probe(model: PreTrainedModel, context: int) -> Probe:
     moved = any(name not in after or not torch.equal(values, after[name]) for name, values in before.items())
     slots = pool.block_count + 1  # one more block than asked for pads tables
     kept = pool.bytes // slots or _from_config(model)
-    return Probe(kept, vocab_size, moved)
+    return Probe(kept, pool.kept, vocab_size, moved)
 
 
 def _frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -13,8 +13,10 @@ from autotune import control
 from autotune.control import controllers
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Controller, Promised, Proposal
+from runtime.ceilings import Load
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import StepRecord
+from runtime.llm.plan import StepPlan, StepResult
+from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from tests.contract.contract_of_controllers import ALL, LOAD, NAMES, SLOS, explained, make
 from tests.engines import bench
@@ -73,7 +75,7 @@ def test_the_engine_makes_progress_from_any_start_under_any_promise(name: str, s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bounds_and_pins_and_ceilings_that_shrink(name: str) -> None:
+def test_bounds_and_pins_and_ceilings_that_shrink(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimulatedEngine(h200)
     bounds = {"token_budget": (256.0, 1024.0), "max_batch_size": (16.0, 64.0)}
     with control(engine, slo=SLOS[0], controller=name, bounds=bounds, pinned={"chunk_size": 128}) as attached:
@@ -82,9 +84,25 @@ def test_bounds_and_pins_and_ceilings_that_shrink(name: str) -> None:
             if decision.action == "set":
                 assert 256 <= decision.new["token_budget"] <= 1024 and decision.new["chunk_size"] == 128
                 assert 16 <= decision.new["max_batch_size"] <= 64
-        engine.core._shrink(400)  # a step ran out of memory
+        execute = engine.core.executor.execute
+
+        def ran_out(plan: StepPlan, now: float, until: float) -> StepResult:
+            monkeypatch.undo()
+            return execute(plan, now, until)._replace(oom=[Load(8, 400, 400)])
+
+        class InForce:
+            def on_step(self, record: StepRecord) -> None:
+                in_force.append((engine.knobs, engine.effective_limits))
+
+            def on_request(self, record: RequestRecord) -> None:
+                pass
+
+        in_force: list[tuple[Knobs, KnobLimits]] = []
+        monkeypatch.setattr(engine.core.executor, "execute", ran_out)
+        engine.subscribe(InForce())
         engine.play([(engine.now + t, p, o) for t, p, o in LOAD])
-        assert engine.knobs.token_budget <= 200 and engine.knobs == engine.effective_limits.check(engine.knobs)
+        assert min(knobs.token_budget for knobs, _ in in_force) <= 200
+        assert all(limits.check(knobs) for knobs, limits in in_force)
         assert not attached.status().ended
 
 

@@ -129,7 +129,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "laguna": {},
     "hy_v3": _MOE,
 }
-"""Those that must pass; docs/models.md lists the same."""
+"""Those that must pass; docs/reference/models.md lists the same."""
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "gptj": ({"rotary_dim": 4}, "cannot be hooked (0 of 2 layers"),

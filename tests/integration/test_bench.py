@@ -48,6 +48,8 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
     return code, json.loads(captured.out), captured.err  # one JSON object and nothing else
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fixed", "max_batch_size=4,token_budget=32"]
     code, told, said = bench(

@@ -22,7 +22,7 @@ from runtime.request import SamplingParams
 from runtime.step_model import StepFeatures
 from tests.integration.small_model import CONTEXT, VOCABULARY, small_model
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.slow
 
 
 def serve(engine: Engine, lengths: Sequence[int]) -> list[StepRecord]:

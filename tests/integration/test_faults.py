@@ -178,7 +178,7 @@ def test_out_of_memory_that_nothing_helps_against(small: SmallModel) -> None:
         with forward_of(small.loaded, out_of_memory_above(0)):
             for c in engine.generate(small.prompts[:3], max_tokens=TOKENS, return_exceptions=True):
                 assert isinstance(c, StepFailedError) and isinstance(c.__cause__, torch.OutOfMemoryError)
-        assert engine.effective_limits.token_budget == 1
+        assert engine.effective_limits.token_budget < sum(map(len, small.prompts[:3])), "what failed, halved"
         done = engine.generate(small.prompts[:3], max_tokens=TOKENS)
         assert [c.token_ids for c in done] == list(small.references[:3])
 
@@ -188,7 +188,8 @@ def test_out_of_memory_in_the_middle_of_answers(small: SmallModel) -> None:
     with engine_for(small.loaded) as engine, forward_of(small.loaded, out_of_memory_above(4)):
         done = engine.generate(small.prompts, max_tokens=TOKENS)
         assert [c.token_ids for c in done] == list(small.references)
-        assert engine.effective_limits.max_batch_size <= 4
+        ceilings = engine.effective_limits
+        assert min(ceilings.max_batch_size, ceilings.token_budget) <= 4
 
 
 def test_close_while_busy(small: SmallModel) -> None:

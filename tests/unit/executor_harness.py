@@ -15,6 +15,7 @@ from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams
+from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.executor import TorchExecutor
 
 VOCAB = 128
@@ -44,6 +45,7 @@ class TinyModel:
     vocab_size: int = VOCAB
     max_model_len: int = 512
     kv_bytes_per_token: int = 2 * 2 * 2 * 8 * 4
+    kv_layers: tuple[KVLayer, ...] = ()
 
 
 def tiny(model_type: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> TinyModel:

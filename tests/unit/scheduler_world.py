@@ -127,6 +127,7 @@ class World:
 
     def step(self) -> StepOutcome:
         begun_before = [(s, s.preemptions) for s in self.scheduler.prefills]
+        knobs = self.core.knobs  # a step that runs out of memory lowers them
         outcome = self.core.step(self.now)
         for sequence, record in outcome.finished:
             self._ended(sequence, record)
@@ -138,7 +139,7 @@ class World:
                 self._check_wait(outcome.wake_at)
         else:
             expired = {s for s, record in outcome.finished if record.reason is FinishReason.TIMEOUT}
-            self._check_plan(self.executor.plans[-1], begun_before, expired)
+            self._check_plan(self.executor.plans[-1], knobs, begun_before, expired)
             self.steps.append(outcome.record)
             assert (outcome.record.limited_by is LimitedBy.WAIT) == (outcome.wake_at < inf)
             if outcome.wake_at < inf:
@@ -146,8 +147,9 @@ class World:
         self.now = outcome.end
         return outcome
 
-    def _check_plan(self, plan: StepPlan, begun_before: list[tuple[Sequence, int]], expired: set[Sequence]) -> None:
-        knobs = self.core.knobs
+    def _check_plan(
+        self, plan: StepPlan, knobs: Knobs, begun_before: list[tuple[Sequence, int]], expired: set[Sequence]
+    ) -> None:
         tokens = plan.n_decode + plan.prefill_tokens
         sequences = plan.n_decode + len(plan.chunks)
         slots = min(knobs.max_batch_size, knobs.token_budget)

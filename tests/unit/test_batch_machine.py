@@ -25,6 +25,7 @@ from runtime.batching.strategies import STRATEGIES, strategy_of
 from runtime.batching.virtual import serve
 from runtime.errors import AutotuneError, RejectedError
 from runtime.slo import SLO
+from tests.examples import examples
 from tests.unit.batching_world import LIMITS, knobs
 
 
@@ -136,7 +137,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(6))
 @given(
     actions=ACTIONS,
     strategy=st.sampled_from(sorted(STRATEGIES)),

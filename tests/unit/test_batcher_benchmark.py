@@ -101,6 +101,7 @@ def test_past_capacity_only_those_that_give_up_items_keep_any_promise() -> None:
     assert max(shares["AIMD"], shares["Clipper"]) < 0.1
 
 
+@pytest.mark.slow
 def test_ours_beats_or_ties_every_rule() -> None:
     case = base()
     for load in (0.9, 1.3):
@@ -197,6 +198,7 @@ async def test_the_client_gives_up_on_a_silent_server() -> None:
     assert account.status and set(account.status) == {0}
 
 
+@pytest.mark.slow
 def test_the_client_can_wait_for_less_than_a_millisecond() -> None:
     selector = OnTime()
     ours, theirs = socket.socketpair()

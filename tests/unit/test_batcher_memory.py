@@ -45,7 +45,7 @@ class Device:
 
         ran = run_call(Function(work), [item.payload for item in call.items], lambda _: None, isolate=False)
         self.core.done(call, 0.0)
-        self.core.memory.learn(call, ran.oom, ran.fitted, padded=False)
+        self.core.learn_memory(call, ran.oom, ran.fitted)
 
     @property
     def ceilings(self) -> tuple[int, int]:

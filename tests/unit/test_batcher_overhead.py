@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.batcher.overhead import BATCH, WAYS, cpu_us, memory, rules_us
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_is_measured_in_calls_of_the_right_size(way: str) -> None:

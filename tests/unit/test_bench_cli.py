@@ -39,7 +39,7 @@ def test_wrong_options(
     monkeypatch.chdir(tmp_path)
     assert run(["bench", *arguments]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "\n" not in captured.out.rstrip() and captured.err.count("\n") == 1
     assert captured.err.startswith(f"error: {text}")
     assert list(tmp_path.iterdir()) == []
 

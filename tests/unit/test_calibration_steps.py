@@ -67,6 +67,7 @@ def worst(points: list[StepPoint], hardware: Formula) -> float:
     return sorted(errors)[int(0.95 * len(errors))]
 
 
+@pytest.mark.slow
 def test_a_noiseless_machine_is_known_after_two_rounds() -> None:
     hardware, told = Formula(), []
     engine = machine(hardware)
@@ -100,6 +101,7 @@ def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
     assert 0.001 < fit_cost_model(points).facts.error < 0.05
 
 
+@pytest.mark.slow
 def test_what_served_loads_take_is_told_with_their_stalls() -> None:
     def found(hardware: Formula) -> MeasuredSteps:
         engine = machine(hardware)
@@ -126,11 +128,13 @@ class Cold(Formula):
         return super().predict(step) * (1.6 if step.prefill_tokens and self.worked < 8 else 1.0)
 
 
+@pytest.mark.slow
 def test_a_cold_start_is_not_what_the_machine_is_known_for() -> None:
     hardware = Cold()
     assert worst(measured(machine(hardware)), hardware) < 0.025  # 0.036 where those seconds count like the rest
 
 
+@pytest.mark.slow
 def test_the_plan_covers_what_serving_will_ask() -> None:
     points = measured(machine(Formula()))
     alone = [p for p in points if p.region == "decode"]
@@ -142,6 +146,7 @@ def test_the_plan_covers_what_serving_will_ask() -> None:
     assert {p.prefill_tokens for p in behind} >= {32, 128, 512}
 
 
+@pytest.mark.slow
 def test_a_drift_of_the_machine_is_cancelled() -> None:
     """At 1.5 times the pace from somewhere on, the fit is that of a steady machine, at one pace or another."""
     hardware = Formula(noise=0.01)
@@ -161,11 +166,11 @@ def test_a_drift_of_the_machine_is_cancelled() -> None:
 @pytest.mark.parametrize(
     ("limits", "kv_tokens", "max_model_len"),
     [
-        (KnobLimits(max_batch_size=4), 400_000, 16384),
-        (KnobLimits(token_budget=64, chunk_size=64), 400_000, 16384),
-        (KnobLimits(chunk_size=48), 400_000, 16384),
-        (None, 2048, 16384),
-        (None, 400_000, 128),
+        pytest.param(KnobLimits(max_batch_size=4), 400_000, 16384, marks=pytest.mark.slow),
+        pytest.param(KnobLimits(token_budget=64, chunk_size=64), 400_000, 16384, marks=pytest.mark.slow),
+        pytest.param(KnobLimits(chunk_size=48), 400_000, 16384, marks=pytest.mark.slow),
+        pytest.param(None, 2048, 16384, marks=pytest.mark.slow),
+        pytest.param(None, 400_000, 128, marks=pytest.mark.slow),
         (KnobLimits(max_batch_size=2, token_budget=32, chunk_size=16), 512, 96),
     ],
 )
@@ -205,7 +210,7 @@ def test_a_slow_machine_still_gets_a_whole_round() -> None:
     assert fit_cost_model(points).facts.error < 0.05
 
 
-@pytest.mark.parametrize("budget_s", [15.0, 22.4])
+@pytest.mark.parametrize("budget_s", [15.0, pytest.param(22.4, marks=pytest.mark.slow)])
 def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budget_s: float) -> None:
     """90 ms a step and 12 ms a prompt token: a round has room for a few prompts and one decode at a time."""
 

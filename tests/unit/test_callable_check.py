@@ -93,6 +93,7 @@ def test_memory_and_being_stopped(made: CallableProfile) -> None:
         checked(made, ticking, ticking.clock, stop=lambda: True)
 
 
+@pytest.mark.slow
 def test_the_command(
     made: CallableProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "profiled_here.py").write_text(FUNCTION)
     code = run(
@@ -179,6 +180,7 @@ def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pyt
     assert made.verdict in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "profiled_until_stopped.py").write_text(FUNCTION + "    ")
     import profiled_until_stopped as module  # type: ignore[import-not-found]
@@ -191,6 +193,7 @@ def test_ctrl_c_while_measuring_keeps_the_best_so_far(folder: Path, capsys: pyte
     assert "best so far written to kept.yaml" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: bool) -> None:
     """Ratios of sleeps: a busy machine lengthens both alike."""
@@ -212,6 +215,7 @@ def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: b
     assert single < 0.8 and (many < 0.8 if shared else many > 0.95)
 
 
+@pytest.mark.slow
 def test_a_profile_of_several_workers_makes_a_batcher_of_as_many(folder: Path) -> None:
     (folder / "profiled_by_two.py").write_text(FUNCTION)
     code = run(

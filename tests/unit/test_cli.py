@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import NEXT
+from autotune.cli.target import default_model
 from autotune.profile import save_profile
 from autotune.report.profile_table import rows, show, table
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.torch_backend.presets import PRESETS
+from tests.sample_profile import full_profile, sample_profile
 from tests.unit.profiles import VLLM, findings, profile, setup
 from tests.unit.profiles import run as measured
 
@@ -34,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line on stderr of a command that must end with exit code 2 and leave nothing behind."""
     assert run(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert captured.out == "" or re.fullmatch(r"autotune \S+ · loading \S+ …\n", captured.out)
     assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
     assert list(Path().iterdir()) == []
     return captured.err.removeprefix("error: ").rstrip("\n")
@@ -164,7 +168,7 @@ def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> N
     save_profile(profile(), Path("tiny-cpu.yaml"))
     assert run(["show", "tiny-cpu.yaml"]) == 0
     text = capsys.readouterr().out
-    for word in ("interactive", "balanced", "throughput", "vLLM defaults", "← recommended", "TTFT p99"):
+    for word in ("every purpose", "vLLM defaults", "← recommended", "TTFT p99"):
         assert word in text
     assert run(["show", "tiny-cpu.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["knobs"]["token_budget"] == 128
@@ -261,3 +265,40 @@ def test_progress_on_a_terminal_draws_each_stage_once() -> None:
 def test_figures_for_people() -> None:
     assert [ratio(s) for s in (1.0, 0.125, 0.0625, 0.3)] == ["1", "1/8", "1/16", "3/10"]
     assert [duration(s) for s in (0, 59.4, 60, 125)] == ["0 s", "59 s", "1:00 min", "2:05 min"]
+
+
+def test_a_verb_says_that_it_loads_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    """With PyTorch out of reach, each says so after it has said what it is doing."""
+    save_profile(full_profile(gpu=False), tmp_path / "p.yaml")
+    code = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise ImportError(name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "from autotune.cli.main import run\n"
+        "for words in (['profile', '--gpu'], ['bench'], ['serve', 'tiny'], ['check', 'p.yaml', '--anyway']):\n"
+        "    try: run(words)\n"
+        "    except ImportError: pass\n"
+        "    print(words[0], flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = [line.partition(" · ")[2] for line in done.stdout.splitlines() if "loading" in line]
+    assert said == ["loading PyTorch …", "loading PyTorch …", "loading tiny …", "loading llama-3.1-8b …"], done
+
+
+@pytest.mark.parametrize(
+    ("cores", "flags", "kind", "model"),
+    [
+        (2, ("avx2", "avx512f"), "cpu", "nano"),
+        (8, ("avx2", "avx512f"), "cpu", "tiny"),
+        (8, ("avx2",), "cpu", "nano"),
+        (16, ("avx2",), "cpu", "tiny"),
+        (16, ("avx2",), "gpu", "qwen3-0.6b"),
+    ],
+)
+def test_the_default_model_follows_from_the_kind_of_machine(
+    cores: int, flags: tuple[str, ...], kind: str, model: str
+) -> None:
+    here = sample_profile(gpu=kind == "gpu").machine.model_copy(update={"cores": cores, "flags": flags})
+    assert default_model(here) == model and model in PRESETS

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from autotune.bench import Contender, Result, defaults, fixed
-from autotune.cost.model import serving_cost
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile import find_profile, load_profile
+from autotune.profile.serving import serving_cost
 from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
@@ -192,6 +192,7 @@ def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
     assert made.leading(loads["chat"]) == [LARGE]
 
 
+@pytest.mark.slow
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
     plan = Rounds((2, 1), SECONDS, 1.0)

@@ -42,6 +42,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     return TINY
 
 
+@pytest.mark.slow
 class TestOracle:
     def test_no_schedule_of_the_grid_does_better(self, tiny: Scenario) -> None:
         seeds = (1, 2)
@@ -76,6 +77,7 @@ class TestAlike:
         slots = [[min(c.max_batch_size, c.token_budget) for c in group] for group in by_slots(grid.cells())]
         assert slots == [[16, 16], [256, 256, 256], [512]]
 
+    @pytest.mark.slow
     def test_more_slots_change_nothing_where_they_never_ran_out(self, tiny: Scenario) -> None:
         cells = [Knobs(batch, 0, 512, 512) for batch in (2, 128, 512)]
         with Workers(1, BENCH) as workers:
@@ -89,6 +91,7 @@ class TestAlike:
         assert roomy(Knobs(512, 0, 1024, 512), [cells[1]]) is None
 
 
+@pytest.mark.slow
 class TestPeaks:
     def test_the_peak_is_where_more_load_serves_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.controller.peaks.GRID", Grid((16, 128), (512, 2048), ()))
@@ -137,6 +140,7 @@ class TestCache:
         digests = {load_digest(load, Bench({})) for load in LOADS[:4]}
         assert len(digests) == 4
 
+    @pytest.mark.slow
     def test_a_search_is_made_once(self, tiny: Scenario, tmp_path: Path) -> None:
         said: list[str] = []
         for _ in range(2):
@@ -145,6 +149,7 @@ class TestCache:
             assert found["tiny"].plain.by_seed[21].offered > 100
         assert sum(f"tiny {STATIC} 21-22" in line for line in said) == 1
 
+    @pytest.mark.slow
     def test_seeds_with_a_gap_are_others_than_the_range(self, tiny: Scenario, tmp_path: Path) -> None:
         with Workers(1, BENCH) as workers:
             for seeds in ((21, 23), (21, 22, 23)):
@@ -234,6 +239,7 @@ class TestCommand:
         with pytest.raises(InputError):
             command.seeds_of("-3")
 
+    @pytest.mark.slow
     def test_from_the_peak_to_the_line_of_json(
         self, tiny: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import logging
 from math import inf
 
 import pytest
 
+from runtime.ceilings import Load
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason
@@ -74,16 +76,103 @@ def test_out_of_memory_lowers_the_effective_limits_and_the_knobs_in_force() -> N
         def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
             result = super().execute(plan, now, until)
             tokens = plan.n_decode + plan.prefill_tokens
-            return result._replace(oom_tokens=tokens if tokens > 10 else 0)
+            return result._replace(oom=[Load(1, 24, 24)], fitted=[Load(1, 12, 12)] * 2) if tokens > 12 else result
 
     w.executor = w.core.executor = Tight()
     w.core.set_knobs(Knobs(8, 0, 40, 40))
     w.add([1] * 24, 3)
     w.core.step(0.0)
     assert w.core.effective_limits.token_budget == 12 == w.core.knobs.token_budget
-    assert w.core.knobs.max_batch_size == 8 and w.core.limits.token_budget == 8192
+    assert w.core.effective_limits.chunk_size == 12 and w.core.knobs.max_batch_size == 8
+    assert w.core.limits.token_budget == 8192
     w.core.set_knobs(Knobs(8, 0, 40, 40))
     assert w.core.knobs.token_budget == 12, "above the effective limit knobs are lowered to it"
+    assert w.core.effective_limits.max_batch_size == w.core.limits.max_batch_size, "one sequence was never too many"
+
+
+class Short(CheckingExecutor):
+    """Memory for ``most`` sequences; a step with more runs in halves."""
+
+    most = 4
+
+    def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        result = super().execute(plan, now, until)
+        sequences, tokens = plan.n_decode + len(plan.chunks), plan.n_decode + plan.prefill_tokens
+        parts, oom, fitted = [(sequences, tokens)], [], []
+        while parts:
+            n, t = parts.pop()
+            if n > self.most:
+                oom.append(Load(n, t))
+                parts += [(n // 2, t // 2), (n - n // 2, t - t // 2)]
+            else:
+                fitted.append(Load(n, t))
+        return result._replace(oom=oom, fitted=fitted) if oom else result
+
+
+def test_decodes_above_a_lowered_ceiling_are_preempted_once_and_lose_nothing() -> None:
+    w = World(kv_blocks=200)
+    w.core.set_knobs(Knobs(16, 0, 64, 64))
+    short = w.executor = w.core.executor = Short()
+    short.most = 99
+    for i in range(8):
+        w.add([i + 1] * 4, 12)
+    w.step()
+    w.step()
+    assert w.scheduler.running == 8
+    short.most = 4
+    w.step()
+    assert w.core.effective_limits.max_batch_size == 4
+    assert w.scheduler.running == 4, "those above the ceiling wait"
+    failures = []
+    while w.live:
+        record = w.step().record
+        assert record is None or record.running <= 4
+        failures.append(w.core.effective_limits.max_batch_size)
+    assert set(failures) == {4}, "no further step ran out of memory"
+    assert sum(step.preemptions for step in w.steps) == 4
+    assert all(r.reason is FinishReason.LENGTH and r.output_tokens == 12 for r in w.records.values())
+    w.drain()
+
+
+def test_a_fault_that_has_passed_is_forgotten() -> None:
+    """One step of two sequences ran out of memory; it once left one sequence at a time for good."""
+    w = World(kv_blocks=400)
+    knobs = Knobs(16, 0, 64, 64)
+    w.core.set_knobs(knobs)
+    short = w.executor = w.core.executor = Short()
+    short.most = 1
+    w.add([1] * 4, 100)
+    w.add([2] * 4, 100)
+    w.step()
+    short.most = 99
+    assert w.core.effective_limits.max_batch_size == 1 == w.core.knobs.max_batch_size
+    for i in range(20):
+        w.add([i + 3] * 4, 100)
+    for _ in range(64 * 14):
+        if w.live:
+            w.step()
+        else:
+            w.add([1], 100)
+    assert w.core.effective_limits.max_batch_size >= 16 and w.core.knobs.max_batch_size == 16
+    w.drain()
+
+
+def test_a_shortage_that_stays_is_run_into_ever_more_rarely() -> None:
+    w = World(kv_blocks=4000)
+    w.core.set_knobs(Knobs(16, 0, 64, 64))
+    w.executor = w.core.executor = Short()
+    ran_out = []
+    for step in range(3000):
+        while len(w.live) < 16:
+            w.add([step % 200] * 4, 100)
+        result = w.step().result
+        assert result is not None
+        if result.oom:
+            ran_out.append(step)
+    assert 2 < len(ran_out) < 9
+    gaps = [b - a for a, b in itertools.pairwise(ran_out)]
+    assert gaps[1:] == sorted(gaps[1:]), "each rise is tried after more steps than the one before"
+    w.drain()
 
 
 def test_a_policy_that_raises_is_taken_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ Hardware = Callable[[StepFeatures], float]
 
 
 def roofline(step: StepFeatures, combine: Callable[..., float], *, moe: bool) -> float:
-    """The simulated GPUs of docs/control.md: an 8B dense model, or 30B with 8 of 128 experts."""
+    """The simulated GPUs of docs/how-to/control.md: an 8B dense model, or 30B with 8 of 128 experts."""
     tokens = step.decodes + step.prefill_tokens
     weights = 3e9 + 57e9 * (1 - (1 - 8 / 128) ** tokens) if moe else 15e9
     memory = (weights + 131072 * (step.decode_context + step.prefill_context)) / 3.84e12

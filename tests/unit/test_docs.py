@@ -15,7 +15,7 @@ import pytest
 from runtime.knobs import KNOBS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*/README.md")]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("*/README.md")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
@@ -90,8 +90,16 @@ def test_the_readme_names_every_knob() -> None:
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"](docs/{page.name}" in README, f"README.md does not link to docs/{page.name}"
+    """By links from page to page."""
+    seen, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+        ahead += [(page.parent / link).resolve() for link in links if not re.match(r"https?://", link)]
+    assert {*(ROOT / "docs").rglob("*.md")} <= seen
 
 
 def make(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

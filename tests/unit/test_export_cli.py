@@ -55,6 +55,20 @@ def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.Captur
     assert any("measured on a CPU" in line for line in made["reports"])
 
 
+def test_a_shape_that_nobody_published_is_exported_for_a_model_to_be_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["export", "tiny-cpu.yaml", "--to", "vllm"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "measured with tiny, random weights of a shape that nobody has published: put your model in place of MODEL"
+        in said
+    )
+    assert said.endswith("start it with:  vllm serve MODEL --config vllm.yaml\n")
+    written = yaml.safe_load((folder / "vllm.yaml").read_text())
+    assert "model" not in written and written["max-num-seqs"] >= 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -67,11 +81,6 @@ def test_json_is_one_object_and_all_there_is(folder: Path, capsys: pytest.Captur
         (
             ("h200-llama8b.yaml", "--to", "vllm", "--for", "throughput"),
             "max_wait_ms=5 has no counterpart in vLLM; --allow-lossy drops it",
-        ),
-        (
-            ("tiny-cpu.yaml", "--to", "vllm"),
-            "model tiny has random weights and no published model has its shape; "
-            "say what to serve: --model DIRECTORY or --model HUB_ID",
         ),
         (
             ("nothing", "--to", "vllm"),

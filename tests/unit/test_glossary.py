@@ -13,7 +13,7 @@ from runtime.records import FinishReason, LimitedBy
 from runtime.slo import METRICS
 from tests.building import request_record
 
-PAGE = Path(__file__).parents[2] / "docs" / "glossary.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source. The rules are those of docs/architecture.md."""
+"""Who may import whom, read from the source. The rules are those of docs/concepts/architecture.md."""
 
 from __future__ import annotations
 

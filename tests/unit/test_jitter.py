@@ -60,6 +60,7 @@ def test_what_was_drawn_is_told_again() -> None:
     assert served_over_told(loads) == pytest.approx(1.1, abs=0.03)
 
 
+@pytest.mark.slow
 def test_spells_are_told_from_what_is_new_in_each_step() -> None:
     levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
     spells = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), s, 3000) for s in range(4)])

@@ -199,7 +199,7 @@ def test_a_model_already_in_memory() -> None:
     model = tiny()
     model.train()
     loaded = from_model(model, byte_tokenizer(300), "mine")
-    assert loaded.name == "mine" and loaded.model is model and not model.training
+    assert loaded.name == "mine" and not loaded.model.training and model.training
     assert loaded.tokenizer is not None
     assert from_model(model).tokenizer is None
     hf = byte_tokenizer(300).tokenizer

@@ -13,6 +13,10 @@ from tests.unit.executor_harness import prompts, tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 pytestmark = needs_onednn
+PACKS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+needs_bfloat16 = pytest.mark.skipif(
+    not PACKS_BFLOAT16, reason="oneDNN packs bfloat16 with AVX-512 or AVX-NE-CONVERT only"
+)
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)], ids=str)
 def test_packed_linear_computes_the_same(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias, dtype=dtype)
@@ -47,6 +51,13 @@ def test_a_packed_model_computes_the_same(always: None) -> None:
         assert pack_linears(loaded.model) == layers == 15
         assert pack_linears(loaded.model) == 0
         torch.testing.assert_close(loaded.model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bfloat16_model_is_packed_only_where_the_processor_can(always: None) -> None:
+    model = tiny(dtype=torch.bfloat16).model
+    assert pack_linears(model) == (15 if PACKS_BFLOAT16 else 0)
+    with torch.inference_mode():
+        assert model(torch.tensor(prompts([8]))).logits.isfinite().all()
 
 
 def test_packing_does_not_keep_the_plain_weights(always: None) -> None:

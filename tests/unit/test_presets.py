@@ -99,7 +99,7 @@ def test_tied_embeddings_are_one_tensor() -> None:
 
 
 def test_the_page_of_models_lists_the_presets() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     rows = {m[1]: m[2].replace(",", "") for m in re.finditer(r"^\| `([^`]+)` \|.*\| ([\d,]+) \|$", text, re.MULTILINE)}
     assert rows == {name: str(preset.fields["max_position_embeddings"]) for name, preset in PRESETS.items()}
     for name, preset in PRESETS.items():

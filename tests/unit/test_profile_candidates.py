@@ -28,6 +28,7 @@ def simulator(found: Findings, speed: float = 1.0) -> Simulator:
     return Simulator.of(found.cost, engine, question().workload, setup)
 
 
+@pytest.mark.slow
 def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> None:
     """No neighbour of the best candidate serves more, and it is at least as good as the panel and all trials."""
     assert given.setup is not None and given.setup.candidates
@@ -82,6 +83,7 @@ def test_a_replayed_trace_is_met_at_every_speed(tmp_path: Path) -> None:
     assert pairs([5]) == [(5, 0), (5, 1), (5, 2)]
 
 
+@pytest.mark.slow
 def test_pins_bind_the_climb(tmp_path: Path) -> None:
     """A yardstick outside of the pin may be better than all inside: it is no place to climb from."""
     space = make_space(LIMITS, ["max_batch_size=6"])
@@ -94,6 +96,7 @@ def test_pins_bind_the_climb(tmp_path: Path) -> None:
     assert best >= max(sim.long(knobs, rate, seed).attainment for knobs in inside) - 0.02
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_be_simulated_is_said_and_is_no_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +114,7 @@ def test_a_setting_that_cannot_be_simulated_is_said_and_is_no_candidate(
     assert any("cannot be simulated: no room for it" in note for note in told.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("yardstick", "moves"), [(0.7, True), (1.0, False), (1.3, False), (0.9, True)])
 def test_at_a_given_rate_two_settings_must_tell_the_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, yardstick: float, moves: bool

@@ -41,6 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return asked
 
 
+@pytest.mark.slow
 def test_common_arrivals_but_no_common_prompts(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = counted(monkeypatch)
     found, _ = session(journal)
@@ -62,7 +63,13 @@ class StopAt:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("simulating", 60), ("validating", 3), ("validating", 150), ("validating", 350)],
+    [
+        ("validating", 150),
+        *(
+            pytest.param(*moment, marks=pytest.mark.slow)
+            for moment in [("simulating", 60), ("validating", 3), ("validating", 350)]
+        ),
+    ],
 )
 def test_stopped_anywhere_the_same_question_goes_on(
     journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +91,7 @@ def test_stopped_anywhere_the_same_question_goes_on(
     assert second.hardware_s > first.hardware_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [1, 2, 4])
 def test_stopped_while_a_measurement_is_made_sense_of(
     journal: Path, last: int, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +111,7 @@ def test_stopped_while_a_measurement_is_made_sense_of(
     assert not second.stopped and all(run in second.runs for run in first.runs)
 
 
+@pytest.mark.slow
 def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once while it is simulated, once in a measurement."""
     asked, free = counted(monkeypatch), question(rate=None, sim_trials=10, trials=2)
@@ -122,6 +131,7 @@ def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: py
     assert all(run in last.runs for run in first.runs) and len(asked) == len(last.runs)  # nothing measured twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [20.0, 45.0])
 def test_who_comes_when_the_time_is_over_finds_all_that_was_found(
     journal: Path, budget: float, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +147,7 @@ def test_who_comes_when_the_time_is_over_finds_all_that_was_found(
     assert again.settings() == first.settings()
 
 
+@pytest.mark.slow
 def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> None:
     calls = itertools.count()
     found, _ = session(journal, stop=lambda: next(calls) > 200)
@@ -154,6 +165,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> 
     monkeypatch.setattr(measuring, "evaluate", flaky)
 
 
+@pytest.mark.slow
 def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, lambda knobs: knobs == VLLM)
     found, told = session(journal)
@@ -166,7 +178,7 @@ def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypa
     assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
 
 
-@pytest.mark.parametrize("rate", [35.0, None])
+@pytest.mark.parametrize("rate", [35.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_an_engine_that_always_fails_is_given_up(
     journal: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:
@@ -175,6 +187,7 @@ def test_an_engine_that_always_fails_is_given_up(
         session(journal, question(rate=rate))
 
 
+@pytest.mark.slow
 def test_a_live_engine_serves_a_load_before_the_first_measurement(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

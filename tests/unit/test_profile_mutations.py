@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autotune.cost.model import serving_knowledge
 from autotune.profile import Profile, dump_profile, load_profile, save_profile
+from autotune.profile.serving import serving_knowledge
 from autotune.report.profile_table import show
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
 from runtime.step_model import StepFeatures
+from tests.examples import examples
 from tests.sample_profile import full_profile
 
 VALID: dict[str, Any] = yaml.safe_load(dump_profile(full_profile()))
@@ -80,7 +81,7 @@ def attempt(path: Path) -> Profile | None:
         return None
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=mutations())
 def test_a_changed_profile_loads_or_is_told_in_one_line(
     data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -102,7 +103,7 @@ def test_a_changed_profile_loads_or_is_told_in_one_line(
         assert 0 <= world.cost.predict(StepFeatures(1, 100, 100, 100, 5000, 1)) < math.inf
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1), deadline=None, suppress_health_check=list(HealthCheck))
 @given(at=st.floats(0, 1), drop=st.integers(0, 40), insert=st.binary(max_size=12) | st.text(max_size=8))
 def test_a_profile_with_damaged_bytes_loads_or_is_told_in_one_line(
     at: float, drop: int, insert: bytes | str, tmp_path_factory: pytest.TempPathFactory

@@ -130,6 +130,7 @@ def test_noise_is_measured_first_and_where_nothing_is_told_nothing_moves(journal
     assert len(told.notes) <= 2
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(journal: Path) -> None:
     found, told = changed(1.35, journal, question(sim_trials=10, trials=3), schedule=SHORTER)
     assert any("the hardware serves as at" in note for note in told.notes)
@@ -137,6 +138,7 @@ def test_what_was_measured_before_the_speed_was_known_is_judged_like_the_rest(jo
     assert found.setup is not None and 0.6 < found.setup.speed < 0.85
 
 
+@pytest.mark.slow
 def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: Path) -> None:
     """The first speed is off: what was best at it is not what is best at the next, and two settings were asked for."""
     found, told = changed(1.35, journal, question(sim_trials=10, trials=2), schedule=SHORTER)
@@ -145,6 +147,7 @@ def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: P
     assert len(measured) == 3 and VLLM in measured and VLLM in found.expected
 
 
+@pytest.mark.slow
 def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path) -> None:
     found, heard = changed(5.0, journal, question(sim_trials=10, trials=1), schedule=SHORTER)
     assert any("at less than 30% of its" in note and "calibrate again" in note for note in heard.notes)
@@ -153,6 +156,7 @@ def test_a_speed_beyond_what_can_be_made_up_for_is_said(journal: Path) -> None:
     assert "more than 300%" in told_speed(2.98) and "serves as at 74%" in told_speed(0.74)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(0.7, 0.7, 0.7), (0.7, 0.7, 1.1, 1.1, 0.7)], ids=["there already", "left before"])
 def test_a_speed_that_was_moved_to_before_is_no_reason_to_compare_anew(
     journal: Path, speeds: tuple[float, ...], monkeypatch: pytest.MonkeyPatch

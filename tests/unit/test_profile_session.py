@@ -121,6 +121,7 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
     assert 0 <= short <= sure.regret, "the mean of the best of several is at least the best mean"
 
 
+@pytest.mark.slow
 def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
     found = session(tmp_path / "a.journal", question(rate=10.0, sim_trials=6, trials=2))[0]
     assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
@@ -138,6 +139,7 @@ def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findin
     assert sorted(errors)[len(errors) // 2] < 0.08
 
 
+@pytest.mark.slow
 def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
     assert any("trial 0 failed" in note for note in told.notes)
 
 
+@pytest.mark.slow
 def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
     found, _ = session(journal, question(rate=6.0))
     assert {run.score.rate for run in (*found.simulated, *found.runs)} == {6.0}
@@ -168,6 +171,7 @@ def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
     assert len(measured) == 2 and VLLM in measured
 
 
+@pytest.mark.slow
 def test_pinned_knobs_stay_pinned(journal: Path) -> None:
     space = make_space(LIMITS, ["max_batch_size=24"], ["token_budget=100:400"])
     found, _ = session(journal, question(space=space))
@@ -178,6 +182,7 @@ def test_pinned_knobs_stay_pinned(journal: Path) -> None:
     assert all(s.knobs.max_batch_size == 24 for s in found.settings().values())
 
 
+@pytest.mark.slow
 def test_an_slo_nobody_keeps_falls_short(journal: Path) -> None:
     found, _ = session(journal, question(slo=SLO(tpot_ms=0.5, ttft_ms=1)))
     made = profile(found, question())

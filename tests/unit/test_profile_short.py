@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from autotune.profiling.timing import Schedule
 from tests.unit.profiled_machine import question, session
 
 
+@pytest.mark.slow
 def test_the_baseline_is_measured_before_any_repeat(tmp_path: Path) -> None:
     schedule = Schedule(9.0, window_s=2.0, warmup_s=0.3, calibrate_s=8.0, simulate_s=0.5)
     found, _ = session(tmp_path / "study.journal", question(budget_s=9.0), schedule=schedule)

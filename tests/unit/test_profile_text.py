@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotune.profile.text import dump_yaml, read_yaml
+from tests.examples import examples
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
@@ -17,7 +18,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=PLAIN)
 def test_what_is_dumped_is_read_the_same(data: object, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "plain.yaml"

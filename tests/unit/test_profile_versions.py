@@ -176,7 +176,7 @@ def test_docstrings_do_not_speak_of_fields_that_are_gone() -> None:
 
 
 def test_the_page_describes_every_field() -> None:
-    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "profile-file.md").read_text(encoding="utf-8")
     table = page.partition("## What is in it")[2].partition("\n## ")[0]
     named = [
         name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)

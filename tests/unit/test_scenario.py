@@ -161,14 +161,14 @@ def test_capacity_is_where_the_share_crosses_the_promise() -> None:
     assert len(told) == sum(s.tried for s in found.seeds) < 40
 
 
-@pytest.mark.parametrize("start", [0.01, 17.0, 41.3, 1e4])
+@pytest.mark.parametrize("start", [0.01, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (17.0, 41.3, 1e4))])
 def test_where_the_search_begins_does_not_matter(start: float) -> None:
     knobs = Knobs(256, 0, 1024, 1024)
     found, usual = (Search(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
     assert found.rates == usual.rates and [s.failed for s in found.seeds] == [s.failed for s in usual.seeds]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_where_it_begins_does_not_matter_on_a_machine_with_stalls_either(seed: int) -> None:
     world, knobs = stalling(), Knobs(256, 0, 1024, 1024)
     found = [Search(world, (seed,), 300).capacity("it", knobs, start).seeds[0] for start in (0.7, 17.0, 300.0)]
@@ -220,6 +220,7 @@ def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
         assert stopped == answer  # what was being looked at closely is not in it
 
 
+@pytest.mark.slow
 def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() -> None:
     search = Search(scenario(), (0, 1), 100)
     first = search.capacity("first", Knobs(2, 0, 1024, 512), 5.0)

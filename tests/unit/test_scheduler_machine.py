@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from runtime.knobs import Knobs
 from runtime.ordering import ORDERINGS
 from runtime.tunable import SchedulerView
+from tests.examples import examples
 from tests.unit.scheduler_world import BLOCK, World
 
 # A few prompts with common beginnings: prefixes are shared all the time.
@@ -115,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(1), stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

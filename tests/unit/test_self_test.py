@@ -107,7 +107,9 @@ def test_a_model_whose_own_forward_raises(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError("no such mode\nmore")
 
     monkeypatch.setattr(loaded.model, "forward", broken)
-    assert refusal(loaded) == "model llama: its own forward fails: no such mode; supported: see docs/models.md"
+    assert (
+        refusal(loaded) == "model llama: its own forward fails: no such mode; supported: see docs/reference/models.md"
+    )
 
 
 def test_logits_that_are_not_finite_are_not_taken_for_equal() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.errors import DeviceError
 from runtime.request import Sequence
 from runtime.serving.app import Api, create_app
 from runtime.slo import SLO, RequestClass
@@ -255,6 +256,23 @@ async def test_health_and_what_a_dead_engine_answers() -> None:
         answer = await client.complete()
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_closed"
         assert "autotune_up 0.0" in (await client.get("/metrics")).text
+
+
+async def test_a_lost_device_ends_what_runs_and_the_health_check_names_it() -> None:
+    async with served() as (client, b):
+        b.executor.hold()
+        running = asyncio.create_task(client.complete())
+        await asyncio.to_thread(b.held)
+        b.executor.error = DeviceError("cuda:0 cannot be used any more")
+        b.executor.go()
+        answer = await running
+        assert answer.status_code == 503 and "cuda:0 cannot be used any more" in answer.json()["error"]["message"]
+        health = await client.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "dead", "error": "cuda:0 cannot be used any more"}
+        refused = await client.complete()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_closed"
+        assert "cuda:0 cannot be used any more" in refused.json()["error"]["message"]
 
 
 async def test_draining_finishes_what_there_is_and_takes_nothing_new() -> None:

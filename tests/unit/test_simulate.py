@@ -16,11 +16,12 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.tunable import SchedulerView
+from tests.examples import examples
 from tests.unit.jitter_cases import STALLS
 from tests.unit.reference_simulator import Asked, Reference
 from tests.unit.simulated_cases import LIMITS, Case, Everything, RunMachine, case
 
-CASES = range(150)
+CASES = range(examples(3))
 FAST = RunMachine(base=1e-3, chunk=0.0, token=2e-5, context=1e-8, pair=0.0, overlap=False)
 
 

@@ -95,6 +95,7 @@ def test_help_names_every_controller_there_is(
     assert f"from each setting on: {', '.join(CONTROLLERS)}." in said and "length_table" in CONTROLLERS
 
 
+@pytest.mark.slow
 def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_price_says_what_tokens_cost_and_which_setting_is_cheapest(
     assert re.search(r"cheapest of \d+ settings tried that holds ttft=500ms,tpot=30ms@99%: ", out)
 
 
+@pytest.mark.slow
 def test_the_cheapest_setting_of_another_machine_is_searched_for(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Not only picked from those that were good on the profile's: with a tenth of the overhead smaller steps are better."""
     profile = load_profile(path)
@@ -167,6 +169,7 @@ def test_a_promise_that_every_rate_keeps_is_no_bad_input(path: str, capsys: pyte
     assert "unbounded: no rate tried missed tpot=1000000ms@99% (asked; up to " in out and "have no price" in out
 
 
+@pytest.mark.slow
 def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = profiled()
     settings = profile.settings | {"throughput": profile.settings["interactive"]}
@@ -220,6 +223,7 @@ def test_half_a_machine_has_less_capacity(path: str, capsys: pytest.CaptureFixtu
     assert 0.3 * whole < half < 0.55 * whole
 
 
+@pytest.mark.slow
 def test_no_rate_at_all_is_exit_code_1(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "capacity", path, "--workload", EVEN, "--slo", "tpot=2ms", "--price", "1/h", code=1)
     assert all(s["capacity"] is None and s["price_per_million"] is None for s in found["settings"])

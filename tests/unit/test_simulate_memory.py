@@ -45,6 +45,7 @@ def held_after(
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_run_of_some_thousands(asked: bool) -> None:
     held = held_after(6000, parts=4, load="poisson:prompt=300,output=30", asked=asked)

@@ -83,6 +83,7 @@ def test_wrong_rates(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert named == "--workload: rate is 1e+09; it must be a number from 1e-06 to 1e+06 requests/s"
 
 
+@pytest.mark.slow
 def test_the_least_rate_there_is_takes_no_more_memory_than_another(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +132,11 @@ def test_a_profile_without_a_cost_model(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "scale", ["compute=1000,bandwidth=1000,overhead=1000", "compute=0.001,bandwidth=0.001,overhead=0.001"]
+    "scale",
+    [
+        pytest.param("compute=1000,bandwidth=1000,overhead=1000", marks=pytest.mark.slow),
+        "compute=0.001,bandwidth=0.001,overhead=0.001",
+    ],
 )
 def test_the_slowest_machine_a_profile_can_hold_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], scale: str

@@ -188,7 +188,7 @@ def after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > until
 
 
-@pytest.mark.parametrize("times", [2, 99])
+@pytest.mark.parametrize("times", [2, pytest.param(99, marks=pytest.mark.slow)])
 def test_what_a_dead_worker_was_at_is_given_to_another(journal: Path, tmp_path: Path, times: int) -> None:
     log = tmp_path / "deaths"
     found = simulate(journal, Fatal(log, times), workers=2, trials=5)
@@ -231,7 +231,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     os.kill(parent.pid or 0, signal.SIGKILL)
     parent.join()
     gone = threading.Event()
-    for _ in range(100):
+    for _ in range(1200):
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
             gone.set()
             break

@@ -129,6 +129,7 @@ class TestCases:
         assert first.spent_s == before + 70
 
 
+@pytest.mark.slow
 class TestRivals:
     def test_the_grid_is_measured_as_often_as_asked(self) -> None:
         rounds = exhaustive(Machine(SMALL, 1), 2, 1)
@@ -195,6 +196,7 @@ def test_ours_is_a_whole_profiling_run_whose_time_is_the_machines() -> None:
     assert truth.share(choice.knobs) > 0.9 * max(truth.share(knobs) for knobs in SMALL.grid.cells())
 
 
+@pytest.mark.slow
 class TestTruth:
     def test_the_best_may_be_one_nobody_has_in_a_grid(self) -> None:
         truth = Truth(SMALL, 1)

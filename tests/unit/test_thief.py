@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.controller_live.thief import Thief
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
 

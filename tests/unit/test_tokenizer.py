@@ -12,13 +12,14 @@ from transformers import AutoTokenizer
 from runtime.errors import InputError
 from runtime.llm.output import Detokenizer
 from runtime.torch_backend.tokenizer import SMALLEST_VOCABULARY, SPECIALS, Tokenizer, byte_tokenizer
+from tests.examples import examples
 
 VOCAB = 1000
 TOKENIZER = byte_tokenizer(VOCAB)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-@settings(max_examples=200)
+@settings(max_examples=examples(2))
 def test_text_comes_back(text: str) -> None:
     if any(special in text for special in SPECIALS):
         return
@@ -28,7 +29,6 @@ def test_text_comes_back(text: str) -> None:
 
 
 @given(st.lists(st.integers(SMALLEST_VOCABULARY, VOCAB - 1)))
-@settings(max_examples=100)
 def test_filler_ids_come_back(ids: list[int]) -> None:
     assert TOKENIZER.encode(TOKENIZER.decode(ids)) == ids
 

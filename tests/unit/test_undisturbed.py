@@ -15,7 +15,10 @@ from benchmarks.clocks.undisturbed import UndisturbedClock
 from runtime.llm.engine import Engine
 from tests.fakes import FakeExecutor, FakeModel, Heard
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no such account")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no such account"),
+]
 
 
 def spin(seconds: float) -> None:

@@ -14,8 +14,9 @@ import pytest
 from autotune import control, load_profile, save_profile
 from autotune.control.attach import warm_model
 from autotune.control.controllers.predictive import PredictiveController
-from autotune.cost.model import CostModel, fit_cost_model, serving_cost, serving_speed
+from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile import Profile, SimulationFacts
+from autotune.profile.serving import serving_cost, serving_speed
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 from runtime.slo import SLO

@@ -122,6 +122,7 @@ def test_a_fit_survives_its_file() -> None:
     assert dumps({"x": again}) == dumps({"x": fitted})
 
 
+@pytest.mark.slow
 def test_the_bench_runs_on_a_small_trace(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(trace_fit, "STATES", {"azure-conv": 2, "azure-code": 2})
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.workload import PRESETS, Arrival, Workload, parse_workload, prompt_ids
 from autotune.workload.spec import scale_segments
+from tests.examples import examples
 
 SEGMENTS = st.lists(st.tuples(st.integers(0, 2**63), st.integers(1, 3000)), min_size=1, max_size=6).map(tuple)
 SCALES = st.floats(0.001, 8)
@@ -112,7 +113,7 @@ def test_scales_multiply_and_the_smaller_cap_holds(t1, t2, l1, l2, cap1, cap2) -
     assert twice.rate == pytest.approx(base.rate / (t1 * t2))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(0.5))
 @given(st.integers(1, 300), st.integers(1, 100))
 def test_caps_are_never_exceeded_and_change_nothing_below(cap_prompt: int, cap_output: int) -> None:
     base = parse_workload("azure-conv:length=1/8")

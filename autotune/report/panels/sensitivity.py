@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autotune.cost.model import serving_speed
 from autotune.measure.score import Score
 from autotune.profile import Profile
+from autotune.profile.serving import serving_speed
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent

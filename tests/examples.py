@@ -1,0 +1,10 @@
+"""How many examples Hypothesis draws: few in the default tier, ten times as many in the slow one, by its profiles in conftest."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+
+def examples(times: float) -> int:
+    """``times`` as many as the profile in force draws for a test that says nothing."""
+    return max(1, round(times * settings().max_examples))

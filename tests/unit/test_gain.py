@@ -1,0 +1,105 @@
+"""The gain over vLLM's defaults: from runs of the same requests to a ratio with an interval, and to the first sentence."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from autotune.profile import Profile
+from autotune.profiling.points import Run, gain
+from autotune.report.profile_table import conclusion, rows
+from tests.unit.profiles import LARGE, SMALL, VLLM, findings, profile, run
+
+
+def of_seconds(met: list[int], seed: int = 0, **changes: Any) -> Run:
+    """A run that met so many of ten requests in each second."""
+    total = sum(met)
+    times = {"window_s": float(len(met)), "goodput": total / len(met), "offered": 10 * len(met)}
+    blocks = [(10, n) for n in met]
+    return run(changes.pop("knobs", SMALL), total, blocks=blocks, seed=seed, **(times | changes))
+
+
+def scattered(mean: float, seed: int, spread: int = 3) -> list[int]:
+    rng = random.Random(seed)
+    return [max(0, min(10, round(mean + rng.randint(-spread, spread)))) for _ in range(40)]
+
+
+def test_the_luck_of_the_arrivals_cancels_out_where_both_met_the_same_requests() -> None:
+    base = scattered(5, 1)
+    mine = [n + 1 for n in base]
+    paired = gain([of_seconds(mine)], [of_seconds(base)])
+    apart = gain([of_seconds(mine, seed=1)], [of_seconds(base, seed=2)])
+    assert paired is not None and apart is not None
+    assert paired.ratio == apart.ratio == pytest.approx(sum(mine) / sum(base), abs=1e-4)
+    assert paired.paired and not apart.paired and paired.requests == 400
+    assert paired.low <= paired.ratio <= paired.high
+    assert paired.high - paired.low < 0.5 * (apart.high - apart.low)
+
+
+def test_only_requests_that_both_met_are_compared_where_there_are_some() -> None:
+    found = gain([of_seconds([8] * 20, 1), of_seconds([2] * 20, 2)], [of_seconds([4] * 20, 1)])
+    assert found is not None and (found.ratio, found.low, found.high) == (2.0, 2.0, 2.0)
+
+
+def test_runs_of_the_same_requests_count_once() -> None:
+    once = gain([of_seconds(scattered(7, 3))], [of_seconds(scattered(5, 4))])
+    twice = gain([of_seconds(scattered(7, 3))] * 2, [of_seconds(scattered(5, 4))])
+    assert once == twice
+
+
+def test_nothing_met_on_either_side_is_no_ratio() -> None:
+    assert gain([of_seconds([0] * 4)], [of_seconds([3] * 4)]) is None
+    assert gain([of_seconds([3] * 4)], [of_seconds([0] * 4)]) is None
+
+
+def told(mine: list[int], base: list[int]) -> tuple[Profile, str]:
+    made = profile(findings(of_seconds(mine), of_seconds(base, knobs=VLLM)))
+    return made, conclusion(made)
+
+
+def test_a_clear_gain_is_the_first_sentence() -> None:
+    made, text = told([9] * 10, [6] * 9 + [7])
+    assert made.gain is not None and made.gain.paired
+    assert text.startswith(
+        "Set max_batch_size=16, token_budget=128, chunk_size=128: 48% more requests within the SLO than with vLLM's "
+        "defaults (95% interval +"
+    )
+
+
+def test_twice_and_more_is_told_as_a_multiple() -> None:
+    assert (
+        "2.5 times as many requests within the SLO as with vLLM's defaults (95% interval 2.5–2.5)."
+        in told([5] * 8, [2] * 8)[1]
+    )
+
+
+def test_what_could_be_chance_is_no_advice() -> None:
+    text = told([9, 2, 9, 1, 9, 9], [8, 2, 9, 2, 8, 9])[1]
+    assert text.startswith("No setting clearly beats vLLM's defaults here. The best measured, ")
+    assert text.endswith("%).")
+    assert told([10] * 6, [10] * 6)[1].endswith("; both meet the SLO at this rate.")
+
+
+def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:
+    best = of_seconds([9] * 8, knobs=VLLM)
+    assert (
+        conclusion(profile(findings(best)))
+        == "No setting beats vLLM's defaults here: it was the only setting measured."
+    )
+    text = conclusion(profile(findings(best, of_seconds([5] * 8), of_seconds([4] * 8, knobs=LARGE))))
+    assert text == "No setting beats vLLM's defaults here: none of 2 others measured was better."
+
+
+def test_without_the_defaults_beside_it_there_is_nothing_to_claim() -> None:
+    text = conclusion(profile(findings(of_seconds([9] * 8))))
+    assert text.endswith("vLLM's defaults were not measured beside it.")
+
+
+def test_purposes_with_one_setting_are_one_row() -> None:
+    same = profile(findings(of_seconds([9] * 8), of_seconds([5] * 8, knobs=VLLM)))
+    assert {s.knobs for s in same.settings.values()} == {SMALL}
+    assert next((label, mark) for label, _, mark in rows(same)) == ("every purpose", "← recommended")
+    two = profile(findings(run(SMALL, 40), run(LARGE, 30, throughput=900.0), run(VLLM, 20)))
+    assert [label for label, _, _ in rows(two)][:3] == ["interactive, balanced", "throughput", "vLLM defaults"]
