@@ -27,7 +27,8 @@ class Tuning(ABC):
     def __init__(self, settings: Settings, listeners: Listeners, clock: Clock, slos: Mapping[str, SLO]) -> None:
         self._settings = settings
         self._listeners = listeners
-        self._clock = clock
+        self.clock = clock
+        """Of every record."""
         self._slos = slos
         self._lease = LeaseHolder()
 
@@ -42,11 +43,6 @@ class Tuning(ABC):
     @abstractmethod
     def view(self) -> SchedulerView:
         """How the queue and what runs stand, between two steps."""
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of every record."""
-        return self._clock
 
     @property
     def limits(self) -> KnobLimits:

@@ -28,7 +28,7 @@ import stat
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import psutil
 
@@ -64,7 +64,7 @@ class SteeringServer:
         atexit.register(self._unlink)
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._clients: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}  # the one heard from longest ago first
+        self._clients: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}  # the one heard from longest ago first
         self._thread = threading.Thread(target=self._run, name=f"steering {self.path.name}", daemon=True)
         self._thread.start()
 
@@ -98,22 +98,23 @@ class SteeringServer:
     async def _serve(self) -> None:
         server = await asyncio.start_unix_server(self._client, sock=self._listener, limit=LONGEST_LINE)
         await self._over.wait()
+        self._loop.remove_reader(self._listener)  # closing at once would forget connections that are just being made
+        for requests, replies in self._clients.items():
+            cast(asyncio.Transport, replies.transport).pause_reading()
+            requests.feed_eof()
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left)
         server.close()
-        for task in list(self._clients):
-            task.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def _client(self, requests: asyncio.StreamReader, replies: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         if len(self._clients) >= MOST_CLIENTS:
             self._clients.pop(next(iter(self._clients))).transport.abort()
-        self._clients[task] = replies
+        self._clients[requests] = replies
         try:
-            while line := await requests.readline():
-                if self._clients.pop(task, None) is None:  # it was dropped for another
-                    return
-                self._clients[task] = replies
+            while not self._over.is_set() and (line := await requests.readline()):
+                if self._clients.pop(requests, None) is None:  # it was dropped for another
+                    break
+                self._clients[requests] = replies
                 if line.endswith(b"\n") and line.strip():
                     replies.write(_line(self._reply(line)))
                     async with asyncio.timeout(_PATIENCE_S):
@@ -125,9 +126,12 @@ class SteeringServer:
                 pass
         except (OSError, TimeoutError):  # it has gone, or does not read
             replies.transport.abort()
-        finally:
-            self._clients.pop(task, None)
-            replies.close()
+        self._clients.pop(requests, None)
+        replies.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await replies.wait_closed()
+        replies.transport.abort()
 
     def _reply(self, line: bytes) -> dict[str, Any]:
         try:

@@ -219,6 +219,7 @@ class SimulatedEngine(TunableSimulation):
     def run(self, until: float = inf, *, stop: Callable[[], bool] | None = None) -> bool:
         """Make steps until nothing is left, or one ends at or after ``until``. False if ``stop`` ended it before."""
         core, clock, scheduler, listeners = self.core, self.clock, self.scheduler, self._listeners
+        settings = core.settings
         now = clock.now()
         asked = 0
         self._running = True
@@ -229,7 +230,7 @@ class SimulatedEngine(TunableSimulation):
                     if stop():
                         return False
                     asked = _ASK_EVERY
-                scheduler.fast_forward = self.fast_forward and core.policy is None and listeners.hear_runs
+                scheduler.fast_forward = self.fast_forward and settings.policy is None and listeners.hear_runs
                 self._woken = False
                 outcome = core.step(now, until)
                 now = clock.advance_to(outcome.end)

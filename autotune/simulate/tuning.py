@@ -19,9 +19,10 @@ T = TypeVar("T")
 class TunableSimulation(TunableCore):
     """A core in virtual time: changes are made where they are asked for. :meth:`set_slo` takes any class."""
 
+    clock: VirtualClock
+
     def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float], facts: Facts) -> None:
-        self._virtual = VirtualClock()
-        super().__init__(core, Listeners(), self._virtual, slos, weights)
+        super().__init__(core, Listeners(), VirtualClock(), slos, weights)
         self.core = core
         self._facts = facts
         self.scheduler = core.scheduler
@@ -45,11 +46,6 @@ class TunableSimulation(TunableCore):
 
     def _post(self, change: Callable[[], None]) -> None:
         self._change(change)
-
-    @property
-    def clock(self) -> VirtualClock:
-        """The clock of every record: it goes on in the calls that let time pass."""
-        return self._virtual
 
     @property
     def kv_tokens(self) -> int:

@@ -171,7 +171,7 @@ class Engine(TunableEngine):
         state. Raises ``ValueError`` for a prompt that is empty, holds unknown token ids, or is too long with
         ``max_tokens`` for the context or the KV pool; :class:`RejectedError` if the queue is full or the engine closed.
         """
-        arrival = self._clock.now()
+        arrival = self.clock.now()
         request = self._intake.request(
             f"#{next(self._ids)}" if request_id is None else request_id,
             prompt,

@@ -93,4 +93,4 @@ class TunableEngine(TunableCore):
 
     def view(self) -> SchedulerView:
         """The scheduler between two steps: it waits for the step in progress."""
-        return self._loop.ask(lambda: self._core.view(self._clock.now()))
+        return self._loop.ask(lambda: self._core.view(self.clock.now()))

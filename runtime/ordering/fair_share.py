@@ -34,9 +34,11 @@ class Shares:
     def lasts(self, queued: Queued) -> float:
         return queued.work / self._weights.get(queued.tenant, 1.0)
 
-    def charge(self, queued: Queued, start: float) -> None:
-        """What the tenant of ``queued``, which starts at ``start``, queues next starts when that ends."""
-        self.starts[queued.tenant] = start + self.lasts(queued)
+    def charge(self, queued: Queued, start: float) -> float:
+        """What the tenant of ``queued``, which starts at ``start``, queues next starts when that ends. Returns how long."""
+        lasts = self.lasts(queued)
+        self.starts[queued.tenant] = start + lasts
+        return lasts
 
     def advance(self, start: float, busy: Collection[str] = ()) -> None:
         """What starts at ``start`` goes. Tenants that owe nothing, and are not ``busy``, need not be remembered."""

@@ -23,7 +23,8 @@ ROOMS = (
 )  # fmt: skip
 """The rooms of ``autotune``: each imports only those before it."""
 ENGINES = {
-    "runtime.llm.engine", "runtime.llm.loop", "runtime.llm.tuning.TunableEngine", "runtime.batching.batcher", "runtime.batching.decorator",
+    "runtime.llm.engine", "runtime.llm.loop", "runtime.llm.tuning.TunableEngine", "runtime.batching.batcher",
+    "runtime.batching.decorator",
     "runtime.batching.pool", "runtime.batching.tuning", "runtime.Engine", "runtime.Batcher", "runtime.batch",
 }  # fmt: skip
 """What is measured and tuned, by name. What simulates a batcher or times its calls takes its parts (core, strategies, calls),

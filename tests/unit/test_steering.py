@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -197,6 +198,27 @@ def test_closed_with_the_control_and_reply_before_it_goes(steered_engine: Simula
     with pytest.raises(AutotuneError, match="detached"):
         control_that_has_ended(steered_engine).steer()
     assert list(socket_home.iterdir()) == []
+
+
+def test_whoever_is_connected_at_the_end_hears_of_it(
+    steered_engine: SimulatedEngine, socket_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dropped, the silent, one in the middle of a request, and those just accepted."""
+    for sent in (b"", b'{"do":"sta', b'{"do":"status"}\n'):
+        clients = []
+        with control(steered_engine, slo=SLO_, steer=True) as attached:
+            for _ in range(MOST_CLIENTS + 4):
+                client = socket.socket(socket.AF_UNIX)
+                client.settimeout(30)
+                client.connect(str(attached.steer()))
+                client.sendall(sent)
+                clients.append(client)
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(65536):
+                    pass
+            client.close()
+    assert caplog.records == []
 
 
 def control_that_has_ended(engine: SimulatedEngine) -> Control:

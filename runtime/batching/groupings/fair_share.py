@@ -64,12 +64,12 @@ class FairShare:
 
     def took(self, items: Sequence[Item]) -> None:
         shares = self._shares
-        latest = shares.now
+        latest, lasts = shares.now, 0.0
         for item in items:
             start = self._start(item.tenant)
             latest = max(latest, start)
-            shares.charge(item, start)
-        self._dearest = max(self._dearest, sum(map(shares.lasts, items)))
+            lasts += shares.charge(item, start)
+        self._dearest = max(self._dearest, lasts)
         for tenant, count in Counter(item.tenant for item in items).items():
             self._left(tenant, count)
         self._all.left(len(items))
