@@ -14,6 +14,7 @@ from autotune.bench.comparing import Comparison
 from autotune.bench.contenders import Contender
 from autotune.writing import writable
 from runtime.errors import InputError
+from runtime.knobs import KNOBS
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _knobs(axes: Axes, comparison: Comparison) -> None:
         return
     changes = [(0.0, last.turn.contender.knobs.as_dict()), *((d.at, d.new) for d in last.decisions)]
     changes.append((comparison.duration, changes[-1][1]))
-    for knob in ("token_budget", "chunk_size", "max_batch_size"):
+    for knob in (spec.name for spec in KNOBS if spec.log):
         axes.step([at for at, _ in changes], [knobs[knob] for _, knobs in changes], where="post", label=knob)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
