@@ -15,7 +15,7 @@ from autotune.profiling.steps import MeasuredSteps, measure_steps
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
-from runtime.step_model import StepFeatures
+from runtime.step_model import TERMS, StepFeatures, Term
 
 pytestmark = pytest.mark.unit
 
@@ -225,7 +225,7 @@ def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budg
         assert fitted.predict(step) == pytest.approx(Sluggish().truth(step), rel=0.1)
 
 
-def test_what_a_calibration_has_not_seen_is_named() -> None:
+def test_what_a_calibration_has_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = measured(machine(Formula()), budget_s=20.0)
     assert lacking(points) == ()
     assert lacking([p for p in points if p.region != "served"]) == ("no served load",)
@@ -235,6 +235,8 @@ def test_what_a_calibration_has_not_seen_is_named() -> None:
     assert lacking([p for p in points if not (p.decodes and p.prefill_tokens)]) == ("no prompt beside decodes",)
     whole = [p for p in points if p.prefill_context <= p.prefill_tokens]
     assert lacking(whole) == ("no chunk behind computed tokens",)
+    monkeypatch.setitem(TERMS, "adapters", Term("adapters", "adapters", lambda s: 0.0, "adapter_s"))
+    assert lacking(points) == ("no steps with more and less adapters",)
 
 
 def test_it_stops_when_asked_and_says_when_requests_fail() -> None:
