@@ -163,26 +163,25 @@ class InProcesses:
 
     def begun(self, knobs: Knobs, stop: Callable[[], bool]) -> Callable[[], Outcome]:
         """Hand a setting out; the outcome is waited for by calling what is returned."""
-        return partial(self._outcome, knobs, stop, [self._submitted(knobs)])
+        return partial(self._outcome, knobs, stop, *self._submitted(knobs))
 
     def _outcome(
-        self, knobs: Knobs, stop: Callable[[], bool], begun: list[tuple[ProcessPoolExecutor, Future[Outcome]]]
+        self, knobs: Knobs, stop: Callable[[], bool], executor: ProcessPoolExecutor, future: Future[Outcome]
     ) -> Outcome:
         deaths = 0
         while True:
-            executor, future = begun.pop()
             while not wait([future], _TICK_S).done:
                 if stop():
                     raise Interrupted("interrupted")
             try:
                 return future.result()
             except BrokenProcessPool:
-                if executor is self._executor:
+                if executor is self._executor:  # or others of it have seen to that
                     self._start()
                     deaths += 1
             if deaths == _ATTEMPTS:
                 raise EvaluationError(f"its worker process died {_ATTEMPTS} times")
-            begun.append(self._submitted(knobs))
+            executor, future = self._submitted(knobs)
 
     def _submitted(self, knobs: Knobs) -> tuple[ProcessPoolExecutor, Future[Outcome]]:
         try:
