@@ -271,6 +271,8 @@ class Measurements:
             self._study.optimize(objective, n_trials=1)  # which gives a database its signs of life
         except InputError:
             raise
+        except (AssertionError, UnboundLocalError) as error:  # Optuna trips over a storage that fails as a trial ends
+            raise error.__context__ or error from None
         except (UpdateFinishedTrialError, ValueError):
             # So long was nothing heard of this process that others held it for dead and measured anew. Theirs counts.
             if not ran:

@@ -50,11 +50,11 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
         if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
             seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
         with context.meter.simulating():
-            _search(context, setup, space, question.sim_trials, seconds)
+            _search(context, setup, space, seconds=seconds)
         known = context.study.measured(key, lambda: {"trials": _tried(found)}, stop=context.stop)
         context.keep_time()
     if known["trials"] != _tried(found):  # in an earlier session, or on another machine that was first
-        _search(context, setup, space, known["trials"], None)
+        _search(context, setup, space, most=known["trials"])
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
@@ -64,8 +64,10 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     )
 
 
-def _search(context: Context, setup: Setup, space: SearchSpace, trials: int, seconds: float | None) -> None:
-    """``trials`` of them, or as many as there are ``seconds`` for; a few beside the starting points however slow the machine."""
+def _search(
+    context: Context, setup: Setup, space: SearchSpace, *, seconds: float | None = None, most: int | None = None
+) -> None:
+    """As many as asked for; at most so many, or those there are ``seconds`` for, but always a few beside the starting points."""
     found, question = context.found, context.question
     found.simulated, found.failures, found.cpu_s = [], [], 0.0
     starting = starting_points(space, setup.fitted)
@@ -76,7 +78,7 @@ def _search(context: Context, setup: Setup, space: SearchSpace, trials: int, sec
         GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
         space,
         starting=starting,
-        trials=trials,
+        trials=question.sim_trials,
         seed=question.seed,
         workers=question.workers,
         stop=context.stop,
@@ -92,11 +94,10 @@ def _search(context: Context, setup: Setup, space: SearchSpace, trials: int, sec
                 found.cpu_s += float(trial.outcome.result["cpu_s"])
                 best = max(best, score.goodput)
             done, spent = trial.number + 1, context.host.now() - begun
-            share = max(done / trials, 0.0 if seconds is None else min(1.0, spent / seconds))
-            context.reporter.progress(
-                share, f"{done} trials", f"best {best:.1f} req/s in SLO", spent * (1 - share) / share
-            )
-            if seconds is not None and spent > seconds and done >= len(starting) + _LEAST:
+            share = max(done / (most or question.sim_trials), 0.0 if not seconds else min(1.0, spent / seconds))
+            left, note = spent * (1 - share) / share, f"best {best:.1f} req/s in SLO"
+            context.reporter.progress(share, f"{done} trials", note, left)
+            if done == most or (seconds is not None and spent > seconds and done >= len(starting) + _LEAST):
                 return
 
 
