@@ -16,9 +16,9 @@ from autotune.cli.profiled import Subject
 from autotune.engines.own import BLOCK, OwnSource
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.journal import unwritable
 from autotune.profiling.session import Session
-from autotune.profiling.study import SharedStorage, SweepStudy, open_study, study_name
+from autotune.profiling.storage import SharedStorage, unwritable
+from autotune.profiling.study import SweepStudy, open_study, study_name
 from autotune.version import __version__
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits

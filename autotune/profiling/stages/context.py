@@ -110,7 +110,11 @@ class Context:
         self.check()
         try:
             found = self.study.measured(
-                key, lambda: self._measure(asked, setup, label).model_dump(mode="json"), stop=self.stop
+                key,
+                lambda: self._measure(asked, setup, label).model_dump(mode="json"),
+                stop=self.stop,
+                params={**knobs.as_dict(), "rate": asked.rate},
+                value=lambda run: run["score"]["goodput"],
             )
         except Interrupted:
             raise
