@@ -7,7 +7,7 @@ steps is what requests feel; so part of a calibration is a load, served as :func
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from autotune.measure.evaluate import Recorder, Served, evaluate
@@ -17,6 +17,7 @@ from autotune.profiling.step_plan import Mix
 from autotune.workload import parse_workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
+from runtime.records import StepRecord
 from runtime.slo import SLO
 
 PATIENT = SLO(ttft_ms=20_000, tpot_ms=1000)
@@ -59,5 +60,10 @@ def served_steps(
         )
     finally:
         unsubscribe()
-    idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
-    return samples(log.steps, idle, whole=True)
+    return serving_samples(log.steps)
+
+
+def serving_samples(records: Sequence[StepRecord]) -> list[Sample]:
+    """Each step with the time since the one before it, unless the engine had nothing to do then."""
+    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > _IDLE_S}
+    return samples(records, idle, whole=True)

@@ -14,6 +14,9 @@ from autotune.simulate.scenario import Scenario
 from autotune.workload import Workload
 from runtime.knobs import Knobs
 
+PAIRED = "paired"
+"""The label of the simulation of what was measured."""
+
 REQUESTS = 2000
 """Requests in a long simulated window. Their lengths vary so much that the load of fewer is not the mean load, and a
 queue that grows by a few percent of it takes about as many to be seen."""
@@ -37,11 +40,8 @@ class Simulator:
 
     @classmethod
     def of(cls, cost: CostModel, engine: Served, workload: Workload, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says.
-
-        Every step takes its mean: settings are compared, and jitter would be a noise of its own in each.
-        """
-        cost = cost.serving().even()
+        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says; steps scatter."""
+        cost = cost.serving()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
         scenario = Scenario(
@@ -64,11 +64,11 @@ class Simulator:
         window = self.requests / rate
         return _WARM_UP * window, window
 
-    def twin(self, run: Run) -> Run:
+    def paired(self, run: Run) -> Run:
         """The simulation of the very requests that ``run`` measured."""
         score = run.score
         found = self.scenario.measure_over(run.knobs, score.rate, score.seed, self.warmup_s, score.window_s)
-        return Run(stage="simulation", label="twin", trial=-1, score=found)
+        return Run(stage="simulation", label=PAIRED, trial=-1, score=found)
 
 
 def requests_of(workload: Workload, trials: int, simulate_s: float | None) -> int:

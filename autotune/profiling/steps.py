@@ -19,12 +19,12 @@ from autotune.cost.fit import FEWEST, SERVED
 from autotune.cost.model import CostModel, fit_cost_model, with_predictions
 from autotune.measure.evaluate import EvaluationError, Served
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
-from autotune.profiling.coverage import lacking
-from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from autotune.profiling.pace import Anchor, Pace
-from autotune.profiling.served_steps import served_steps
+from autotune.profiling.served_steps import served_steps, serving_samples
+from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
 from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
+from autotune.profiling.warnings import unseen
 from runtime.clock import Clock
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepModel
@@ -87,7 +87,7 @@ def measure_steps(
 
     ``budget_s``: seconds on ``clock``, the engine's and that of its step records, within which it ends, or soon after; a slow
     machine gets more for a first round, and up to as much again for what that had no room for
-    (:mod:`autotune.profiling.coverage`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
+    (:mod:`autotune.profiling.warnings`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
@@ -131,7 +131,7 @@ def measure_steps(
                 break
         anchors.append(Anchor(clock.now(), _anchored(driver.run(plan.anchor()))))
         points = step_points(stretches, Pace(anchors))
-        if number == 0 and lacking(points):  # on a slow machine
+        if number == 0 and unseen(points):  # on a slow machine
             cut = clock.now()
             for least in plan.least():
                 if clock.now() - cut < budget_s:
@@ -146,13 +146,13 @@ def measure_steps(
         if clock.now() - begun > budget_s or moved < _SETTLED:
             break
     pace = Pace(anchors)
-    served = _served_and_told(stretches, pace, fitted)
+    served = _served_and_predicted(stretches, pace, fitted)
     return MeasuredSteps(
         with_predictions(points),
         pace.unevenness,
         clock.now() - begun,
-        served_over_told(served),
-        excess_of(served),
+        served_over_predicted(served),
+        overhead_of(served),
         jitter_of(served),
     )
 
@@ -173,7 +173,7 @@ def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:
             if seconds <= 0:  # a clock was set back
                 continue
             if served:
-                kind = (-1, record.chunks, *(_rough(n) for n in (record.decodes, record.prefill_tokens)))
+                kind: tuple[int, ...] = (-1, *served_kind(record))
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
@@ -181,7 +181,9 @@ def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
 
 
-def _served_and_told(stretches: Sequence[_Stretch], pace: Pace, model: StepModel) -> list[list[tuple[float, float]]]:
+def _served_and_predicted(
+    stretches: Sequence[_Stretch], pace: Pace, model: StepModel
+) -> list[list[tuple[float, float]]]:
     """Of each served load, but for those of a cold engine: seconds that ``model`` says and that the steps took, in order."""
     return [
         [
@@ -200,6 +202,28 @@ def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:
     return later if len(later) >= _LATER else [sample for _, sample in found]
 
 
+def served_points(records: Sequence[StepRecord]) -> tuple[StepPoint, ...]:
+    """The steps of a measurement, in order, with the time between them where the engine was not idle: a point for each kind.
+
+    Seconds are the mean of all of a kind, stalls included: together they are what all steps took.
+    """
+    kinds: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in serving_samples(records):
+        if sample.seconds > 0 and not sample.record.failed:  # a clock was set back
+            kinds.setdefault(served_kind(sample.record), []).append(sample)
+    return tuple(_unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in found), found)) for found in kinds.values())
+
+
+def _unsure(point: StepPoint) -> StepPoint:
+    """A served point of few steps says little of its spread."""
+    return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if point.repeats < 4 else point
+
+
+def served_kind(record: StepRecord | StepPoint) -> tuple[int, int, int]:
+    """Equal for served steps of about as many decodes and prompt tokens."""
+    return record.chunks, _rough(record.decodes), _rough(record.prefill_tokens)
+
+
 def _rough(number: int) -> int:
     """Equal for numbers within an eighth of each other, or so."""
     return round(math.log(number) * 8) if number else -1
@@ -216,8 +240,7 @@ def _served(found: list[Sample]) -> StepPoint:
     """Their mean, but for stalls."""
     middle = statistics.median(s.seconds for s in found)
     kept = [s for s in found if s.seconds < _STALL * middle]
-    point = _summed_up(SERVED, statistics.fmean(s.seconds for s in kept), kept)
-    return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if len(kept) < 4 else point
+    return _unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in kept), kept))
 
 
 def _summed_up(region: str, seconds: float, found: Sequence[Sample]) -> StepPoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from autotune.profiling.coverage import lacking
 
 from autotune.cost.model import fit_cost_model
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
-from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples
 from autotune.profiling.steps import MeasuredSteps, measure_steps
 from autotune.simulate import SimulatedEngine

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from autotune.profiling.confidence import confidence
+from autotune.profiling.doubts import doubts
 from rich.console import Console
 
 from autotune import save_profile
 from autotune.cli.main import run
 from autotune.profile.parts import StepPoint
 from autotune.profiling.assemble import sure_of
-from autotune.profiling.confidence import confidence
-from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings
 from autotune.profiling.space import make_space
 from autotune.report import profile_table as table

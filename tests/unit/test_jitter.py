@@ -7,12 +7,12 @@ import random
 import statistics
 
 import pytest
+from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from pydantic import ValidationError
 
 from autotune.cli.show import model_lines
 from autotune.cost.model import CostModel
 from autotune.profile.parts import JitterFacts
-from autotune.profiling.excess import excess_of, jitter_of, served_over_told
 from autotune.simulate.jitter import FACTORS, jitter_factors
 from benchmarks.controller.hardware import h200
 from runtime.step_model import StepFeatures

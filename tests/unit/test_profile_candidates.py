@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from autotune.profiling.stages.finalists import CANDIDATE, finalist, pairs
 
 from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.findings import Findings
@@ -13,7 +14,6 @@ from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import VLLM_LABEL, make_space
 from autotune.profiling.stages import settling, validating
-from autotune.profiling.stages.finalists import CANDIDATE, finalist, pairs
 from autotune.profiling.stages.rate import neighbours, panel
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload

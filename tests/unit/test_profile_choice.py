@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
+from autotune.profiling.stages.finalists import shortlist
+from autotune.profiling.verdict import judge
 
 from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import sidecar, simulation_facts
-from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
 from autotune.profiling.points import goodput_spread, pareto, point, points
 from autotune.profiling.space import make_space
-from autotune.profiling.stages.finalists import shortlist
-from autotune.profiling.verdict import judge
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from autotune.profiling.doubts import doubts
+from autotune.profiling.stages.race import Race
+from autotune.profiling.stages.speed import told_speed
 
 from autotune.measure.evaluate import Interrupted
 from autotune.measure.score import Score
-from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
 from autotune.profiling.stages.context import Asked, Context
-from autotune.profiling.stages.race import Race
-from autotune.profiling.stages.speed import told_speed
 from autotune.profiling.timing import Schedule
 from autotune.simulate.scenario import Scenario
 from runtime.clock import VirtualClock

@@ -1,4 +1,4 @@
-"""The calibrating stage: what a step costs on this engine, and the load and the promise that follow from it."""
+"""The calibrating stage: what a step costs on this engine, and the load and the SLO that follow from it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autotune.measure.evaluate import Simulated
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
-from autotune.profiling.doubts import doubts
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
 from autotune.profiling.steps import measure_steps
+from autotune.profiling.warnings import warnings
 
 _KEY = "calibration"
 
@@ -32,8 +32,8 @@ def calibrate(context: Context) -> Setup:
         facts = found.cost.facts
         steps = sum(point.repeats for point in found.steps)
         context.reporter.stage_done(f"{steps} steps", f"{facts.points} kinds, fit error {facts.error:.1%}")
-        if told := doubts(found):
-            context.reporter.note(f"doubtful: {'; '.join(told)}; is the machine busy?")
+        if reasons := warnings(found):
+            context.reporter.note(f"doubtful: {'; '.join(reasons)}; is the machine busy?")
     return Setup.model_validate(stored["setup"])
 
 

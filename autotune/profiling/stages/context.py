@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.measure.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
+from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder, Served, Simulated, evaluate
 from autotune.measure.score import Score
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
+from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup, balanced_seeds
 from autotune.profiling.simulator import Simulator
+from autotune.profiling.steps import served_points
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
 from autotune.workload import Workload
@@ -25,7 +27,7 @@ _UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A measurement to be made: ``knobs`` under the arrivals of ``rate`` requests/s and ``seed``.
 
     ``repeat`` tells apart measurements of one setting under one rate and seed.
@@ -73,20 +75,26 @@ class Context:
         assert self.found.cost is not None
         return Simulator.of(self.found.cost, self.engine, self.question.workload, setup)
 
-    def settled(self, key: str, settle: Callable[[], Setup]) -> Setup:
-        """What ``settle`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
+    @property
+    def cost_name(self) -> str:
+        """Of the cost model that simulations go by."""
+        assert self.found.cost is not None
+        return cost_name(self.found.cost)
+
+    def settled(self, key: str, find: Callable[[], Setup]) -> Setup:
+        """What ``find`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
 
         def simulated() -> dict[str, Any]:
             with self.meter.simulating():
-                return settle().model_dump(mode="json")
+                return find().model_dump(mode="json")
 
         found = Setup.model_validate(self.study.measured(key, simulated, stop=self.stop))
         self.keep_time()
         return found
 
-    def in_time(self, end: float | None, asked: Asked) -> bool:
+    def in_time(self, end: float | None, request: Request) -> bool:
         """Whether that fits before ``end`` seconds are spent. What the study has already always does."""
-        return self.meter.fits(end, self.run_guess) or self.study.measurements.known(asked.key)
+        return self.meter.fits(end, self.run_guess) or self.study.measurements.known(request.key)
 
     def within(self, share: float) -> Callable[[], bool]:
         """Says when ``share`` of the budget has been spent from now on."""
@@ -103,13 +111,13 @@ class Context:
         """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
         return bool(self.study.measured(key, lambda: {"yes": decide()}, stop=self.stop)["yes"])
 
-    def measured(self, asked: Asked, setup: Setup, label: str) -> Run | None:
+    def measured(self, request: Request, setup: Setup, label: str) -> Run | None:
         """A measurement on the hardware: from the study if it is there, None if it failed."""
-        stage, knobs, key = asked.stage, asked.knobs, asked.key
+        stage, knobs, key = request.stage, request.knobs, request.key
         self.check()
         try:
             found = self.study.measured(
-                key, lambda: self._measure(asked, setup, label).model_dump(mode="json"), stop=self.stop
+                key, lambda: self._measure(request, setup, label).model_dump(mode="json"), stop=self.stop
             )
         except Interrupted:
             raise
@@ -128,40 +136,45 @@ class Context:
             if key.startswith("run/"):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
-    def _measure(self, asked: Asked, setup: Setup, label: str) -> Run:
+    def _measure(self, request: Request, setup: Setup, label: str) -> Run:
         if not self.warm and not isinstance(self.engine, Simulated):
-            self._warm_up(asked, setup)
+            self._warm_up(request, setup)
         self.warm = True
         begun, work = self.clock.now(), OtherWork()
-        found = self._served(asked, setup, f"{asked.stage}-{self.study.count('measurements')}")
+        log = Recorder()
+        unsubscribe = self.engine.subscribe(log)
+        try:
+            found = self._served(request, setup, f"{request.stage}-{self.study.count('measurements')}")
+        finally:
+            unsubscribe()
         if not isinstance(self.engine, Simulated):
             self.found.others.append((self.clock.now() - begun, work.cores()))
-        found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
-        return Run(stage=asked.stage, label=label, trial=-1, score=found)
+        found = found.model_copy(update={"rate": request.rate})  # as asked, to the last digit: runs are compared by it
+        return Run(stage=request.stage, label=label, trial=-1, score=found, steps=served_points(log.steps))
 
-    def _warm_up(self, asked: Asked, setup: Setup) -> None:
-        """Have the engine serve a load like that ``asked`` for.
+    def _warm_up(self, request: Request, setup: Setup) -> None:
+        """Have the engine serve a load like that ``request`` for.
 
         It gets faster while its libraries meet the shapes of their products; the calibration's steps have few of them.
         """
         self.reporter.progress(0.0, "", "warming up", None)
-        load = self._load(asked, setup)
-        (seed,) = balanced_seeds(load, asked.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
-        self._served(replace(asked, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
+        load = self._load(request, setup)
+        (seed,) = balanced_seeds(load, request.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
+        self._served(replace(request, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
 
-    def _load(self, asked: Asked, setup: Setup) -> Workload:
-        return setup.model_copy(update={"rate": asked.rate}).apply(self.question.workload)
+    def _load(self, request: Request, setup: Setup) -> Workload:
+        return setup.model_copy(update={"rate": request.rate}).apply(self.question.workload)
 
-    def _served(self, asked: Asked, setup: Setup, label: str) -> Score:
-        """The load ``asked`` for, served."""
+    def _served(self, request: Request, setup: Setup, label: str) -> Score:
+        """The load ``request`` for, served."""
         with self.meter.hardware():
             return evaluate(
                 self.engine,
-                asked.knobs,
-                self._load(asked, setup),
+                request.knobs,
+                self._load(request, setup),
                 setup.slo,
                 vocab_size=self.model.vocab_size,
-                seed=asked.seed,
+                seed=request.seed,
                 duration=setup.window_s,
                 warmup=setup.warmup_s,
                 # tokens of its own each time: no prefix of an earlier load is found

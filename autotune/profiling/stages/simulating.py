@@ -11,13 +11,14 @@ from typing import Any
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.measure.score import Score
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run
 from autotune.profiling.pool import Outcome
 from autotune.profiling.setup import Setup
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import SearchSpace, starting_points
+from autotune.profiling.stages.candidates import NEAR_BEST
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.finalists import CANDIDATE
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.knobs import Knobs
 
@@ -25,9 +26,10 @@ _LEAST = 4  # trials beside the starting points
 
 
 @dataclass(frozen=True)
-class GoodputObjective:
-    """What a simulated trial is worth: the goodput at one rate, under one seed."""
+class Trial:
+    """A simulated trial: what ``objective`` says a setting is worth at one rate, under one seed."""
 
+    objective: Objective
     simulator: Simulator
     rate: float
     seed: int
@@ -35,17 +37,18 @@ class GoodputObjective:
     def __call__(self, knobs: Knobs, stop: Callable[[], bool]) -> Outcome:
         begun = time.process_time()
         score = self.simulator.long(knobs, self.rate, self.seed, stop=stop)
-        return Outcome(score.goodput, {"score": score.model_dump(mode="json"), "cpu_s": time.process_time() - begun})
+        spent = {"cpu_s": time.process_time() - begun}
+        return Outcome(self.objective.value(score), {"score": score.model_dump(mode="json"), **spent})
 
 
 def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``."""
     found, question, schedule = context.found, context.question, context.schedule
-    objective = GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0])
+    trial = Trial(Objective(setup.slo), context.simulator(setup), setup.rate, setup.simulated_seeds[0])
     best: Run | None = None
     starting = starting_points(space, setup.fitted)
     known = {knobs for _, knobs in starting}
-    starting += [(CANDIDATE, knobs) for knobs in setup.candidates if knobs not in known]
+    starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
     settled, least = 0, len(starting) + _LEAST  # however slow the machine
 
     def spent() -> float:
@@ -72,9 +75,9 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     def trials(stop: Callable[[], bool] | None, enough: Callable[[], bool]) -> list[SimulatedTrial]:
         return simulate_trials(
             context.study,
-            objective,
+            trial,
             space,
-            identity=_identity(objective),
+            identity=_identity(trial),
             starting=starting,
             trials=question.sim_trials,
             seed=question.seed,
@@ -100,13 +103,13 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     )
 
 
-def _identity(objective: GoodputObjective) -> dict[str, Any]:
+def _identity(trial: Trial) -> dict[str, Any]:
     """What tells its values from those of another machine or load."""
-    scenario = objective.simulator.scenario
+    scenario = trial.simulator.scenario
     cost = json.dumps(scenario.cost.facts.coefficients, sort_keys=True)
     return {
-        "rate": objective.rate,
-        "window": objective.simulator.window(objective.rate),
+        "rate": trial.rate,
+        "window": trial.simulator.window(trial.rate),
         "kv_tokens": scenario.kv_tokens,
         "block_size": scenario.block_size,
         "cost": f"{scenario.cost.facts.family} {hashlib.sha256(cost.encode()).hexdigest()[:12]}",
