@@ -211,7 +211,9 @@ def served_points(records: Sequence[StepRecord]) -> tuple[StepPoint, ...]:
     for sample in serving_samples(records):
         if sample.seconds > 0 and not sample.record.failed:  # a clock was set back
             kinds.setdefault(served_kind(sample.record), []).append(sample)
-    return tuple(_unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in found), found)) for found in kinds.values())
+    return tuple(
+        _unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in found), found)) for found in kinds.values()
+    )
 
 
 def _unsure(point: StepPoint) -> StepPoint:

@@ -22,7 +22,6 @@ PAIRED = ("paired", "twin")
 """Labels of the simulation of what was measured; the latter in profiles of earlier versions."""
 
 
-
 class Failure(NamedTuple):
     """A trial that could not be measured."""
 

@@ -182,7 +182,7 @@ class RateSearch:
         return round(float(self._octave * math.log2(rate)), 6)
 
     def _rate(self, number: int) -> float:
-        return min(max(2.0 ** (number / self._octave), self._lowest), self._highest)
+        return min(max(math.exp2(number / self._octave), self._lowest), self._highest)
 
 
 def uphill(

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autotune.measure.evaluate import Interrupted
+from autotune.profile.callable import StrategyName
 from autotune.profiling.callables.calibrate import Calibration, calibrate
 from autotune.profiling.callables.kept import Kept, NothingKept
 from autotune.profiling.callables.load import Load
 from autotune.profiling.callables.outcome import Outcome, best_first
 from autotune.profiling.callables.rounds import Plan, Rounds, plan
-from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, STRATEGIES, Setting, StrategyName, grid
+from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, STRATEGIES, Setting, grid
 from autotune.profiling.callables.simulate import simulate
 from autotune.profiling.callables.subject import Subject
 from autotune.profiling.reporting import Reporter, Silent

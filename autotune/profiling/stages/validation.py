@@ -251,16 +251,13 @@ class Validation:
         best = max((p.attainment for p in points(self._validated())), default=0.0)
         in_vain = (best > high and faster > 1 and setup.rate < setup.most_rate) or (best < low and faster < 1)
         moves = self._may_move and in_vain and abs(faster - 1) > OFF_BY_AT_RATE
-        off = max(
-            (abs(each / setup.speed - 1) for run in runs if (each := speed_in(context.found.cost, run))), default=0.0
-        )
-        stored = context.study.measured(
-            key, lambda: {"speed": speed, "moves": moves, "refit": off > OFF_BY}, stop=context.stop
-        )
+        stored = context.study.measured(key, lambda: {"speed": speed, "moves": moves}, stop=context.stop)
         if stored["moves"]:
             return float(stored["speed"])
-        if stored["refit"] and self._runs:
-            self._learn()
+        before = context.cost_name
+        speed = self._refit()
+        if context.cost_name != before:
+            self._learn(speed)
         return None
 
     def _refit(self) -> float:
@@ -271,10 +268,9 @@ class Validation:
             found.cost = refitted(found.cost, found.steps, runs, speed_of(found.cost, runs) or self._setup.speed)
         return speed_of(found.cost, runs) or self._setup.speed
 
-    def _learn(self) -> None:
-        """Expect everything anew by a cost model that has seen these steps."""
+    def _learn(self, speed: float) -> None:
+        """Expect everything anew by the cost model that has seen these steps, at ``speed``."""
         context, found = self._context, self._context.found
-        speed = self._refit()
         measured = [self._candidates[i] for i, _ in self._runs]
         known = self._candidates
         self._setup = found.setup = with_candidates(context, self._setup, speed)
