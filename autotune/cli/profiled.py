@@ -59,7 +59,7 @@ def finish(
             version=__version__,
             kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
             limits=engine.limits,
-            prefix_cache=True,
+            prefix_cache=engine.prefix_cache,
         ),
         model=subject.model,
         baseline=engine.limits.clamp(VLLM_DEFAULTS),

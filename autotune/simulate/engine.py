@@ -95,7 +95,7 @@ class SimulatedEngine(TunableSimulation):
         self._max_queue = max_queue
         self._handles: dict[RunningSequence, SimulatedRequest] = {}
         self._numbers = itertools.count(1)
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._named = False
         if prefix_cache:
             self.scheduler.before_preempting = self._name_blocks
@@ -120,7 +120,7 @@ class SimulatedEngine(TunableSimulation):
         """
         params = params or _PARAMS
         hashes: tuple[int, ...] = ()
-        if self._prefix_cache:
+        if self.prefix_cache:
             self._name_blocks()
             hashes = block_hashes(prompt, self.block_size)
         now = self.clock.now()
@@ -261,7 +261,7 @@ class SimulatedEngine(TunableSimulation):
         request that cannot run.
         """
         hashes: tuple[int, ...] = ()
-        if shared and self._prefix_cache:
+        if shared and self.prefix_cache:
             self._name_blocks()
             hashes = prompt_names(arrival.segments, self.block_size, prompt_seed)
         request = Request(
