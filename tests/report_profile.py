@@ -113,7 +113,7 @@ def finished(
     gpu = base.machine.gpu and base.machine.gpu.model_copy(update={"count": 1, "name": "Example GPU"})
     met = held is not None
     verdict = (
-        f"balanced keeps 99% in SLO up to about {held.offered_rate:.3g} req/s"
+        f"balanced serves 99% within the SLO up to about {held.offered_rate:.3g} req/s"
         if held
         else "the SLO was not met at any rate tried"
     )

@@ -156,9 +156,9 @@ def sidecar(findings: Findings) -> str:
 
 
 def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
-    """Whether the SLO's share was missed at no more than some of the rates tried, and the sentence that says it.
+    """Whether the SLO's attainment was missed at no more than some of the rates tried, and the sentence that says it.
 
-    Rates are those that came in, not those asked for. "Keeps" is said only where :func:`Objective.confirmed`.
+    Rates are those that came in, not those requested. "Serves" is said only where :func:`Objective.confirmed`.
     """
     setup: Setup | None = findings.setup
     assert setup is not None
@@ -166,8 +166,8 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     share = f"{slo.attainment * 100:g}%"
     if findings.capacity is None:
         return not objective.refuted(balanced), (
-            f"stopped before the highest rate that keeps {share} was looked for; at {_rate(balanced)} offered, "
-            f"the balanced setting kept {_share(balanced)}"
+            f"stopped before the highest rate at which {share} meet the SLO was looked for; at {_rate(balanced)} offered, "
+            f"the balanced setting served {_share(balanced)} within it"
         )
     tried = findings.capacity.tried
     missed = sorted((p for p in tried if objective.refuted(p)), key=lambda p: p.offered_rate)
@@ -184,25 +184,27 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     fell = "" if beyond is None else f"; at {_rate(beyond)} only {beyond.attainment * 100:.1f}% of {beyond.offered}"
     if at.attainment < slo.attainment:
         return True, (
-            f"balanced may keep {share} in SLO up to about {_rate(at)}{fell}: {_share(at)} is too short a measurement "
+            f"balanced may serve {share} within the SLO up to about {_rate(at)}{fell}: {_share(at)} is too short a measurement "
             f"to tell; {_LONGER}"
         )
     if not objective.confirmed(at):
         misses = at.offered - at.met
         seen = f"{misses} {'miss' if misses == 1 else 'misses'}" if misses else "no miss"
         return True, (
-            f"balanced: {seen} in {at.offered} requests at {_rate(at)}{fell}: too few to tell whether {share} are kept; {_LONGER}"
+            f"balanced: {seen} in {at.offered} requests at {_rate(at)}{fell}: too few to tell whether {share} "
+            f"meet the SLO; {_LONGER}"
         )
     if at.rate >= setup.most_rate:
         return True, (
-            f"balanced keeps {share} in SLO at {_rate(at)} (measured {_share(at)}), "
+            f"balanced serves {share} within the SLO at {_rate(at)} (measured {_share(at)}), "
             "the most that can be offered here: the machine may do more"
         )
     if beyond is None:
         return True, (
-            f"balanced keeps {share} in SLO up to at least {_rate(at)} (measured {_share(at)}); it was missed at no higher rate"
+            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {_share(at)}); it was missed "
+            "at no higher rate"
         )
-    return True, f"balanced keeps {share} in SLO up to about {_rate(at)} (measured {_share(at)}{fell})"
+    return True, f"balanced serves {share} within the SLO up to about {_rate(at)} (measured {_share(at)}{fell})"
 
 
 def _rate(p: Point) -> str:

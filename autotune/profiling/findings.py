@@ -1,4 +1,4 @@
-"""What a profiling run is asked, and what it has found so far."""
+"""What a profiling run is to find out, and what it has found so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIM_TRIALS = 240
 class Question:
     """What is asked.
 
-    ``slo`` and ``rate`` None: settled by the calibration and the simulation. ``sim_trials``: settings to simulate,
+    ``slo`` and ``rate`` None: found by the calibration and the simulation. ``sim_trials``: settings to simulate,
     by ``workers`` processes.
     ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound.
     """

@@ -1,9 +1,9 @@
 """What a setting is worth, in one place: the simulated search, validation, the choice and the report go by it.
 
 Settings are compared at one rate, under the same arrivals. There goodput is the attainment times what was offered, so the better
-setting is the one with the higher attainment; of settings whose attainment is not told apart, the one with the lower latency.
-The machine costs the same whatever its knobs are, so the setting with the highest capacity is also the cheapest per token.
-docs/profiling.md has the rules in full.
+setting is the one with the higher attainment; of settings whose attainments do not differ beyond noise, the one with the lower
+latency. The machine costs the same whatever its knobs are, so the setting with the highest capacity is also the cheapest per
+token. docs/profiling.md has the rules in full.
 """
 
 from __future__ import annotations

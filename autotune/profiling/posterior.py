@@ -9,7 +9,7 @@ window. The truth about setting x is taken to be
 with one error μ common to all, and an error δ that settings share the more alike they behave in the simulation (the
 discrepancy of Kennedy and O'Hagan, J. R. Stat. Soc. B 63, 2001). A part of δ is shared only by settings that behave nearly the
 same: hardware goes in steps (tiles, graphs) that no smooth model has. σ comes from repeats, τ from the spread of d (its
-marginal likelihood). What to measure next is told by the knowledge gradient for correlated priors (Frazier, Powell and
+marginal likelihood). What to measure next follows from the knowledge gradient for correlated priors (Frazier, Powell and
 Dayanik, INFORMS J. Comput. 21, 2009): the goodput by which one more measurement is expected to improve the choice.
 
 Everything is in shares of the offered rate; the same inputs give the same numbers.

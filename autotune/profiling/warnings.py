@@ -20,7 +20,7 @@ BUSY = 0.15
 
 
 APART = 1.5
-"""Contexts of a sequence that differ by this factor are two, for the cost of a token of context to be told."""
+"""Contexts of a sequence that differ by this factor are two, for the cost of a token of context to be known."""
 
 
 def warnings(found: Findings) -> tuple[str, ...]:

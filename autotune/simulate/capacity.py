@@ -6,9 +6,9 @@ and then on the hardware. :func:`uphill` is the one climb from settings to bette
 
 One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
 steps (of up to a few hundredths where the machine's own steps scatter: a stall falls on other requests at another rate), and a
-bisection finds where it crosses what was promised. The rates tried lie on a fixed grid, equal steps of at most the
+bisection finds where it crosses the target. The rates tried lie on a fixed grid, equal steps of at most the
 precision, and each interval is halved at its roundest number, so that where the search begins changes nothing but its length
-(unless the share crosses the promise twice, whole octaves apart). A capacity is the rate at which those requests came, not the
+(unless the share crosses the target twice, whole octaves apart). A capacity is the rate at which those requests came, not the
 long-run mean of the workload: of a bursty one, a few thousand requests may come much faster or slower than that. Seeds differ;
 their mean and its 95% interval (Student's t) are what is known of the capacity.
 """
@@ -36,8 +36,8 @@ SEARCHED: Final = "searched here"
 _STEPS: Final = 8  # uphill, at most
 _ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
 
-Told = Callable[[float, bool], None]
-"""``told(rate, held)``: hears of each simulation."""
+Progress = Callable[[float, bool], None]
+"""``progress(rate, held)``: called with the outcome of each simulation."""
 
 
 class SeedCapacity(NamedTuple):
@@ -156,7 +156,7 @@ class RateSearch:
         return min(self._missed, default=math.inf)
 
     def tell(self, rate: float, held: bool) -> None:
-        """What came of ``rate``, which need not be the one asked for."""
+        """What came of ``rate``, which need not be the one requested."""
         (self._held if held else self._missed).append(rate)
 
     def ask(self) -> float | None:
@@ -258,11 +258,13 @@ class Search:
             answer=partial(scenario.mean_answer, requests=requests),
         )
 
-    def capacity(self, label: str, knobs: Knobs, start: float, told: Told = lambda rate, held: None) -> SettingCapacity:
+    def capacity(
+        self, label: str, knobs: Knobs, start: float, progress: Progress = lambda rate, held: None
+    ) -> SettingCapacity:
         """The capacity of ``knobs``, looked for around ``start`` requests/s."""
         found: list[SeedCapacity] = []
         for seed in self.seeds:
-            found.append(self._of_seed(knobs, seed, start, told))
+            found.append(self._of_seed(knobs, seed, start, progress))
             if found[-1].rate and found[-1].failed < math.inf:
                 start = found[-1].rate
         return SettingCapacity(label, knobs, tuple(found))
@@ -271,7 +273,7 @@ class Search:
         self,
         known: Mapping[str, SettingCapacity],
         others: Mapping[str, Knobs],
-        told: Told = lambda rate, held: None,
+        progress: Progress = lambda rate, held: None,
         around: Callable[[Knobs], Iterable[Knobs]] = lambda knobs: (),
         *,
         start: float = 1.0,
@@ -297,10 +299,10 @@ class Search:
                 bar = (
                     top.seeds[0].rate * (1 + self.precision) or start
                 )  # the same requests, only a little closer together
-                if top.rate and (bar > self.highest or not self._holds(knobs, bar, self.seeds[0], told)[0]):
+                if top.rate and (bar > self.highest or not self._holds(knobs, bar, self.seeds[0], progress)[0]):
                     tried.add(knobs)
                     return -math.inf
-            found[knobs] = self.capacity(labels.get(knobs, SEARCHED), knobs, bar, told)
+            found[knobs] = self.capacity(labels.get(knobs, SEARCHED), knobs, bar, progress)
             return _worth(found[knobs])
 
         tried: set[Knobs] = set()
@@ -313,17 +315,17 @@ class Search:
             whole = False
         return Best(max(found.values(), key=_worth), len(tried | found.keys()), whole)
 
-    def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score | None]:
+    def _holds(self, knobs: Knobs, rate: float, seed: int, progress: Progress) -> tuple[bool, Score | None]:
         score = self.simulate(knobs, rate, seed)
         held = score is not None and score.attainment >= self.target
-        told(rate, held)
+        progress(rate, held)
         return held, score
 
-    def _of_seed(self, knobs: Knobs, seed: int, start: float, told: Told) -> SeedCapacity:
+    def _of_seed(self, knobs: Knobs, seed: int, start: float, progress: Progress) -> SeedCapacity:
         search = RateSearch(start, precision=self.precision, lowest=self.lowest, highest=self.highest, step=self.step)
         best, tried, answer = None, 0, self.answer(seed)
         while (rate := search.ask()) is not None and not (tried and self.late()):
-            held, score = self._holds(knobs, rate, seed, told)
+            held, score = self._holds(knobs, rate, seed, progress)
             search.tell(rate, held)
             tried += 1
             best = score if held else best

@@ -1,4 +1,4 @@
-"""The simulated engine as a controller sees it: a :class:`runtime.tunable.Tunable` that holds a promise and a KV pool."""
+"""The simulated engine as a controller sees it: a :class:`runtime.tunable.Tunable` that holds SLOs and a KV pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPol
 
 
 class TunableSimulation:
-    """Knobs, limits, promises, records and the view of a core in virtual time."""
+    """Knobs, limits, SLOs, records and the view of a core in virtual time."""
 
     def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float]) -> None:
         self.core = core
@@ -47,7 +47,7 @@ class TunableSimulation:
 
     @property
     def slos(self) -> Mapping[str, SLO]:
-        """The promise to each request class; that of ``default`` is for classes not named."""
+        """The SLO of each request class; that of ``default`` is for classes not named."""
         return MappingProxyType(self._slos)
 
     @property

@@ -150,11 +150,11 @@ def test_pareto_drops_what_another_beats_in_everything() -> None:
         (388, 400, True),
     ],
 )
-def test_a_promise_is_broken_only_beyond_bad_luck(met: int, offered: int, expected: bool) -> None:
+def test_an_slo_is_refuted_only_beyond_bad_luck(met: int, offered: int, expected: bool) -> None:
     assert OBJECTIVE.refuted(point([run(SMALL, met, offered=offered)])) is expected
 
 
-def test_nothing_offered_shows_nothing_kept() -> None:
+def test_nothing_offered_shows_nothing_met() -> None:
     empty = at(SMALL, 40).model_copy(update={"offered": 0, "met": 0})
     assert OBJECTIVE.refuted(empty)
 
@@ -187,7 +187,7 @@ def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
     ("met", "offered", "expected"),
     [(7, 7, False), (99, 99, False), (100, 100, True), (99, 100, True), (394, 400, False)],
 )
-def test_only_requests_enough_tell_that_a_share_is_kept(met: int, offered: int, expected: bool) -> None:
+def test_only_requests_enough_tell_that_a_share_is_met(met: int, offered: int, expected: bool) -> None:
     assert OBJECTIVE.confirmed(point([run(SMALL, met, offered=offered)])) is expected
 
 
@@ -197,15 +197,15 @@ def test_the_verdict_in_words() -> None:
 
     kept, missed = brought(8.0, 200, 200), brought(12.0, 20)
     met, text = verdict(8.0, missed, kept)
-    assert met and text.startswith("balanced keeps 99% in SLO up to about 8 req/s (measured 100.0% of 200")
+    assert met and text.startswith("balanced serves 99% within the SLO up to about 8 req/s (measured 100.0% of 200")
     assert text.endswith("; at 12 req/s only 50.0% of 40)")
     met, text = verdict(8.0, kept)
-    assert met and text.startswith("balanced keeps 99% in SLO up to at least 8 req/s")
+    assert met and text.startswith("balanced serves 99% within the SLO up to at least 8 req/s")
     met, text = verdict(5.0, brought(5.0, 7, 7))
     assert met and "keeps" not in text
-    assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% are kept")
+    assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% meet the SLO")
     met, text = verdict(8.0, brought(8.0, 39))
-    assert met and "may keep 99%" in text and "97.5% of 40" in text
+    assert met and "may serve 99%" in text and "97.5% of 40" in text
     met, text = verdict(None, missed)
     assert not met and text.startswith("the SLO was not met at any rate tried: at best 50.0% of 40")
     met, text = verdict(300.0, brought(298.0, 400, 400, rate=300.0))

@@ -146,7 +146,7 @@ def test_what_serving_adds_is_in_every_step_once() -> None:
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def test_capacity_is_where_the_share_crosses_the_promise() -> None:
+def test_capacity_is_where_the_share_crosses_the_target() -> None:
     world, knobs = scenario(), Knobs(256, 0, 1024, 1024)
     told: list[tuple[float, bool]] = []
     search = Search.of(world, seeds=(0, 1, 2), requests=400)
@@ -181,7 +181,7 @@ def test_what_one_request_alone_misses_no_rate_holds() -> None:
     assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
 
 
-def test_a_promise_that_no_number_of_requests_breaks_has_no_bound() -> None:
+def test_an_slo_that_no_number_of_requests_violates_has_no_bound() -> None:
     search = Search.of(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
     found = search.capacity("it", Knobs(), 10.0)
     assert found.unbounded and found.rate > 1e6 and found.interval == (found.rate, math.inf)
