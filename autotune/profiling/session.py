@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.measure.evaluate import Interrupted, Served, Simulated
+from autotune.measure.evaluate import Interrupted, Served
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Reporter
@@ -22,6 +22,7 @@ from autotune.profiling.stages.rate import FOUND, find_rate, raise_rate
 from autotune.profiling.stages.simulating import simulate
 from autotune.profiling.stages.validation import simulate_paired, validate
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.target import EngineTarget
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock, MonotonicClock
 
@@ -46,17 +47,15 @@ class Session:
         host: Clock | None = None,
     ) -> None:
         host = host or MonotonicClock()
-        hardware = engine.clock if isinstance(engine, Simulated) else clock or host
+        target = EngineTarget(engine, model, question.workload, clock or host)
         spent = study.get("spent") or {}
         self._context = Context(
-            engine=engine,
-            model=model,
+            target=target,
             question=question,
             study=study,
             reporter=reporter,
             schedule=schedule or Schedule.of(question.budget_s),
-            meter=Meter(hardware, host, **spent),
-            clock=hardware,
+            meter=Meter(target.clock, host, **spent),
             host=host,
             found=Findings(space=question.space),
             stop=stop or (lambda: False),

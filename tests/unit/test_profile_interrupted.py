@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import autotune.profiling.stages.context as measuring
+import autotune.profiling.target as measuring
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings

@@ -146,8 +146,8 @@ def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: P
 
 def test_a_speed_far_off_is_followed_and_said(journal: Path) -> None:
     found, heard = changed(5.0, journal, question(sim_trials=10, trials=1), schedule=SHORTER)
-    assert any("the machine serves at 2" in note for note in heard.notes)
-    assert found.setup is not None and found.setup.speed == pytest.approx(0.2, rel=0.05)
+    assert any("the machine serves at " in note and "its calibrated speed" in note for note in heard.notes)
+    assert found.setup is not None and found.setup.speed == pytest.approx(0.2, rel=0.1)
     assert any("of the speed it was calibrated at" in reason for reason in warnings(found))
 
 

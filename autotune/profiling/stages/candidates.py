@@ -13,9 +13,9 @@ from autotune.profile.parts import KnobsField, Part, Point
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, pareto, point, points
 from autotune.profiling.setup import Setup
-from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import VLLM_LABEL, alike, is_baseline
 from autotune.profiling.stages.context import Context
+from autotune.profiling.target import Simulates
 from autotune.profiling.timing import CANDIDATES
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -131,12 +131,12 @@ def baseline_of(found: Sequence[Candidate]) -> Candidate | None:
     return next((one for one in found if one.label == VLLM_LABEL), None)
 
 
-def around(context: Context, setup: Setup) -> list[Simulator]:
+def around(context: Context, setup: Setup) -> list[Simulates]:
     """At the speeds the hardware may have."""
     return [context.simulator(setup.model_copy(update={"speed": factor * setup.speed})) for factor in _SPEEDS]
 
 
-def candidate(label: str, knobs: Knobs, simulators: Sequence[Simulator], setup: Setup) -> Candidate:
+def candidate(label: str, knobs: Knobs, simulators: Sequence[Simulates], setup: Setup) -> Candidate:
     """One setting under the fresh seeds, each at one of the speeds; under all of them where there is but one seed."""
     runs = [
         Run(stage="simulation", label=label, trial=-1, score=simulators[speed].long(knobs, setup.rate, seed))

@@ -6,20 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder, Served, Simulated, evaluate
-from autotune.measure.score import Score
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.fingerprint import OtherWork
-from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup, balanced_seeds
-from autotune.profiling.simulator import Simulator
-from autotune.profiling.steps import served_points
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
-from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
 
@@ -47,16 +43,14 @@ class Request:
 
 @dataclass
 class Context:
-    """One session's engine, question, study and what it has found so far."""
+    """One session's target, question, study and what it has found so far."""
 
-    engine: Served
-    model: ModelFacts
+    target: Target
     question: Question
     study: SweepStudy
     reporter: Reporter
     schedule: Schedule
     meter: Meter
-    clock: Clock  # the hardware's
     host: Clock
     found: Findings
     stop: Callable[[], bool]
@@ -70,10 +64,10 @@ class Context:
     def keep_time(self) -> None:
         self.study.put("spent", {"hardware_s": self.meter.hardware_s, "simulating_s": self.meter.simulating_s})
 
-    def simulator(self, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on this engine, by the cost model found."""
+    def simulator(self, setup: Setup) -> Simulates:
+        """Of ``setup``'s load, by the cost model found."""
         assert self.found.cost is not None
-        return Simulator.of(self.found.cost, self.engine, self.question.workload, setup)
+        return self.target.simulator(self.found.cost, setup)
 
     @property
     def cost_name(self) -> str:
@@ -137,49 +131,28 @@ class Context:
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _measure(self, request: Request, setup: Setup, label: str) -> Run:
-        if not self.warm and not isinstance(self.engine, Simulated):
+        if not self.warm and not self.target.virtual:
             self._warm_up(request, setup)
         self.warm = True
-        begun, work = self.clock.now(), OtherWork()
-        log = Recorder()
-        unsubscribe = self.engine.subscribe(log)
-        try:
-            found = self._served(request, setup, f"{request.stage}-{self.study.count('measurements')}")
-        finally:
-            unsubscribe()
-        if not isinstance(self.engine, Simulated):
-            self.found.others.append((self.clock.now() - begun, work.cores()))
-        found = found.model_copy(update={"rate": request.rate})  # as asked, to the last digit: runs are compared by it
-        return Run(stage=request.stage, label=label, trial=-1, score=found, steps=served_points(log.steps))
+        begun, work = self.target.clock.now(), OtherWork()
+        found = self._served(request, setup, f"{request.stage}-{self.study.count('measurements')}")
+        if not self.target.virtual:
+            self.found.others.append((self.target.clock.now() - begun, work.cores()))
+        score = found.score.model_copy(update={"rate": request.rate})  # to the last digit: runs are compared by it
+        return Run(stage=request.stage, label=label, trial=-1, score=score, steps=found.steps)
 
     def _warm_up(self, request: Request, setup: Setup) -> None:
-        """Have the engine serve a load like that ``request`` for.
+        """Have the engine serve a load like that of ``request``.
 
         It gets faster while its libraries meet the shapes of their products; the calibration's steps have few of them.
         """
         self.reporter.progress(0.0, "", "warming up", None)
-        load = self._load(request, setup)
+        load = setup.model_copy(update={"rate": request.rate}).apply(self.question.workload)
         (seed,) = balanced_seeds(load, request.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
         self._served(replace(request, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
 
-    def _load(self, request: Request, setup: Setup) -> Workload:
-        return setup.model_copy(update={"rate": request.rate}).apply(self.question.workload)
-
-    def _served(self, request: Request, setup: Setup, label: str) -> Score:
-        """The load ``request`` for, served."""
+    def _served(self, request: Request, setup: Setup, label: str) -> Measured:
+        load = Load(request.rate, request.seed, setup.window_s, setup.warmup_s)
+        tokens = (self.question.seed << 20) + self.study.count("loads")
         with self.meter.hardware():
-            return evaluate(
-                self.engine,
-                request.knobs,
-                self._load(request, setup),
-                setup.slo,
-                vocab_size=self.model.vocab_size,
-                seed=request.seed,
-                duration=setup.window_s,
-                warmup=setup.warmup_s,
-                # tokens of its own each time: no prefix of an earlier load is found
-                prompt_seed=(self.question.seed << 20) + self.study.count("loads"),
-                label=label,
-                stop=self.stop,
-                clock=self.clock,
-            )
+            return self.target.measure(request.knobs, load, setup, prompt_seed=tokens, label=label, stop=self.stop)

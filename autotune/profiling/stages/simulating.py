@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +13,10 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run
 from autotune.profiling.pool import Outcome
 from autotune.profiling.setup import Setup
-from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import SearchSpace, starting_points
 from autotune.profiling.stages.candidates import NEAR_BEST
 from autotune.profiling.stages.context import Context
+from autotune.profiling.target import Simulates
 from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.knobs import Knobs
 
@@ -30,7 +28,7 @@ class Trial:
     """A simulated trial: what ``objective`` says a setting is worth at one rate, under one seed."""
 
     objective: Objective
-    simulator: Simulator
+    simulator: Simulates
     rate: float
     seed: int
 
@@ -105,15 +103,7 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
 
 def _identity(trial: Trial) -> dict[str, Any]:
     """What tells its values from those of another machine or load."""
-    scenario = trial.simulator.scenario
-    cost = json.dumps(scenario.cost.facts.coefficients, sort_keys=True)
-    return {
-        "rate": trial.rate,
-        "window": trial.simulator.window(trial.rate),
-        "kv_tokens": scenario.kv_tokens,
-        "block_size": scenario.block_size,
-        "cost": f"{scenario.cost.facts.family} {hashlib.sha256(cost.encode()).hexdigest()[:12]}",
-    }
+    return {"rate": trial.rate, "window": trial.simulator.window(trial.rate), **trial.simulator.identity}
 
 
 def _keep(context: Context, trials: Sequence[SimulatedTrial]) -> None:
