@@ -9,7 +9,7 @@ model allow. Four kinds of scripts (:mod:`autotune.profiling.step_driver`):
 - *bursts*: many short prompts in one step.
 
 Sequences that decode together have prompts of unlike lengths, as they have when served. And *mixes*: loads to be served for a
-while, whose steps are taken as they come (:mod:`autotune.profiling.served_steps`).
+while, whose steps are taken as they come (:mod:`autotune.profiling.steps`).
 """
 
 from __future__ import annotations

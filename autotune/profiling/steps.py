@@ -5,28 +5,35 @@ script of reference steps runs in between, and times are divided by how slow the
 of a kind of step is its median; a first time that took much longer than the others (compilation, allocation) is left out, as
 is all of the warm-up. An engine gets faster in its first seconds (shapes that a library meets for the first time, memory never
 touched before), so what is measured in them counts only where nothing like it was measured again.
+
+A planned step is clean: nothing arrives, nothing leaves, nobody listens. In serving all of that costs time too, and a mean over
+steps is what requests feel; so part of a calibration is a load, served as :func:`autotune.measure.evaluate.evaluate` serves it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from autotune.cost.fit import FEWEST, SERVED
 from autotune.cost.model import CostModel, fit_cost_model, with_predictions
-from autotune.measure.evaluate import EvaluationError, Served
+from autotune.measure.evaluate import EvaluationError, Recorder, Served, evaluate
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.drift import Drift, ReferenceStep
-from autotune.profiling.served_steps import served_steps, serving_samples
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
-from autotune.profiling.step_driver import Sample, Script, StepDriver
+from autotune.profiling.step_driver import Sample, Script, StepDriver, samples
 from autotune.profiling.step_plan import REFERENCE_DECODES, Mix, Pilot, StepPlan
 from autotune.profiling.warnings import unseen
+from autotune.workload import parse_workload
 from runtime.clock import Clock
+from runtime.knobs import Knobs
 from runtime.records import StepRecord
+from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
 
 ROUNDS = 3
@@ -43,6 +50,13 @@ _FIRST = 1.5  # times the median of the others: a first time above that is left 
 _STALL = 2.5  # times the median: above that a served step is left out
 _UNLIKE = 0.2  # spread that is assumed of served steps of which there are few
 _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of step
+
+
+PATIENT = SLO(ttft_ms=20_000, tpot_ms=1000)
+"""Which a drain may wait for."""
+_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
+_SPREAD = 1.0, 0.7  # coefficients of variation of prompts and outputs
+_RUNS = itertools.count(1)
 
 
 class _Stretch(NamedTuple):
@@ -157,6 +171,48 @@ def measure_steps(
         overhead_of(served),
         jitter_of(served),
     )
+
+
+def served_steps(
+    engine: Served, model: ModelFacts, mix: Mix, *, seed: int, clock: Clock, stop: Callable[[], bool] | None = None
+) -> list[Sample]:
+    """Serve ``mix`` and return its steps, in order; the engine is left idle, its knobs changed.
+
+    Raises as :func:`~autotune.measure.evaluate.evaluate`.
+    """
+    limits = engine.effective_limits
+    longest = max(1, min(model.max_model_len, engine.kv_tokens // 2) // 2)
+    prompts, outputs = _SPREAD
+    load = parse_workload(
+        f"gamma:cv={mix.cv:g},prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
+        f"cap_prompt={min(longest, 8 * mix.prompt)},cap_output={min(longest, 8 * mix.output)}"
+    ).at_rate(mix.rate)
+    run = next(_RUNS)  # prompts of its own: no earlier run's prefixes are found in the cache
+    log = Recorder()
+    unsubscribe = engine.subscribe(log)
+    try:
+        evaluate(
+            engine,
+            limits.clamp(Knobs(limits.max_batch_size, 0, limits.max_batch_size + 2 * mix.chunk, mix.chunk)),
+            load,
+            PATIENT,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            prompt_seed=(seed << 20) + run,
+            duration=mix.seconds,
+            label=f"mix-{run}",
+            stop=stop,
+            clock=clock,
+        )
+    finally:
+        unsubscribe()
+    return serving_samples(log.steps)
+
+
+def serving_samples(records: Sequence[StepRecord]) -> list[Sample]:
+    """Each step with the time since the one before it, unless the engine had nothing to do then."""
+    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > _IDLE_S}
+    return samples(records, idle, whole=True)
 
 
 def _room(engine: Served, model: ModelFacts) -> int:
