@@ -43,7 +43,10 @@ class Simulator:
 
     @classmethod
     def of(cls, cost: CostModel, engine: Served, workload: Workload, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says; steps scatter."""
+        """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says.
+
+        Steps scatter as served ones did, at the same times whatever the setting.
+        """
         cost = cost.serving()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
@@ -55,6 +58,7 @@ class Simulator:
             prefix_cache=bool(getattr(engine, "prefix_cache", True)),
             workload=setup.apply(workload),
             slo=setup.slo,
+            common_jitter=True,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 

@@ -48,7 +48,8 @@ class SimulatedEngine(TunableSimulation):
 
     ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
     ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
-    ``jitter``, how such times scatter, measured; both drawn from ``seed``.
+    ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
+    times whatever is run); both drawn from ``seed``.
     ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
     turning knobs.
 
@@ -71,6 +72,7 @@ class SimulatedEngine(TunableSimulation):
         max_queue: int = 4096,
         noise: float = 0.0,
         jitter: JitterFacts | None = None,
+        jitter_by_time: bool = False,
         seed: int = 0,
         fast_forward: bool = True,
     ) -> None:
@@ -86,7 +88,7 @@ class SimulatedEngine(TunableSimulation):
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
-        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed)
+        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time)
         weights = {c.name: c.weight for c in classes}
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights)
         if admission:

@@ -33,7 +33,8 @@ WARM_UP = 0.1  # of the requests, before the window begins
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
-    ``workload`` has its lengths scaled and capped; its own rate is not looked at.
+    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``common_jitter``: steps are slow at the same
+    times under every setting, for comparing settings that differ little (common random numbers).
     """
 
     cost: CostModel
@@ -43,6 +44,7 @@ class Scenario:
     prefix_cache: bool
     workload: Workload
     slo: SLO
+    common_jitter: bool = False
 
     @classmethod
     def of(
@@ -120,6 +122,7 @@ class Scenario:
             slo=self.slo,
             prefix_cache=self.prefix_cache,
             jitter=self.cost.facts.jitter,
+            jitter_by_time=self.common_jitter,
             seed=seed,
         )
 
