@@ -20,7 +20,7 @@ from autotune.measure.evaluate import evaluate
 from autotune.measure.score import Score
 from autotune.profile import Capacity, Confidence, Point, Profile, Setting, SimulationFacts, save_profile
 from autotune.profile.parts import StepPoint
-from autotune.profiling.choice import choose
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage, pareto, point, points
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
@@ -68,7 +68,7 @@ def report_profile(folder: Path, *, trials: int = 200, window_s: float = 30.0, s
         for knobs in chosen
     ]
     compared = points(validated)
-    settings = choose(compared, SLO_)
+    settings = Objective(SLO_).choose(compared)
     balanced = settings["balanced"]
     twins = [run_one(cost, "simulation", "twin", run.knobs, window_s, RATE, run.score.seed) for run in validated]
     capacity = [
@@ -113,7 +113,7 @@ def finished(
     gpu = base.machine.gpu and base.machine.gpu.model_copy(update={"count": 1, "name": "Example GPU"})
     met = held is not None
     verdict = (
-        f"balanced keeps 99% in SLO up to about {held.offered_rate:.3g} req/s"
+        f"balanced serves 99% within the SLO up to about {held.offered_rate:.3g} req/s"
         if held
         else "the SLO was not met at any rate tried"
     )

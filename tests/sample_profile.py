@@ -147,7 +147,7 @@ def sample_profile(
         },
         "baseline": None,
         "capacity": None,
-        "verdict": "balanced keeps 99% in SLO up to about 11.8 req/s",
+        "verdict": "balanced serves 99% within the SLO up to about 11.8 req/s",
         "slo_met": True,
         "seed": 0,
         "points": tuple(sample_point(knobs, name) for name, knobs in settings.items()),

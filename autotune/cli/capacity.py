@@ -68,7 +68,7 @@ def capacity(
     best: Best | None = None
     stopped = False
     with stop_on_interrupt() as stop:
-        search = Search(
+        search = Search.of(
             scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
         )  # fmt: skip
         try:

@@ -183,7 +183,7 @@ def _show(found: Check, console: Console) -> None:
     for r in found.regions:
         times = (f"{r.measured_ms:.3g} ms", f"{r.predicted_ms:.3g} ms")
         name = r.region if r.noun == "steps" else f"{r.region} {r.noun}"
-        table.add_row(name, *times, f"{r.difference:+.0%}", f"{r.doubt:.0%}", words[r.verdict])
+        table.add_row(name, *times, f"{r.difference:+.0%}", f"{r.uncertainty:.0%}", words[r.verdict])
     console.print(table)
     print(found.sentence)
 

@@ -88,7 +88,7 @@ def simulate(
             display.stage_done(f"{done}/{total}", "")
             if asked.price is not None:
                 display.stage("pricing")
-                search = Search(scenario, taken, requests, controller=controller, stop=stop.is_set)
+                search = Search.of(scenario, taken, requests, controller=controller, stop=stop.is_set)
                 told = shared.progress(display)
                 for name, setting in asked.settings.items():
                     known[name] = search.capacity(name, setting, offered, told)

@@ -19,14 +19,15 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
-from autotune.profiling.coverage import lacking
-from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import gain, pareto, points
-from autotune.profiling.verdict import judge
+from autotune.profiling.setup import Setup
+from autotune.profiling.warnings import unseen, warnings
 from runtime.knobs import Knobs
 
 _MOST_PARETO = 24
+_LONGER = "a longer --budget tells more"
 
 
 def assemble(
@@ -92,11 +93,11 @@ def assemble(
         points_file=points_file.name,
         cost_model=None if findings.cost is None else findings.cost.facts,
         simulation=simulation_facts(findings),
-        simulated=(*twin_points(findings), *pareto_points(findings)),
+        simulated=(*paired_points(findings), *pareto_points(findings)),
         gain=gain_of(findings, settings["balanced"].knobs, baseline),
         confidence=sure_of(findings),
         price_per_hour=price_per_hour,
-        doubts=doubts(findings),
+        doubts=warnings(findings),
     )
 
 
@@ -110,11 +111,11 @@ def gain_of(findings: Findings, recommended: Knobs, baseline: Knobs) -> Gain | N
 
 def sure_of(findings: Findings) -> Confidence | None:
     """The confidence, with what the calibration did not see: the choice rests on simulations of it."""
-    found, unseen = findings.confidence, lacking(findings.steps) if findings.steps else ()
-    if found is None or not unseen:
+    found, missing = findings.confidence, unseen(findings.steps) if findings.steps else ()
+    if found is None or not missing:
         return found
     return found.model_copy(
-        update={"sentence": f"{found.sentence}; less sure than that, for the calibration saw {', '.join(unseen)}"}
+        update={"sentence": f"{found.sentence}; less sure than that, for the calibration saw {', '.join(missing)}"}
     )
 
 
@@ -122,8 +123,8 @@ def simulation_facts(findings: Findings) -> SimulationFacts | None:
     if not findings.simulated:
         return None
     measured = {(p.knobs, p.rate): p.goodput.mean for p in points(findings.runs) if p.stage == "validation"}
-    twins = twin_points(findings)
-    compared = [p for p in twins if findings.setup is not None and p.rate == findings.setup.rate] or twins
+    paired = paired_points(findings)
+    compared = [p for p in paired if findings.setup is not None and p.rate == findings.setup.rate] or paired
     errors = [
         abs(p.goodput.mean - measured[p.knobs, p.rate]) / measured[p.knobs, p.rate]
         for p in compared
@@ -138,17 +139,17 @@ def simulation_facts(findings: Findings) -> SimulationFacts | None:
     )
 
 
-def twin_points(findings: Findings) -> list[Point]:
+def paired_points(findings: Findings) -> list[Point]:
     """The simulation of every validated setting, under the very requests it was measured with."""
-    twins = {(run.knobs, run.score.rate, run.score.seed): run for run in findings.twins}
+    paired = {(run.knobs, run.score.rate, run.score.seed): run for run in findings.paired}
     validated = [run for run in findings.runs if run.stage == "validation"]
     keys = dict.fromkeys((run.knobs, run.score.rate, run.score.seed) for run in validated)
-    return points(twins[key] for key in keys if key in twins)
+    return points(paired[key] for key in keys if key in paired)
 
 
 def pareto_points(findings: Findings) -> list[Point]:
     """What no other simulated setting beats, at the rate of the comparison and under fresh seeds; by goodput."""
-    front = pareto(findings.finalists or points(findings.simulated))
+    front = pareto(findings.candidates or points(findings.simulated))
     return sorted(front, key=lambda p: p.goodput.mean, reverse=True)[:_MOST_PARETO]
 
 
@@ -162,3 +163,63 @@ def sidecar(findings: Findings) -> str:
         for stage, knobs, cause in findings.unmeasured
     ]
     return "".join(line + "\n" for line in lines)
+
+
+def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
+    """Whether the SLO's attainment was missed at no more than some of the rates tried, and the sentence that says it.
+
+    Rates are those that came in, not those requested. "Serves" is said only where :func:`Objective.confirmed`.
+    """
+    setup: Setup | None = findings.setup
+    assert setup is not None
+    slo, objective = setup.slo, Objective(setup.slo)
+    share = f"{slo.attainment * 100:g}%"
+    if findings.capacity is None:
+        return not objective.refuted(balanced), (
+            f"stopped before the highest rate at which {share} meet the SLO was looked for; at {_rate(balanced)} offered, "
+            f"the balanced setting served {_share(balanced)} within it"
+        )
+    tried = findings.capacity.tried
+    missed = sorted((p for p in tried if objective.refuted(p)), key=lambda p: p.offered_rate)
+    if findings.capacity.rate is None:
+        best = max(missed, key=lambda p: p.attainment, default=balanced)
+        above = max((p for p in tried if p not in missed), key=lambda p: p.offered_rate, default=None)
+        luck = "" if above is None else f" ({_share(above)} at {_rate(above)} must then have been luck)"
+        return False, (
+            f"the SLO was not met at any rate tried: at best {_share(best)} at {_rate(best)}{luck}, "
+            f"where {share} are asked; ask for less (--slo), or for shorter requests"
+        )
+    at = next(p for p in tried if p.rate == findings.capacity.rate)
+    beyond = next((p for p in missed if p.offered_rate > at.offered_rate), None)
+    fell = "" if beyond is None else f"; at {_rate(beyond)} only {beyond.attainment * 100:.1f}% of {beyond.offered}"
+    if at.attainment < slo.attainment:
+        return True, (
+            f"balanced may serve {share} within the SLO up to about {_rate(at)}{fell}: {_share(at)} is too short a measurement "
+            f"to tell; {_LONGER}"
+        )
+    if not objective.confirmed(at):
+        misses = at.offered - at.met
+        seen = f"{misses} {'miss' if misses == 1 else 'misses'}" if misses else "no miss"
+        return True, (
+            f"balanced: {seen} in {at.offered} requests at {_rate(at)}{fell}: too few to tell whether {share} "
+            f"meet the SLO; {_LONGER}"
+        )
+    if at.rate >= setup.most_rate:
+        return True, (
+            f"balanced serves {share} within the SLO at {_rate(at)} (measured {_share(at)}), "
+            "the most that can be offered here: the machine may do more"
+        )
+    if beyond is None:
+        return True, (
+            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {_share(at)}); it was missed "
+            "at no higher rate"
+        )
+    return True, f"balanced serves {share} within the SLO up to about {_rate(at)} (measured {_share(at)}{fell})"
+
+
+def _rate(p: Point) -> str:
+    return f"{p.offered_rate:.3g} req/s"
+
+
+def _share(p: Point) -> str:
+    return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"

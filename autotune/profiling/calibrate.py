@@ -1,4 +1,4 @@
-"""From what a machine's steps cost to the load it is profiled under, and to what may be promised.
+"""From what a machine's steps cost to the load it is profiled under, and to the SLO.
 
 One request alone is measured; how the engine does when it is full is simulated, by the cost model fitted to its steps. From
 those follow the length scale, the SLO when none was given, a first rate, and where the search begins. All of it is stored
@@ -69,10 +69,10 @@ def request_alone(engine: Engine, model: ModelFacts, *, seed: int, stop: Callabl
         for record in recorder.requests.values():
             if record.reason is FinishReason.ERROR:
                 raise EvaluationError(f"request {record.id} failed: {record.cause or 'no cause given'}")
-    kept = found[1:]
+    counted = found[1:]
     return Alone(
-        ttft=statistics.median(r.ttft or 0.0 for r in kept),
-        tpot=statistics.median(r.tpot or r.ttft or 0.0 for r in kept),
+        ttft=statistics.median(r.ttft or 0.0 for r in counted),
+        tpot=statistics.median(r.tpot or r.ttft or 0.0 for r in counted),
         prompt_tokens=prompt,
     )
 
@@ -90,7 +90,7 @@ def draw_setup(
     window_s: float,
     warmup_s: float,
 ) -> Setup:
-    """The load and the promise for this engine; ``rate`` and ``slo`` as they were given."""
+    """The load and the SLO for this engine; ``rate`` and ``slo`` as they were given."""
     scale = workload.length_scale
     if scale == 1.0:  # no scale of its own
         natural = sample(workload, seed)

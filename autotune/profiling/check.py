@@ -2,7 +2,7 @@
 
 Small scripts of the calibration (:mod:`autotune.profiling.step_plan`) are run in rounds, each in an order of its own, so that
 no kind of step meets only one mood of the machine. In each round, the median of measured over predicted time is taken for every
-region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *doubt* goes:
+region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *uncertainty* goes:
 
 - the distribution-free 99% interval of a median over the rounds (order statistics; few rounds: all of them), and
 - the cost model's own cross-validated error in that region: the standard error of a median over the kinds of steps,
@@ -11,8 +11,8 @@ added as squares. Steps are held against the model that was fitted to planned on
 the model that simulations go by says so. A profile that has no such model is off by that everywhere, so there the error is
 not averaged out. With ``threshold`` as what matters:
 
-- *stale*: the difference is above the threshold, and less its doubt still above half of it;
-- *fits*: neither the difference nor the doubt is above the threshold;
+- *stale*: the difference is above the threshold, and less its uncertainty still above half of it;
+- *fits*: neither the difference nor the uncertainty is above the threshold;
 - *cannot tell*: anything else; and slower steps while other processes took processors from the engine.
 """
 
@@ -70,20 +70,20 @@ class RegionCheck:
     noun: str = "steps"
 
     @property
-    def doubt(self) -> float:
+    def uncertainty(self) -> float:
         return math.hypot(self.noise, self.model)
 
     @property
     def verdict(self) -> Verdict:
         size = abs(self.difference)
-        if size > self.threshold and size - self.doubt > self.threshold / 2:
+        if size > self.threshold and size - self.uncertainty > self.threshold / 2:
             return "unclear" if self.crowded and self.difference > 0 else "stale"
-        return "fits" if max(size, self.doubt) <= self.threshold else "unclear"
+        return "fits" if max(size, self.uncertainty) <= self.threshold else "unclear"
 
-    def words(self, *, doubt: bool = False) -> str:
-        """``decode steps 14% slower``, with ± if ``doubt``."""
+    def words(self, *, uncertainty: bool = False) -> str:
+        """``decode steps 14% slower``, with ± if ``uncertainty``."""
         how = "slower" if self.difference >= 0 else "faster"
-        about = f" (±{self.doubt:.0%})" if doubt else ""
+        about = f" (±{self.uncertainty:.0%})" if uncertainty else ""
         return f"{self.region} {self.noun} {abs(self.difference):.0%} {how}{about}"
 
 
@@ -123,7 +123,7 @@ class Check:
             why = "machine too noisy"
         else:
             why = "the profile's cost model is too rough"
-        return f"cannot tell: {why} ({', '.join(r.words(doubt=True) for r in about)})"
+        return f"cannot tell: {why} ({', '.join(r.words(uncertainty=True) for r in about)})"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -142,7 +142,7 @@ class Check:
                     "measured_ms": round(r.measured_ms, 4),
                     "predicted_ms": round(r.predicted_ms, 4),
                     "difference": round(r.difference, 4),
-                    "doubt": round(r.doubt, 4),
+                    "doubt": round(r.uncertainty, 4),
                     "noise": round(r.noise, 4),
                 }
                 for r in self.regions

@@ -1,4 +1,4 @@
-"""What a profiling run is asked, and what it has found so far."""
+"""What a profiling run is to find out, and what it has found so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autotune.cost.model import CostModel
 from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
-from autotune.profiling.choice import choose
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage, points
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import SearchSpace
@@ -23,7 +23,7 @@ SIM_TRIALS = 240
 class Question:
     """What is asked.
 
-    ``slo`` and ``rate`` None: settled by the calibration and the simulation. ``sim_trials``: settings to simulate,
+    ``slo`` and ``rate`` None: found by the calibration and the simulation. ``sim_trials``: settings to simulate,
     by ``workers`` processes.
     ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound.
     """
@@ -44,10 +44,10 @@ class Findings:
     """What a session has found so far.
 
     ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``measured``: what was
-    measured on the hardware, by its key in the study; ``twins``: the simulation of each of those; ``finalists``: the simulation
+    measured on the hardware, by its key in the study; ``paired``: the simulation of each of those; ``candidates``: the simulation
     of the settings worth measuring, at the rate of the comparison; ``failures``: (number, cause) of simulated trials;
-    ``unmeasured``: what failed on the hardware, and why. ``expected``: share of the offered rate each validated setting is
-    believed to serve in SLO, measurement and simulation taken together. ``capacity`` None: not looked for.
+    ``unmeasured``: what failed on the hardware, and why. ``expected``: attainment that each validated setting is
+    expected to have, measurement and simulation taken together. ``capacity`` None: not looked for.
 
     ``hardware_s``: seconds the hardware was held, by its own clock, calibration included; ``simulating_s``, ``cpu_s``: of the
     host while simulating, by the wall and of CPU.
@@ -59,8 +59,8 @@ class Findings:
     cost: CostModel | None = None
     simulated: list[Run] = field(default_factory=list)
     measured: dict[str, Run] = field(default_factory=dict)
-    twins: list[Run] = field(default_factory=list)
-    finalists: list[Point] = field(default_factory=list)
+    paired: list[Run] = field(default_factory=list)
+    candidates: list[Point] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     unmeasured: list[tuple[Stage, Knobs, str]] = field(default_factory=list)
     expected: Mapping[Knobs, float] = field(default_factory=dict)
@@ -100,4 +100,5 @@ class Findings:
             return {}
         found = [p for p in found if p.knobs in self.expected] or found  # what one run showed is not what is expected
         allowed = [p for p in found if self.space.allows(p.knobs)]
-        return choose(allowed or found, self.setup.slo, self.expected, noise=self.noise, baseline=self.baseline)
+        objective = Objective(self.setup.slo)
+        return objective.choose(allowed or found, self.expected, noise=self.noise, baseline=self.baseline)

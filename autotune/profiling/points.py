@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from autotune.measure.score import Score
-from autotune.profile.parts import Gain, Part, Point, Spread
+from autotune.profile.parts import Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
@@ -21,12 +21,16 @@ _DRAWS = 5_000_000  # in memory at a time
 
 
 class Run(Part):
-    """One measurement: a line of the sidecar file. ``trial``: its number in the study, -1 outside the search."""
+    """One measurement: a line of the sidecar file. ``trial``: its number in the study, -1 outside the search.
+
+    ``steps``: those of the hardware, a point for each kind; empty in simulation and in runs of earlier versions.
+    """
 
     stage: Stage
     label: str
     trial: int
     score: Score
+    steps: tuple[StepPoint, ...] = ()
 
     @property
     def knobs(self) -> Knobs:

@@ -19,11 +19,11 @@ from autotune.profiling.reporting import Reporter
 from autotune.profiling.stages.calibrating import calibrate
 from autotune.profiling.stages.capacity import find_capacity
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.settling import SETTLED, settle_rate, to_knee
+from autotune.profiling.stages.rate import FOUND, find_rate, raise_rate
 from autotune.profiling.stages.simulating import simulate
-from autotune.profiling.stages.twins import simulate_twins
-from autotune.profiling.stages.validating import validate
+from autotune.profiling.stages.validation import simulate_paired, validate
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.target import EngineTarget
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock, MonotonicClock
 
@@ -47,16 +47,15 @@ class Session:
         host: Clock | None = None,
     ) -> None:
         host = host or MonotonicClock()
+        target = EngineTarget(engine, model, question.workload)
         spent = study.get("spent") or {}
         self._context = Context(
-            engine=engine,
-            model=model,
+            target=target,
             question=question,
             study=study,
             reporter=reporter,
             schedule=schedule or Schedule.of(question.budget_s),
-            meter=Meter(engine.clock, host, **spent),
-            clock=engine.clock,
+            meter=Meter(target.clock, host, **spent),
             host=host,
             found=Findings(space=question.space),
             stop=stop or (lambda: False),
@@ -66,22 +65,22 @@ class Session:
         """Go through the stages; whatever stops it, what was found by then is returned."""
         context, found = self._context, self._context.found
         try:
-            if context.study.measurements.find(SETTLED) is not None:
+            if context.study.measurements.find(FOUND) is not None:
                 context.reporter.note("going on with the study of an earlier run; --fresh begins anew")
             found.setup = calibrate(context)
             space = context.question.space.narrowed(found.setup.fitted)
             context.reporter.stage("simulating")
-            found.setup = settle_rate(context, found.setup, space)
+            found.setup = find_rate(context, found.setup, space)
             context.reporter.ready(found.setup)
             simulate(context, found.setup, space)
-            found.setup = to_knee(context, found.setup, space)
+            found.setup = raise_rate(context, found.setup, space)
             validate(context, found.setup)
             find_capacity(context, found.setup)
         except Interrupted:
             found.stopped = True
             context.recall()
         finally:
-            simulate_twins(context)
+            simulate_paired(context)
             context.keep_time()
             found.hardware_s, found.simulating_s = context.meter.hardware_s, context.meter.simulating_s
         return found

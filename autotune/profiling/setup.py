@@ -1,4 +1,4 @@
-"""The load and the promise a machine is profiled under, drawn from what the calibration measured.
+"""The load and the SLO a machine is profiled under, drawn from what the calibration measured.
 
 The length scale, the SLO when none was given, the first guess of the knobs and the rate are each a small function of step
 costs and lengths; docs/how-to/profile.md says why each rule is as it is.
@@ -36,10 +36,10 @@ class Setup(Part):
     """What the calibration decided.
 
     ``rate``: mean requests/s at which settings are compared; ``fitted``: where the search begins; ``most_rate``: more cannot be
-    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of what cost model and excess say.
+    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of the calibrated speed.
     ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
     that of the search; ``simulated_requests``: in each;
-    ``candidates``: settings found in simulation beside the trials; that which keeps its promise up to ``rate``, or, where the
+    ``candidates``: settings found in simulation beside the trials; that which meets the SLO up to ``rate``, or, where the
     rate was given, those that serve the most at it.
     """
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
@@ -13,6 +16,9 @@ from autotune.profiling.setup import Setup
 from autotune.simulate.scenario import Scenario
 from autotune.workload import Workload
 from runtime.knobs import Knobs
+
+PAIRED = "paired"
+"""The label of the simulation of what was measured."""
 
 REQUESTS = 2000
 """Requests in a long simulated window. Their lengths vary so much that the load of fewer is not the mean load, and a
@@ -39,9 +45,9 @@ class Simulator:
     def of(cls, cost: CostModel, engine: Engine, workload: Workload, setup: Setup) -> Simulator:
         """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says.
 
-        Every step takes its mean: settings are compared, and jitter would be a noise of its own in each.
+        Steps scatter as served ones did, at the same times whatever the setting.
         """
-        cost = cost.serving().even()
+        cost = cost.serving()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
         facts = engine.facts
@@ -53,6 +59,7 @@ class Simulator:
             prefix_cache=facts.prefix_cache,
             workload=setup.apply(workload),
             slo=setup.slo,
+            common_jitter=True,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 
@@ -60,16 +67,27 @@ class Simulator:
         """Under as many requests as tell settings apart, or as a finite workload has."""
         return self.scenario.measure_over(knobs, rate, seed, *self.window(rate), stop=stop)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells what it simulates from what another machine would."""
+        cost = self.scenario.cost.facts
+        coefficients = hashlib.sha256(json.dumps(cost.coefficients, sort_keys=True).encode()).hexdigest()
+        return {
+            "kv_tokens": self.scenario.kv_tokens,
+            "block_size": self.scenario.block_size,
+            "cost": f"{cost.family} {coefficients[:12]}",
+        }
+
     def window(self, rate: float) -> tuple[float, float]:
         """(warm-up, window) of :meth:`long`, s. At any rate it holds the same requests."""
         window = self.requests / rate
         return _WARM_UP * window, window
 
-    def twin(self, run: Run) -> Run:
+    def paired(self, run: Run) -> Run:
         """The simulation of the very requests that ``run`` measured."""
         score = run.score
         found = self.scenario.measure_over(run.knobs, score.rate, score.seed, self.warmup_s, score.window_s)
-        return Run(stage="simulation", label="twin", trial=-1, score=found)
+        return Run(stage="simulation", label=PAIRED, trial=-1, score=found)
 
 
 def requests_of(workload: Workload, trials: int, simulate_s: float | None) -> int:

@@ -175,7 +175,7 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
     """What to try before the sampler proposes anything: the defaults of other engines, then ``fitted``, half and double.
 
     Defaults are clamped to the engine's limits and otherwise tried as they are, outside pins and ranges too: they are
-    yardsticks, not candidates (:func:`is_yardstick`).
+    baselines, not candidates (:func:`is_baseline`).
     """
     points: list[tuple[str, Knobs]] = []
     for label, knobs in {VLLM_LABEL: VLLM_DEFAULTS, **OTHER_DEFAULTS}.items():
@@ -194,7 +194,22 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
     return points
 
 
-def is_yardstick(label: str) -> bool:
+ALIKE = 1.2
+"""Two settings whose logarithmic knobs all lie within this ratio are not worth two validations."""
+
+
+def alike(a: Knobs, b: Knobs) -> bool:
+    """Whether two settings are all but the same: see :data:`ALIKE`."""
+    for spec in KNOBS:
+        x, y = getattr(a, spec.name), getattr(b, spec.name)
+        if spec.log and not 1 / ALIKE <= x / y <= ALIKE:
+            return False
+        if not spec.log and abs(x - y) > 1:
+            return False
+    return True
+
+
+def is_baseline(label: str) -> bool:
     """Whether a starting point of this label is another engine's default."""
     return label == VLLM_LABEL or label in OTHER_DEFAULTS
 

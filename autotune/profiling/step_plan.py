@@ -9,7 +9,7 @@ model allow. Four kinds of scripts (:mod:`autotune.profiling.step_driver`):
 - *bursts*: many short prompts in one step.
 
 Sequences that decode together have prompts of unlike lengths, as they have when served. And *mixes*: loads to be served for a
-while, whose steps are taken as they come (:mod:`autotune.profiling.served_steps`).
+while, whose steps are taken as they come (:mod:`autotune.profiling.steps`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from runtime.records import StepRecord
 RUNG = 5
 """Decode steps on each rung of a ladder, the first of which does not count."""
 
-ANCHOR_STEPS = 16
-_ANCHOR = [64] * 8
+REFERENCE_DECODES = 16
+_REFERENCE = [64] * 8
 _BETWEEN, _BEHIND = 2, 4  # decode steps before and after each prompt
 _OUTPUT = 512  # tokens a request may put out before it is cancelled
 _LADDERS, _ALONE, _MIXED, _BURSTS, _SERVING = 0.25, 0.2, 0.2, 0.1, 0.25  # shares of what the first round computes
@@ -104,11 +104,11 @@ class StepPlan:
         size = min(256, self._longest, self._budget, self._chunk)
         return self._alone([(size, size)] * 2)
 
-    def anchor(self) -> Script:
+    def reference(self) -> Script:
         """The same few decodes whenever it is run."""
-        batch = max(1, self._fit(len(_ANCHOR), _ANCHOR[0]))
-        yield from self._filled([min(n, self._longest) for n in _ANCHOR[:batch]], sum(_ANCHOR))
-        for _ in range(ANCHOR_STEPS):
+        batch = max(1, self._fit(len(_REFERENCE), _REFERENCE[0]))
+        yield from self._filled([min(n, self._longest) for n in _REFERENCE[:batch]], sum(_REFERENCE))
+        for _ in range(REFERENCE_DECODES):
             yield
 
     def scripts(self, seconds: float, pilot: Pilot) -> list[Callable[[], Script]]:

@@ -1,48 +1,63 @@
 """Measures the steps of a plan on a live engine, until a cost model fitted to them stands still or the time is over.
 
 Everything is done in rounds, each in an order of its own, so that no kind of step meets only one mood of the machine. A small
-anchor script runs in between, and times are divided by how the machine's pace then compares with its usual one. What is known
+script of reference steps runs in between, and times are divided by how slow the machine then was. What is known
 of a kind of step is its median; a first time that took much longer than the others (compilation, allocation) is left out, as
 is all of the warm-up. An engine gets faster in its first seconds (shapes that a library meets for the first time, memory never
 touched before), so what is measured in them counts only where nothing like it was measured again.
+
+A planned step is clean: nothing arrives, nothing leaves, nobody listens. In serving all of that costs time too, and a mean over
+steps is what requests feel; so part of a calibration is a load, served as :func:`autotune.measure.evaluate.evaluate` serves it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from autotune.cost.facts import JitterFacts, StepPoint
 from autotune.cost.fit import FEWEST, SERVED
 from autotune.cost.model import CostModel, fit_cost_model, with_predictions
 from autotune.engines import Engine
-from autotune.measure.evaluate import EvaluationError
-from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
-from autotune.profiling.coverage import lacking
-from autotune.profiling.excess import excess_of, jitter_of, served_over_told
-from autotune.profiling.pace import Anchor, Pace
-from autotune.profiling.served_steps import served_steps
-from autotune.profiling.step_driver import Sample, Script, StepDriver
-from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
+from autotune.measure.evaluate import EvaluationError, Recorder, evaluate
+from autotune.profile.parts import ModelFacts
+from autotune.profiling.drift import Drift, ReferenceStep
+from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
+from autotune.profiling.step_driver import Sample, Script, StepDriver, samples
+from autotune.profiling.step_plan import REFERENCE_DECODES, Mix, Pilot, StepPlan
+from autotune.profiling.warnings import unseen
+from autotune.workload import parse_workload
+from runtime.knobs import Knobs
 from runtime.records import StepRecord
+from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
 
 ROUNDS = 3
 """A plan is sized so that this many rounds as the first one fit into the time. Later ones serve more, so the last is cut short; a
-settled fit ends sooner."""
+stable fit ends sooner."""
 
 _MOST_ROUNDS = 16
 _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
 _COLD_S, _COLD = 10.0, 0.25  # seconds in which an engine may get faster, at most; of the budget at most
 _LATER = 2  # times a kind of step has to come about behind them for those before to be left out
 _SETTLED = 0.01  # median relative change of the predictions by another round
-_ANCHOR_EVERY = 0.15  # of a round
+_REFERENCE_EVERY = 0.15  # of a round
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
 _STALL = 2.5  # times the median: above that a served step is left out
 _UNLIKE = 0.2  # spread that is assumed of served steps of which there are few
 _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of step
+
+
+PATIENT = SLO(ttft_ms=20_000, tpot_ms=1000)
+"""Which a drain may wait for."""
+_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
+_SPREAD = 1.0, 0.7  # coefficients of variation of prompts and outputs
+_RUNS = itertools.count(1)
 
 
 class _Stretch(NamedTuple):
@@ -54,7 +69,7 @@ class _Stretch(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """``points``: one for each kind of step, at the machine's usual pace. ``unevenness``: the slowest anchor over the fastest.
+    """``points``: one for each kind of step, at the usual speed. ``unevenness``: the slowest reference over the fastest.
 
     ``seconds``: on the engine's clock. ``served``: what the steps of served loads took together, stalls and all, over what a
     model fitted to the points says; 1 where none were served. ``excess_s``: what serving adds to each, as short ones tell it;
@@ -86,7 +101,7 @@ def measure_steps(
 
     ``budget_s``: seconds on the engine's clock, within which it ends, or soon after; a slow
     machine gets more for a first round, and up to as much again for what that had no room for
-    (:mod:`autotune.profiling.coverage`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
+    (:mod:`autotune.profiling.warnings`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
@@ -94,19 +109,19 @@ def measure_steps(
     begun = clock.now()
     driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
-    driver.run(plan.anchor())  # warm-up
+    driver.run(plan.reference())  # warm-up
     driver.run(plan.pilot())
-    pilot = _speed(driver.run(plan.pilot()), driver.run(plan.anchor()))
+    pilot = _speed(driver.run(plan.pilot()), driver.run(plan.reference()))
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
     warm = begun + min(_COLD_S, _COLD * budget_s)
     plan.scripts(seconds, pilot)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
-    anchors: list[Anchor] = []
+    references: list[ReferenceStep] = []
     points: list[StepPoint] = []
     probes: list[StepFeatures] = []
-    told: list[float] = []
+    predicted: list[float] = []
 
     def measure(task: Mix | Callable[[], Script]) -> None:
         at = clock.now()
@@ -120,39 +135,82 @@ def measure_steps(
     for number in range(_MOST_ROUNDS):
         tasks = plan.round(number)
         for task in rng.sample(tasks, len(tasks)):
-            if not anchors or clock.now() - anchors[-1].at > _ANCHOR_EVERY * seconds:
-                anchors.append(Anchor(clock.now(), _anchored(driver.run(plan.anchor()))))
+            if not references or clock.now() - references[-1].at > _REFERENCE_EVERY * seconds:
+                references.append(ReferenceStep(clock.now(), _reference_seconds(driver.run(plan.reference()))))
             measure(task)
             spent = clock.now() - begun
             advance(min(1.0, spent / budget_s), f"round {number + 1}, {len(stretches)} scripts")
             if spent > budget_s * (1 if number else _FIRST_ROUND):
                 break
-        anchors.append(Anchor(clock.now(), _anchored(driver.run(plan.anchor()))))
-        points = step_points(stretches, Pace(anchors))
-        if number == 0 and lacking(points):  # on a slow machine
+        references.append(ReferenceStep(clock.now(), _reference_seconds(driver.run(plan.reference()))))
+        points = step_points(stretches, Drift(references))
+        if number == 0 and unseen(points):  # on a slow machine
             cut = clock.now()
             for least in plan.least():
                 if clock.now() - cut < budget_s:
                     measure(least)
-            points = step_points(stretches, Pace(anchors))
+            points = step_points(stretches, Drift(references))
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
         fitted = fit_cost_model(points)
         probes = probes or [StepFeatures.of(record) for stretch in stretches for record, _ in stretch.steps]
-        before, told = told, [fitted.predict(step) for step in probes]
-        moved = statistics.median(abs(a / b - 1) for a, b in zip(told, before, strict=True)) if before else math.inf
+        before, predicted = predicted, [fitted.predict(step) for step in probes]
+        moved = (
+            statistics.median(abs(a / b - 1) for a, b in zip(predicted, before, strict=True)) if before else math.inf
+        )
         if clock.now() - begun > budget_s or moved < _SETTLED:
             break
-    pace = Pace(anchors)
-    served = _served_and_told(stretches, pace, fitted)
+    drift = Drift(references)
+    served = _served_and_predicted(stretches, drift, fitted)
     return MeasuredSteps(
         with_predictions(points),
-        pace.unevenness,
+        drift.unevenness,
         clock.now() - begun,
-        served_over_told(served),
-        excess_of(served),
+        served_over_predicted(served),
+        overhead_of(served),
         jitter_of(served),
     )
+
+
+def served_steps(
+    engine: Engine, model: ModelFacts, mix: Mix, *, seed: int, stop: Callable[[], bool] | None = None
+) -> list[Sample]:
+    """Serve ``mix`` and return its steps, in order; the engine is left idle, its knobs changed.
+
+    Raises as :func:`~autotune.measure.evaluate.evaluate`.
+    """
+    limits = engine.effective_limits
+    longest = max(1, room_of(engine, model) // 2)
+    prompts, outputs = _SPREAD
+    load = parse_workload(
+        f"gamma:cv={mix.cv:g},prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
+        f"cap_prompt={min(longest, 8 * mix.prompt)},cap_output={min(longest, 8 * mix.output)}"
+    ).at_rate(mix.rate)
+    run = next(_RUNS)  # prompts of its own: no earlier run's prefixes are found in the cache
+    log = Recorder()
+    unsubscribe = engine.subscribe(log)
+    try:
+        evaluate(
+            engine,
+            limits.clamp(Knobs(limits.max_batch_size, 0, limits.max_batch_size + 2 * mix.chunk, mix.chunk)),
+            load,
+            PATIENT,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            prompt_seed=(seed << 20) + run,
+            duration=mix.seconds,
+            label=f"mix-{run}",
+            stop=stop,
+        )
+    finally:
+        unsubscribe()
+    return serving_samples(log.steps)
+
+
+def serving_samples(records: Sequence[StepRecord]) -> list[Sample]:
+    """Each step with the time since the one before it, unless the engine had nothing to do then."""
+    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > _IDLE_S}
+    return samples(records, idle, whole=True)
 
 
 def room_of(engine: Engine, model: ModelFacts) -> int:
@@ -160,8 +218,8 @@ def room_of(engine: Engine, model: ModelFacts) -> int:
     return min(model.max_model_len, engine.facts.kv_tokens // 2)
 
 
-def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:
-    """One point for each kind of step: medians, of times at the machine's usual pace.
+def step_points(stretches: Sequence[_Stretch], drift: Drift) -> list[StepPoint]:
+    """One point for each kind of step: medians, of times as the machine usually takes.
 
     Served steps of about as many decodes and prompt tokens make one kind, and a point at their means: what now and then costs
     more (a sequence that leaves, or needs more room) belongs to them all.
@@ -172,21 +230,23 @@ def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:
             if seconds <= 0:  # a clock was set back
                 continue
             if served:
-                kind = (-1, record.chunks, *(_rough(n) for n in (record.decodes, record.prefill_tokens)))
+                kind: tuple[int, ...] = (-1, *served_kind(record))
             else:
                 near = round(math.log(record.decode_context) / _NEAR) if record.decodes else 0
                 kind = (record.decodes, record.chunks, record.prefill_tokens, record.prefill_context, near)
-            kinds.setdefault(kind, []).append((cold, Sample(record, seconds / pace.at(record.end))))
+            kinds.setdefault(kind, []).append((cold, Sample(record, seconds / drift.at(record.end))))
     return [_served(_warm(found)) if kind[0] < 0 else _point(_warm(found)) for kind, found in kinds.items()]
 
 
-def _served_and_told(stretches: Sequence[_Stretch], pace: Pace, model: StepModel) -> list[list[tuple[float, float]]]:
+def _served_and_predicted(
+    stretches: Sequence[_Stretch], drift: Drift, model: StepModel
+) -> list[list[tuple[float, float]]]:
     """Of each served load, but for those of a cold engine: seconds that ``model`` says and that the steps took, in order."""
     return [
         [
-            (told, s.seconds / pace.at(s.record.end))
+            (predicted, s.seconds / drift.at(s.record.end))
             for s in stretch.steps
-            if s.seconds > 0 and (told := model.predict(StepFeatures.of(s.record))) > 0
+            if s.seconds > 0 and (predicted := model.predict(StepFeatures.of(s.record))) > 0
         ]
         for stretch in stretches
         if stretch.served and not stretch.cold
@@ -197,6 +257,30 @@ def _warm(found: Sequence[tuple[bool, Sample]]) -> list[Sample]:
     """Those of an engine no longer cold, where there are some."""
     later = [sample for cold, sample in found if not cold]
     return later if len(later) >= _LATER else [sample for _, sample in found]
+
+
+def served_points(records: Sequence[StepRecord]) -> tuple[StepPoint, ...]:
+    """The steps of a measurement, in order, with the time between them where the engine was not idle: a point for each kind.
+
+    Seconds are the mean of all of a kind, stalls included: together they are what all steps took.
+    """
+    kinds: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in serving_samples(records):
+        if sample.seconds > 0 and not sample.record.failed:  # a clock was set back
+            kinds.setdefault(served_kind(sample.record), []).append(sample)
+    return tuple(
+        _unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in found), found)) for found in kinds.values()
+    )
+
+
+def _unsure(point: StepPoint) -> StepPoint:
+    """A served point of few steps says little of its spread."""
+    return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if point.repeats < 4 else point
+
+
+def served_kind(record: StepRecord | StepPoint) -> tuple[int, int, int]:
+    """Equal for served steps of about as many decodes and prompt tokens."""
+    return record.chunks, _rough(record.decodes), _rough(record.prefill_tokens)
 
 
 def _rough(number: int) -> int:
@@ -214,9 +298,8 @@ def _point(found: list[Sample]) -> StepPoint:
 def _served(found: list[Sample]) -> StepPoint:
     """Their mean, but for stalls."""
     middle = statistics.median(s.seconds for s in found)
-    kept = [s for s in found if s.seconds < _STALL * middle]
-    point = _summed_up(SERVED, statistics.fmean(s.seconds for s in kept), kept)
-    return point.model_copy(update={"spread": max(point.spread, _UNLIKE)}) if len(kept) < 4 else point
+    usual = [s for s in found if s.seconds < _STALL * middle]
+    return _unsure(_summed_up(SERVED, statistics.fmean(s.seconds for s in usual), usual))
 
 
 def _summed_up(region: str, seconds: float, found: Sequence[Sample]) -> StepPoint:
@@ -244,14 +327,14 @@ def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:
     return Pilot(min(each), statistics.median(_decodes(decodes)))
 
 
-def _anchored(anchor: Sequence[Sample]) -> float:
-    """Seconds of an anchor: its prompts, and as many typical decode steps as there should be."""
-    prompts = sum(s.seconds for s in anchor[1:] if s.record.prefill_tokens)
-    return prompts + ANCHOR_STEPS * statistics.median(_decodes(anchor))
+def _reference_seconds(reference: Sequence[Sample]) -> float:
+    """Seconds of an reference: its prompts, and as many typical decode steps as there should be."""
+    prompts = sum(s.seconds for s in reference[1:] if s.record.prefill_tokens)
+    return prompts + REFERENCE_DECODES * statistics.median(_decodes(reference))
 
 
-def _decodes(anchor: Sequence[Sample]) -> list[float]:
-    seconds = [s.seconds for s in anchor if not s.record.prefill_tokens]
+def _decodes(reference: Sequence[Sample]) -> list[float]:
+    seconds = [s.seconds for s in reference if not s.record.prefill_tokens]
     if not seconds:
-        raise EvaluationError("the engine made no decode step in the calibration's anchor")
+        raise EvaluationError("the engine made no decode step in the calibration's reference steps")
     return seconds

@@ -15,10 +15,10 @@ from runtime.clock import Clock
 CALIBRATION, SIMULATION, VALIDATION, CAPACITY = 0.2, 0.2, 0.38, 0.14
 """Shares of the budget, one stage after the other; the rest is for what is simulated at the end, and slack."""
 
-RATE, TRIALS, KNEE, FINALISTS = 0.03, 0.12, 0.02, 0.03
+RATE, TRIALS, RATE_AGAIN, CANDIDATES = 0.03, 0.12, 0.02, 0.03
 """Shares of the parts of simulating. Both of the latter come again whenever the hardware's speed is found to be another."""
 
-TARGET_OF_CAPACITY, TWINS = 0.04, 0.05
+SIMULATED_CAPACITY, PAIRED = 0.04, 0.05
 """Shares of what is simulated before the capacity is measured, and at the end."""
 
 _RUNS = 9  # validating measurements the windows are sized for

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.cost.price import money, per_million
+from autotune.cost.price import money
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profile.fingerprint import describe
-from autotune.profiling.choice import tells
+from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.profile_table import cheapest, doubts
 from autotune.report.section import Table
@@ -87,7 +87,7 @@ def _status(evidence: Evidence) -> tuple[str, str]:
     kept, missed = limit(evidence)
     if kept is not None and missed:
         return f"SLO kept at {number(kept.offered_rate)} req/s, missed at {number(missed[0].offered_rate)}", "unsure"
-    if kept is not None and not tells(kept, profile.slo):
+    if kept is not None and not Objective.of(profile).confirmed(kept):
         return f"SLO perhaps kept up to {number(kept.offered_rate)} req/s: too few requests to tell", "unsure"
     return ("SLO kept" if kept is None else f"SLO kept up to {number(kept.offered_rate)} req/s"), "good"
 
@@ -156,7 +156,7 @@ def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
 
 def _price_words(evidence: Evidence, point: Point) -> tuple[str, ...]:
     price = evidence.profile.price_per_hour
-    cost = per_million(price, point.throughput.mean) if price is not None else None
+    cost = Objective.of(evidence.profile).cost(point.throughput.mean)
     return () if cost is None else (f"{money(cost)} per million, at {money(price or 0)} an hour",)
 
 
@@ -188,7 +188,7 @@ def _purposes(evidence: Evidence) -> Table:
         rows.append(("vLLM defaults", profile.baseline))
     cells = []
     for name, p in rows:
-        cost = per_million(profile.price_per_hour or 0.0, p.throughput.mean) if priced else None
+        cost = Objective.of(profile).cost(p.throughput.mean)
         cells.append(
             (
                 name,

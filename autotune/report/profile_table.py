@@ -7,9 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.cost.price import money, per_million
+from autotune.cost.price import money
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose
-from autotune.profiling.choice import refuted
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
 from autotune.report.tables import Room, fullest, setting_cells, setting_table
 from runtime.knobs import KNOBS, Knobs
@@ -64,7 +64,7 @@ def _drawn(profile: Profile, room: Room) -> Table:
             f"{point.attainment * 100:.0f}%{interval}",
             f"{point.goodput.mean:.1f}{spread}",
             *((f"{point.throughput.mean:.0f}",) if full else ()),
-            *(() if price is None else (_cost(price, point),)),
+            *(() if price is None else (_cost(profile, point),)),
             _ms(point.ttft_p99_ms),
             _ms(point.tpot_p99_ms),
             *((mark if full else mark[:1],) if marked else ()),
@@ -160,8 +160,8 @@ def doubts(profile: Profile) -> tuple[str, ...]:
     )
 
 
-def _cost(price_per_hour: float, point: Point) -> str:
-    cost = per_million(price_per_hour, point.throughput.mean)
+def _cost(profile: Profile, point: Point) -> str:
+    cost = Objective.of(profile).cost(point.throughput.mean)
     return "–" if cost is None else money(cost)
 
 
@@ -170,10 +170,10 @@ def cheapest(profile: Profile) -> str | None:
     if profile.price_per_hour is None:
         return None
     tried = profile.capacity.tried if profile.capacity is not None else ()
-    held = [p for p in (*(point for _, point, _ in rows(profile)), *tried) if not refuted(p, profile.slo)]
-    known = len({p.knobs for p in (*(point for _, point, _ in rows(profile)), *tried)})
-    best = max(held, key=lambda p: p.throughput.mean, default=None)
-    cost = None if best is None else per_million(profile.price_per_hour, best.throughput.mean)
+    objective, points = Objective.of(profile), (*(point for _, point, _ in rows(profile)), *tried)
+    known = len({p.knobs for p in points})
+    best = objective.cheapest(points)
+    cost = None if best is None else objective.cost(best.throughput.mean)
     if best is None or cost is None:
         return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known holds the SLO"
     return (

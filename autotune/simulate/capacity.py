@@ -1,10 +1,14 @@
-"""The highest rate at which a setting holds the SLO, by bisection in simulation, seed by seed; and which setting has the highest.
+"""The one search for a rate: the highest that a setting serves within the SLO, and which setting has the highest.
+
+:class:`RateSearch` brackets the rate and bisects. ``autotune capacity`` and the price search look for the capacity with it
+(:class:`Search`), a profiling run for the rate at which settings are compared and for the capacity of its choice, in simulation
+and then on the hardware. :func:`uphill` is the one climb from settings to better ones around them.
 
 One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
 steps (of up to a few hundredths where the machine's own steps scatter: a stall falls on other requests at another rate), and a
-bisection finds where it crosses what was promised. The rates tried lie on a fixed grid, equal steps of at most the
+bisection finds where it crosses the target. The rates tried lie on a fixed grid, equal steps of at most the
 precision, and each interval is halved at its roundest number, so that where the search begins changes nothing but its length
-(unless the share crosses the promise twice, whole octaves apart). A capacity is the rate at which those requests came, not the
+(unless the share crosses the target twice, whole octaves apart). A capacity is the rate at which those requests came, not the
 long-run mean of the workload: of a bursty one, a few thousand requests may come much faster or slower than that. Seeds differ;
 their mean and its 95% interval (Student's t) are what is known of the capacity.
 """
@@ -15,6 +19,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from scipy.stats import t as student
@@ -25,14 +30,14 @@ from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
 
 PRECISION: Final = 0.01
-_REACH: Final = 20  # octaves from where the search begins, in both directions
+_REACH: Final = 2.0**20  # times the rate where the search begins, in both directions
 SEARCHED: Final = "searched here"
 """The label of a setting that nobody named."""
 _STEPS: Final = 8  # uphill, at most
 _ALONE: Final = 1.002  # sequences in a step, on average: requests hardly ever meet, and coming slower changes nothing
 
-Told = Callable[[float, bool], None]
-"""``told(rate, held)``: hears of each simulation."""
+Progress = Callable[[float, bool], None]
+"""``progress(rate, held)``: called with the outcome of each simulation."""
 
 
 class SeedCapacity(NamedTuple):
@@ -121,22 +126,145 @@ def best_so_far(known: Mapping[str, SettingCapacity]) -> Best | None:
     return Best(max(known.values(), key=lambda one: one.order), len(known), whole=False)
 
 
+class RateSearch:
+    """Brackets the highest rate that holds, then halves the bracket until it is within ``precision``: ask and tell in turn.
+
+    Begins near ``start`` and stays between ``lowest`` and ``highest``. The first step up or down is by the factor ``step``, each
+    one after it by the square of that before (up to two octaves up, four down).
+    """
+
+    def __init__(
+        self, start: float, *, precision: float, lowest: float = 0.0, highest: float = math.inf, step: float = 2.0
+    ) -> None:
+        self._octave: int = 2 ** math.ceil(
+            math.log2(math.log(2) / math.log1p(precision))
+        )  # steps of the grid in an octave
+        self._step = max(1, round(self._octave * math.log2(step)))
+        self._lowest, self._highest = max(lowest, start / _REACH), min(highest, start * _REACH)
+        self._start = start
+        self._held: list[float] = []
+        self._missed: list[float] = []
+
+    @property
+    def held(self) -> float:
+        """The highest rate that held below every one that did not; 0: none."""
+        return max((rate for rate in self._held if rate < self.failed), default=0.0)
+
+    @property
+    def failed(self) -> float:
+        """The lowest rate that did not hold; inf: all did."""
+        return min(self._missed, default=math.inf)
+
+    def tell(self, rate: float, held: bool) -> None:
+        """What came of ``rate``, which need not be the one requested."""
+        (self._held if held else self._missed).append(rate)
+
+    def ask(self) -> float | None:
+        """The next rate to try; None once the bracket is close enough, or there is nowhere left to go."""
+        held, failed = self.held, self.failed
+        if not held and failed == math.inf:
+            return self._rate(round(self._number(self._start)))
+        if failed == math.inf:
+            if held >= self._highest:
+                return None
+            step, self._step = self._step, min(2 * self._step, 2 * self._octave)
+            return self._rate(math.floor(self._number(held)) + step)
+        if not held:
+            if failed <= self._lowest:
+                return None
+            step, self._step = self._step, min(2 * self._step, 4 * self._octave)
+            return self._rate(math.ceil(self._number(failed)) - step)
+        low, high = math.floor(self._number(held)), math.ceil(self._number(failed))
+        return self._rate(_roundest(low, high)) if high - low > 1 else None
+
+    def _number(self, rate: float) -> float:
+        """On the grid a whole one."""
+        return round(float(self._octave * math.log2(rate)), 6)
+
+    def _rate(self, number: int) -> float:
+        return min(max(math.exp2(number / self._octave), self._lowest), self._highest)
+
+
+def uphill(
+    settings: Iterable[Knobs],
+    worth: Callable[[Knobs, float], float],
+    around: Callable[[Knobs], Iterable[Knobs]],
+    *,
+    steps: int,
+    late: Callable[[], bool] = lambda: False,
+) -> dict[Knobs, float]:
+    """What ``settings`` are worth, and those ``around`` the best of them, for ``steps`` steps or until none is better.
+
+    ``worth(knobs, best)``: ``best`` is the worth of the best so far (-inf: none), below it any lower answer will do.
+    What is worth nothing is no place to climb from. At least one setting is asked for; once it is ``late``, no more.
+    """
+    known: dict[Knobs, float] = {}
+
+    def ask(few: Iterable[Knobs]) -> Knobs | None:
+        for knobs in few:
+            if known and late():
+                break
+            if knobs not in known:
+                known[knobs] = worth(knobs, max(known.values(), default=-math.inf))
+        return max(known, key=known.__getitem__, default=None)
+
+    best = ask(settings)
+    for _ in range(steps):
+        before = best
+        if before is None or known[before] <= 0 or late():
+            break
+        best = ask(around(before))
+        if best == before:
+            break
+    return known
+
+
 @dataclass(frozen=True)
 class Search:
-    """How to look: over which seeds, with how many requests each time, to which relative precision."""
+    """How to look for capacities: what a setting does at a rate under a seed, over which seeds, to which relative precision.
 
-    scenario: Scenario
+    ``simulate`` None: the setting cannot be simulated there, which counts as missed. ``target``: the attainment that must be
+    held; ``answer``: mean output tokens of a seed's requests; ``lowest``, ``highest``: rates worth trying; ``step``: the
+    first one from where a search begins; ``late``: no further simulation of a setting, and no further setting, then.
+    """
+
+    simulate: Callable[[Knobs, float, int], Score | None]
+    target: float
     seeds: tuple[int, ...]
-    requests: int
     precision: float = PRECISION
-    controller: str | None = None
-    stop: Callable[[], bool] | None = None
+    answer: Callable[[int], float] = lambda seed: 0.0
+    lowest: float = 0.0
+    highest: float = math.inf
+    step: float = 2.0
+    late: Callable[[], bool] = lambda: False
 
-    def capacity(self, label: str, knobs: Knobs, start: float, told: Told = lambda rate, held: None) -> SettingCapacity:
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        seeds: tuple[int, ...],
+        requests: int,
+        *,
+        controller: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> Search:
+        """For the SLO of ``scenario``, by so many ``requests`` each time."""
+        return cls(
+            lambda knobs, rate, seed: scenario.measure(
+                knobs, rate, seed, requests=requests, controller=controller, stop=stop
+            ),
+            scenario.slo.attainment,
+            seeds,
+            answer=partial(scenario.mean_answer, requests=requests),
+        )
+
+    def capacity(
+        self, label: str, knobs: Knobs, start: float, progress: Progress = lambda rate, held: None
+    ) -> SettingCapacity:
         """The capacity of ``knobs``, looked for around ``start`` requests/s."""
         found: list[SeedCapacity] = []
         for seed in self.seeds:
-            found.append(self._of_seed(knobs, seed, start, told))
+            found.append(self._of_seed(knobs, seed, start, progress))
             if found[-1].rate and found[-1].failed < math.inf:
                 start = found[-1].rate
         return SettingCapacity(label, knobs, tuple(found))
@@ -145,72 +273,70 @@ class Search:
         self,
         known: Mapping[str, SettingCapacity],
         others: Mapping[str, Knobs],
-        told: Told = lambda rate, held: None,
+        progress: Progress = lambda rate, held: None,
         around: Callable[[Knobs], Iterable[Knobs]] = lambda knobs: (),
+        *,
+        start: float = 1.0,
+        steps: int = _STEPS,
     ) -> Best:
         """The setting with the highest capacity among ``known``, ``others``, and those ``around`` the best of them.
 
         All but the known are first asked for a little more than the best so far; only those that hold it are looked at closely.
         What lies around a setting is tried as long as that leads to a better one, as on a machine nobody searched on. When
-        ``stop`` says so, the best so far is the answer.
+        the simulation is interrupted, the best so far is the answer. ``start``: where to begin if nothing is known.
         """
-        best = max(known.values(), key=lambda one: one.order)
-        tried = {one.knobs for one in known.values()}
+        found = {one.knobs: one for one in known.values()}
+        labels = {knobs: label for label, knobs in others.items()}
 
-        def ask(label: str, knobs: Knobs) -> None:
-            nonlocal best
-            if knobs in tried or best.unbounded:
-                return
-            bar = best.seeds[0].rate * (1 + self.precision)  # the same requests, only a little closer together
-            if not bar or self._holds(knobs, bar, self.seeds[0], told)[0]:
-                best = max(best, self.capacity(label, knobs, bar or 1.0, told), key=lambda found: found.order)
-            tried.add(knobs)
+        def worth(knobs: Knobs, best: float) -> float:
+            if knobs in found:
+                return _worth(found[knobs])
+            if best == math.inf:
+                return -math.inf
+            top = max(found.values(), key=_worth, default=None)
+            bar = start
+            if top is not None:
+                bar = (
+                    top.seeds[0].rate * (1 + self.precision) or start
+                )  # the same requests, only a little closer together
+                if top.rate and (bar > self.highest or not self._holds(knobs, bar, self.seeds[0], progress)[0]):
+                    tried.add(knobs)
+                    return -math.inf
+            found[knobs] = self.capacity(labels.get(knobs, SEARCHED), knobs, bar, progress)
+            return _worth(found[knobs])
 
+        tried: set[Knobs] = set()
+        whole = True
         try:
-            for label, knobs in others.items():
-                ask(label, knobs)
-            for _ in range(_STEPS if best.rate else 0):
-                before = best
-                for knobs in around(before.knobs):
-                    ask(SEARCHED, knobs)
-                if best is before:
-                    break
+            uphill([*found, *others.values()], worth, around, steps=steps, late=self.late)
         except Interrupted:
-            return Best(best, len(tried), whole=False)
-        return Best(best, len(tried))
+            if not found:
+                raise
+            whole = False
+        return Best(max(found.values(), key=_worth), len(tried | found.keys()), whole)
 
-    def _holds(self, knobs: Knobs, rate: float, seed: int, told: Told) -> tuple[bool, Score]:
-        score = self.scenario.measure(
-            knobs, rate, seed, requests=self.requests, controller=self.controller, stop=self.stop
-        )
-        held = score.attainment >= self.scenario.slo.attainment
-        told(rate, held)
+    def _holds(self, knobs: Knobs, rate: float, seed: int, progress: Progress) -> tuple[bool, Score | None]:
+        score = self.simulate(knobs, rate, seed)
+        held = score is not None and score.attainment >= self.target
+        progress(rate, held)
         return held, score
 
-    def _of_seed(self, knobs: Knobs, seed: int, start: float, told: Told) -> SeedCapacity:
-        octave = 2 ** math.ceil(math.log2(math.log(2) / math.log1p(self.precision)))  # steps of the grid in an octave
-        number = begin = octave * round(math.log2(start))  # of the rate 2 ** (number / octave)
-        low, high, best = -math.inf, math.inf, None
-        step, tried = octave, 0
-        answer = self.scenario.mean_answer(seed, self.requests)
-        while high - low > 1:
-            held, score = self._holds(knobs, 2 ** (number / octave), seed, told)
+    def _of_seed(self, knobs: Knobs, seed: int, start: float, progress: Progress) -> SeedCapacity:
+        search = RateSearch(start, precision=self.precision, lowest=self.lowest, highest=self.highest, step=self.step)
+        best, tried, answer = None, 0, self.answer(seed)
+        while (rate := search.ask()) is not None and not (tried and self.late()):
+            held, score = self._holds(knobs, rate, seed, progress)
+            search.tell(rate, held)
             tried += 1
-            if held:
-                low, best = number, score
-            else:
-                high = number
-            if low == -math.inf:
-                if score.steps.mean_running < _ALONE or high < begin - _REACH * octave:
-                    return SeedCapacity(seed, 0.0, 2 ** (high / octave), None, tried, answer)
-                number, step = number - step, min(2 * step, 4 * octave)
-            elif high == math.inf:
-                if low >= begin + _REACH * octave:
-                    break
-                number, step = number + step, min(2 * step, 2 * octave)
-            elif high - low > 1:
-                number = _roundest(int(low), int(high))
-        return SeedCapacity(seed, 2 ** (low / octave), 2 ** (high / octave), best, tried, answer)
+            best = score if held else best
+            if not search.held and (score is None or score.steps.mean_running < _ALONE):
+                break
+        return SeedCapacity(seed, search.held, search.failed, best, tried, answer)
+
+
+def _worth(capacity: SettingCapacity) -> float:
+    """Higher for the better setting."""
+    return math.inf if capacity.unbounded else capacity.rate
 
 
 def _roundest(low: int, high: int) -> int:

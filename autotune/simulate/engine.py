@@ -50,7 +50,8 @@ class SimulatedEngine(TunableSimulation):
 
     ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
     ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
-    ``jitter``, how such times scatter, measured; both drawn from ``seed``.
+    ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
+    times whatever is run); both drawn from ``seed``.
     ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
     turning knobs.
 
@@ -73,6 +74,7 @@ class SimulatedEngine(TunableSimulation):
         max_queue: int = 4096,
         noise: float = 0.0,
         jitter: JitterFacts | None = None,
+        jitter_by_time: bool = False,
         seed: int = 0,
         fast_forward: bool = True,
     ) -> None:
@@ -88,7 +90,7 @@ class SimulatedEngine(TunableSimulation):
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
-        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed)
+        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time)
         weights = {c.name: c.weight for c in classes}
         facts = Facts("simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve=1)
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
@@ -98,7 +100,7 @@ class SimulatedEngine(TunableSimulation):
         self._max_queue = max_queue
         self._handles: dict[RunningSequence, SimulatedRequest] = {}
         self._numbers = itertools.count(1)
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._named = False
         self._running = False
         if prefix_cache:
@@ -124,7 +126,7 @@ class SimulatedEngine(TunableSimulation):
         """
         params = params or _PARAMS
         hashes: tuple[int, ...] = ()
-        if self._prefix_cache:
+        if self.prefix_cache:
             self._name_blocks()
             hashes = block_hashes(prompt, self.block_size)
         now = self.clock.now()
@@ -293,7 +295,7 @@ class SimulatedEngine(TunableSimulation):
         request that cannot run.
         """
         hashes: tuple[int, ...] = ()
-        if shared and self._prefix_cache:
+        if shared and self.prefix_cache:
             self._name_blocks()
             hashes = prompt_names(arrival.segments, self.block_size, prompt_seed)
         request = Request(

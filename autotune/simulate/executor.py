@@ -20,6 +20,8 @@ PredictRun = Callable[[int, int, int], list[float]]
 """``predict_run(decodes, context, count)``: seconds of ``count`` decode steps, the context growing by ``decodes`` after each."""
 
 FASTEST: Final = 0.3  # of the predicted time: noise never makes a step faster than that
+_USUAL: Final = StepFeatures(8, 2048, 0, 0, 0)
+"""A step that takes about as long as one factor of jitter by time lasts."""
 _MOST_AT_ONCE: Final = FACTORS  # steps predicted together
 
 
@@ -30,19 +32,30 @@ class CostExecutor:
     ``predict_run`` is asked for such a run at once; it must give what as many calls of ``predict`` would, to the last bit.
     ``noise`` is the deviation of a factor around 1, drawn anew for each step, in order, so that runs of steps and single
     steps are alike; it makes no step faster than :data:`FASTEST` of what it would be. ``jitter``: how step times scatter,
-    measured; on top of the noise.
+    measured; on top of the noise. It is drawn by the number of a step, or, ``by_time``, by when the step begins: then slow
+    stretches come at the same times whatever is run, and settings that make other steps can be compared.
     """
 
     def __init__(
-        self, cost: StepModel, *, noise: float = 0.0, jitter: JitterFacts | None = None, seed: int = 0
+        self,
+        cost: StepModel,
+        *,
+        noise: float = 0.0,
+        jitter: JitterFacts | None = None,
+        seed: int = 0,
+        by_time: bool = False,
     ) -> None:
         if not (math.isfinite(noise) and 0 <= noise < 1):
             raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
+        if noise and by_time:
+            raise ValueError("by_time is for jitter alone; noise must be 0")
         self.cost = cost
         self.noise = noise
         self._dice = random.Random(seed)
         self._factors = () if jitter is None else 2 * jitter_factors(jitter, seed)  # so that any run of them is a slice
         self._step = 0  # which of them is the next
+        usual = cost.predict(_USUAL) if by_time and jitter is not None else 0.0
+        self._by_time = 1 / usual if usual > 0 else 0.0  # factors a second
         self._predict_run = cast("PredictRun", getattr(cost, "predict_run", self._one_by_one))
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
@@ -51,7 +64,9 @@ class CostExecutor:
             self._step = (self._step + len(ends)) % FACTORS
             return StepResult(ends)
         seconds = self.cost.predict(StepFeatures.of_plan(plan))
-        if self._factors:
+        if self._by_time:
+            seconds *= self._factors[int(now * self._by_time) % FACTORS]
+        elif self._factors:
             seconds *= self._factors[self._step]
             self._step = (self._step + 1) % FACTORS
         return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
@@ -66,7 +81,9 @@ class CostExecutor:
         while True:
             count = min(left, guess, _MOST_AT_ONCE)
             seconds = self._predict_run(decodes, context, count)
-            if self._factors:
+            if self._by_time:
+                seconds = self._slowed(seconds, now)
+            elif self._factors:
                 begin = (self._step + len(ends)) % FACTORS
                 seconds = list(map(mul, seconds, self._factors[begin : begin + count]))
             if self.noise:
@@ -94,6 +111,15 @@ class CostExecutor:
     def _one_by_one(self, decodes: int, context: int, count: int) -> list[float]:
         predict = self.cost.predict
         return [predict(StepFeatures(decodes, context + i * decodes, 0, 0, 0)) for i in range(count)]
+
+    def _slowed(self, seconds: list[float], now: float) -> list[float]:
+        """Steps that follow each other from ``now`` on, each by the factor of when it begins."""
+        factors, each, found = self._factors, self._by_time, []
+        for one in seconds:
+            one *= factors[int(now * each) % FACTORS]
+            found.append(one)
+            now += one
+        return found
 
     def _noisy(self, seconds: float) -> float:
         return seconds * max(FASTEST, self._dice.gauss(1, self.noise))

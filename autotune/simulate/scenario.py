@@ -1,4 +1,4 @@
-"""What is simulated: a machine, a load and a promise; and the one way to measure a setting under them.
+"""What is simulated: a machine, a load and an SLO; and the one way to measure a setting under them.
 
 ``autotune simulate``, ``capacity`` and the report have theirs from a profile; a profiling run
 (:mod:`autotune.profiling.simulator`) from what it has found so far.
@@ -34,7 +34,8 @@ WARM_UP = 0.1  # of the requests, before the window begins
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
-    ``workload`` has its lengths scaled and capped; its own rate is not looked at.
+    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``common_jitter``: steps are slow at the same
+    times under every setting, for comparing settings that differ little (common random numbers).
     """
 
     cost: CostModel
@@ -44,6 +45,7 @@ class Scenario:
     prefix_cache: bool
     workload: Workload
     slo: SLO
+    common_jitter: bool = False
 
     @classmethod
     def of(
@@ -56,7 +58,7 @@ class Scenario:
         speeds: dict[str, float] | None = None,
         kv_tokens: int | None = None,
     ) -> Self:
-        """The machine, the load and the promise of ``profile``, but for what is given.
+        """The machine, the load and the SLO of ``profile``, but for what is given.
 
         The profile's length scale and caps apply to any workload that brings no length scale of its own. ``speeds``: how many
         times as fast the machine is in :data:`SPEEDS`; ``kv_tokens``: rounded down to whole blocks. Raises
@@ -77,15 +79,15 @@ class Scenario:
                 error if workload else InputError(f"{name}: workload.spec: {error}; --workload names another")
             ) from None
         block = engine.kv_pool.block_size
-        asked = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
-        pool = asked // block * block  # a pool is whole blocks
+        requested = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
+        pool = requested // block * block  # a pool is whole blocks
         room = min(pool, profile.model.max_model_len)
         cap_output = min(facts.cap_output or room, max(1, room // 4))
         cap_prompt = min(facts.cap_prompt or room, room - cap_output)
         if cap_prompt < 1:
             least = block * math.ceil(2 / block)
             raise InputError(
-                f"--kv-tokens is {asked}; it must be a whole number of at least {least}: blocks of {block} tokens that "
+                f"--kv-tokens is {requested}; it must be a whole number of at least {least}: blocks of {block} tokens that "
                 "hold a prompt and its answer"
             )
         own = "length" in named_options(load.name)
@@ -126,6 +128,7 @@ class Scenario:
             slo=self.slo,
             prefix_cache=self.prefix_cache,
             jitter=self.cost.facts.jitter,
+            jitter_by_time=self.common_jitter,
             seed=seed,
         )
 

@@ -1,4 +1,4 @@
-"""The simulated engine as a controller sees it: a :class:`runtime.tunable.Tunable` that holds an SLO and a KV pool."""
+"""The simulated engine as a controller sees it: a :class:`runtime.tunable.Tunable` that holds SLOs and a KV pool."""
 
 from __future__ import annotations
 

@@ -112,6 +112,7 @@ class Engine(TunableEngine):
         )
         self._model = served = parts.model
         self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
+        self._prefix_cache = prefix_cache is not False
         share = {True: "all", False: "none", "tenant": "tenant"}[prefix_cache]
         context = min(served.max_model_len, max_model_len or served.max_model_len)
         self._facts = Facts(
@@ -269,6 +270,11 @@ class Engine(TunableEngine):
     def kv_tokens(self) -> int:
         """Size of the KV pool."""
         return self._kv_tokens
+
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether prompts share the KV of equal beginnings."""
+        return self._prefix_cache
 
     @property
     def block_size(self) -> int:

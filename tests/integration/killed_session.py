@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import autotune.profiling.stages.context as measuring
+import autotune.profiling.target as measuring
 from autotune.profiling.findings import Question
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session

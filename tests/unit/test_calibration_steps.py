@@ -9,9 +9,9 @@ import pytest
 from autotune.cost.model import fit_cost_model
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
-from autotune.profiling.coverage import lacking
 from autotune.profiling.step_driver import StepDriver, samples
 from autotune.profiling.steps import MeasuredSteps, measure_steps
+from autotune.profiling.warnings import unseen
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
@@ -219,7 +219,7 @@ def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budg
             return 0.09 + 0.012 * step.prefill_tokens + 0.004 * step.decodes + 1e-5 * step.decode_context
 
     points = measured(machine(Sluggish(noise=0.01)), budget_s=budget_s)
-    assert lacking(points) == ()
+    assert unseen(points) == ()
     fitted = fit_cost_model(points)
     for step in (StepFeatures(4, 200, 0, 0, 0), StepFeatures(2, 60, 24, 24, 300, 1)):
         assert fitted.predict(step) == pytest.approx(Sluggish().truth(step), rel=0.1)
@@ -227,16 +227,16 @@ def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budg
 
 def test_what_a_calibration_has_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = measured(machine(Formula()), budget_s=20.0)
-    assert lacking(points) == ()
-    assert lacking([p for p in points if p.region != "served"]) == ("no served load",)
-    assert lacking([p for p in points if p.decodes < 2]) == ("no batch of decodes",)
+    assert unseen(points) == ()
+    assert unseen([p for p in points if p.region != "served"]) == ("no served load",)
+    assert unseen([p for p in points if p.decodes < 2]) == ("no batch of decodes",)
     one = [p for p in points if p.prefill_tokens or p.decodes == 4]
-    assert lacking(one) == ("less than two batch sizes at two contexts",)
-    assert lacking([p for p in points if not (p.decodes and p.prefill_tokens)]) == ("no prompt beside decodes",)
+    assert unseen(one) == ("less than two batch sizes at two contexts",)
+    assert unseen([p for p in points if not (p.decodes and p.prefill_tokens)]) == ("no prompt beside decodes",)
     whole = [p for p in points if p.prefill_context <= p.prefill_tokens]
-    assert lacking(whole) == ("no chunk behind computed tokens",)
+    assert unseen(whole) == ("no chunk behind computed tokens",)
     monkeypatch.setitem(TERMS, "adapters", Term("adapters", "adapters", lambda s: 0.0, "adapter_s"))
-    assert lacking(points) == ("no steps with more and less adapters",)
+    assert unseen(points) == ("no steps with more and less adapters",)
 
 
 def test_it_stops_when_asked_and_says_when_requests_fail() -> None:

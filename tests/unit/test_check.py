@@ -230,8 +230,8 @@ def test_the_three_verdicts(difference: float, noise: float, verdict: str) -> No
     assert region(difference, noise).verdict == verdict
 
 
-def test_doubts_add_as_squares() -> None:
-    assert region(0.0, 0.03, 0.04).doubt == pytest.approx(0.05)
+def test_uncertainties_add_as_squares() -> None:
+    assert region(0.0, 0.03, 0.04).uncertainty == pytest.approx(0.05)
 
 
 def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from autotune.cli.show import model_lines
 from autotune.cost.model import CostModel
 from autotune.profile.parts import JitterFacts
-from autotune.profiling.excess import excess_of, jitter_of, served_over_told
+from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
 from autotune.simulate.jitter import FACTORS, jitter_factors
 from benchmarks.controller.hardware import h200
 from runtime.step_model import StepFeatures
@@ -57,7 +57,7 @@ def test_what_was_drawn_is_told_again() -> None:
     assert statistics.fmean(found.quantiles) == pytest.approx(1.0, abs=1e-3)
     assert statistics.median(found.quantiles) == pytest.approx(0.9, abs=0.03)
     assert found.quantiles[-1] == pytest.approx(1.9, abs=0.1)
-    assert served_over_told(loads) == pytest.approx(1.1, abs=0.03)
+    assert served_over_predicted(loads) == pytest.approx(1.1, abs=0.03)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_long_step_counts_for_its_time() -> None:
 
 
 def test_too_few_steps_tell_nothing() -> None:
-    assert jitter_of([]) is None and served_over_told([]) == 1.0
+    assert jitter_of([]) is None and served_over_predicted([]) == 1.0
     assert jitter_of([load(STALLS, 1, 100)]) is None
 
 
@@ -111,16 +111,16 @@ def test_facts_that_make_no_sense_are_refused(facts: dict[str, object], text: st
 def test_what_serving_adds_is_told_in_seconds_and_does_not_scatter_with_the_step() -> None:
     """Every step takes 1 ms more than told: nothing is left to scatter."""
     loads = [[(t, t + 1e-3) for t in (0.005, 0.05) * 150], [(0.01, 0.011)] * 100]
-    assert excess_of(loads) == pytest.approx(1e-3)
+    assert overhead_of(loads) == pytest.approx(1e-3)
     found = jitter_of(loads)
     assert found is not None and set(found.quantiles) == {1.0}
-    assert excess_of([[(0.01, 0.009)] * 10]) == excess_of([]) == 0.0
+    assert overhead_of([[(0.01, 0.009)] * 10]) == overhead_of([]) == 0.0
 
 
 def test_a_model_that_is_off_on_long_steps_says_little_of_what_serving_adds() -> None:
     """By 10% on the long ones, 50 ms each; the short ones take 1 ms more."""
     loads = [[(0.5, 0.55), (0.01, 0.011), (0.01, 0.011)] * 100]
-    assert excess_of(loads) == pytest.approx(1e-3, rel=0.02)
+    assert overhead_of(loads) == pytest.approx(1e-3, rel=0.02)
 
 
 def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:

@@ -1,4 +1,4 @@
-"""Settings found in simulation beside the trials, and what the finalists are judged by."""
+"""Settings found in simulation beside the trials, and what the candidates are judged by."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import VLLM_LABEL, make_space
-from autotune.profiling.stages import settling, validating
-from autotune.profiling.stages.finalists import CANDIDATE, finalist, pairs
-from autotune.profiling.stages.rate import neighbours, panel
+from autotune.profiling.stages import rate, validation
+from autotune.profiling.stages.candidates import NEAR_BEST, candidate, pairs
+from autotune.profiling.stages.rate import around_guess, neighbours
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
@@ -30,7 +30,7 @@ def simulator(found: Findings, speed: float = 1.0) -> Simulator:
 
 @pytest.mark.slow
 def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> None:
-    """No neighbour of the best candidate serves more, and it is at least as good as the panel and all trials."""
+    """No neighbour of the best candidate serves more, and it is at least as good as those around the guess and all trials."""
     assert given.setup is not None and given.setup.candidates
     sim, seed, rate = simulator(given, given.setup.speed), given.setup.simulated_seeds[0], given.setup.rate
     space = question().space.narrowed(given.setup.fitted)
@@ -39,26 +39,26 @@ def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> 
         return sim.long(knobs, rate, seed).attainment
 
     best = served(given.setup.candidates[0])
-    asked = [*panel(space, given.setup.fitted), *neighbours(space, given.setup.candidates[0])]
+    asked = [*around_guess(space, given.setup.fitted), *neighbours(space, given.setup.candidates[0])]
     assert best >= max(map(served, asked)) - 0.02  # the speed moved a little since
     assert best >= max(served(run.knobs) for run in given.simulated) - 0.02
 
 
-def test_candidates_are_tried_and_may_be_finalists(given: Findings) -> None:
-    assert CANDIDATE in {run.label for run in given.simulated}
+def test_candidates_are_tried_and_may_be_candidates(given: Findings) -> None:
+    assert NEAR_BEST in {run.label for run in given.simulated}
     assert given.setup is not None
-    finals = {point.knobs for point in given.finalists}
+    finals = {point.knobs for point in given.candidates}
     assert finals & set(given.setup.candidates)
 
 
-def test_finalists_behave_differently(given: Findings) -> None:
-    """Those that are not yardsticks: where a limit never binds, one setting stands for all above it."""
-    search = [p for p in given.finalists if "defaults" not in p.label]
+def test_candidates_behave_differently(given: Findings) -> None:
+    """Those that are not baselines: where a limit never binds, one setting stands for all above it."""
+    search = [p for p in given.candidates if "defaults" not in p.label]
     told = {(p.met, p.offered, p.ttft_p50_ms, p.ttft_p99_ms, p.tpot_p50_ms, p.tpot_p99_ms) for p in search}
     assert len(told) == len(search) > 3
 
 
-def test_a_finalist_is_judged_at_several_speeds_and_loads(given: Findings) -> None:
+def test_a_candidate_is_judged_at_several_speeds_and_loads(given: Findings) -> None:
     """Its figures are those of each load at the speed paired with it, all together."""
     assert given.setup is not None
     seeds, rate = given.setup.simulated_seeds[1:], given.setup.rate
@@ -66,8 +66,8 @@ def test_a_finalist_is_judged_at_several_speeds_and_loads(given: Findings) -> No
     assert [speed for _, speed in loads] == [1, 0, 2, 2, 0, 1] and [seed for seed, _ in loads] == list(seeds)
     simulators = [simulator(given, factor * given.setup.speed) for factor in (0.95, 1.0, 1.05)]
     even = []
-    for knobs in [point.knobs for point in given.finalists][:3]:
-        made = finalist("x", knobs, simulators, given.setup).point
+    for knobs in [point.knobs for point in given.candidates][:3]:
+        made = candidate("x", knobs, simulators, given.setup).point
         scores = [simulators[speed].long(knobs, rate, seed) for seed, speed in loads]
         assert (made.met, made.offered) == (sum(s.met for s in scores), sum(s.offered for s in scores))
         even.append(made.met == sum(simulators[1].long(knobs, rate, seed).met for seed in seeds))
@@ -85,7 +85,7 @@ def test_a_replayed_trace_is_met_at_every_speed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pins_bind_the_climb(tmp_path: Path) -> None:
-    """A yardstick outside of the pin may be better than all inside: it is no place to climb from."""
+    """A baseline outside of the pin may be better than all inside: it is no place to climb from."""
     space = make_space(LIMITS, ["max_batch_size=6"])
     found, _ = session(tmp_path / "a.journal", question(space=space))
     assert found.setup is not None and found.setup.candidates
@@ -115,20 +115,20 @@ def test_a_setting_that_cannot_be_simulated_is_said_and_is_no_candidate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("yardstick", "moves"), [(0.7, True), (1.0, False), (1.3, False), (0.9, True)])
+@pytest.mark.parametrize(("baseline", "moves"), [(0.7, True), (1.0, False), (1.3, False), (0.9, True)])
 def test_at_a_given_rate_two_settings_must_tell_the_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, yardstick: float, moves: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, baseline: float, moves: bool
 ) -> None:
     """The best tells 0.7 of the calibrated speed; the correction is the smaller of both, and none where they are at odds."""
-    told_by = {True: yardstick, False: 0.7}
-    monkeypatch.setattr(validating, "speed_of", lambda context, setup, run: told_by[run.label == VLLM_LABEL])
-    monkeypatch.setattr(validating, "best_of", lambda finals, slo: next(f for f in finals if f.label != VLLM_LABEL))
+    shown_by = {True: baseline, False: 0.7}
+    monkeypatch.setattr(validation, "speed_in", lambda cost, run: shown_by[run.label == VLLM_LABEL])
+    monkeypatch.setattr(validation, "best_of", lambda found, slo: next(f for f in found if f.label != VLLM_LABEL))
     corrected: list[float] = []
 
     def at_speed(context: Any, setup: Any, speed: float) -> Any:
         corrected.append(speed)
-        return settling.at_speed(context, setup, speed)
+        return rate.at_speed(context, setup, speed)
 
-    monkeypatch.setattr(validating, "at_speed", at_speed)
+    monkeypatch.setattr(validation, "at_speed", at_speed)
     session(tmp_path / "a.journal")
-    assert corrected[:1] == ([pytest.approx(max(0.7, yardstick))] if moves else [])
+    assert corrected[:1] == ([pytest.approx(max(0.7, baseline))] if moves else [])

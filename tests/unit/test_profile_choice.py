@@ -8,16 +8,16 @@ import pytest
 
 from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
-from autotune.profiling.assemble import sidecar, simulation_facts
-from autotune.profiling.choice import alike, choose, equals, highest_held, latency, refuted, tells
+from autotune.profiling.assemble import judge, sidecar, simulation_facts
+from autotune.profiling.objective import Objective, equals
 from autotune.profiling.points import goodput_spread, pareto, point, points
-from autotune.profiling.space import make_space
-from autotune.profiling.stages.finalists import shortlist
-from autotune.profiling.verdict import judge
+from autotune.profiling.space import alike, make_space
+from autotune.profiling.stages.candidates import shortlist
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.unit.profiles import LARGE, SMALL, TARGETS, VLLM, findings, run, setup
 
+OBJECTIVE = Objective(TARGETS)
 OTHER = Knobs(4, 0, 32, 32)
 
 
@@ -63,7 +63,7 @@ def test_the_same_requests_met_twice_count_once() -> None:
     twice = point([run(SMALL, 40, seed=1), run(SMALL, 40, seed=1)])
     assert (twice.met, twice.offered, twice.attainment_low) == (40, 40, once.attainment_low)
     assert twice.offered_rate == once.offered_rate and twice.seeds == (1, 1)
-    assert tells(point([run(SMALL, 60, offered=60, seed=1)] * 2), TARGETS) is False
+    assert OBJECTIVE.confirmed(point([run(SMALL, 60, offered=60, seed=1)] * 2)) is False
     apart = point([run(SMALL, 40, seed=1), run(SMALL, 36, seed=1), run(SMALL, 40, seed=2)])
     assert (apart.met, apart.offered) == (78, 80)
     assert apart.goodput.mean == 9.75 and apart.goodput.runs == (10.0, 9.0, 10.0)
@@ -85,20 +85,20 @@ def test_the_three_purposes() -> None:
         at(OTHER, 30, ttft=9, tpot=9),
         at(VLLM, 10, 900.0),
     )
-    chosen = choose([best, quick, quickest, full], TARGETS)
+    chosen = OBJECTIVE.choose([best, quick, quickest, full])
     assert chosen["balanced"].point is best
     assert chosen["interactive"].point is quick  # the quickest gives up a quarter of the goodput
     assert chosen["throughput"].point is full
 
 
 def test_of_equals_the_balanced_one_is_quicker() -> None:
-    assert choose([at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200)], TARGETS)["balanced"].knobs == LARGE
+    assert OBJECTIVE.choose([at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200)])["balanced"].knobs == LARGE
 
 
 def test_latency_is_the_worst_p99_in_units_of_its_target() -> None:
-    assert latency(at(SMALL, 1, ttft=250, tpot=40), TARGETS) == pytest.approx(0.8)
-    assert latency(at(SMALL, 1, ttft=250, tpot=40), SLO(ttft_ms=500)) == pytest.approx(0.5)
-    assert latency(point([run(SMALL, 0, ttft_ms=Latency(p50=None, p99=None))]), TARGETS) == float("inf")
+    assert OBJECTIVE.latency(at(SMALL, 1, ttft=250, tpot=40)) == pytest.approx(0.8)
+    assert Objective(SLO(ttft_ms=500)).latency(at(SMALL, 1, ttft=250, tpot=40)) == pytest.approx(0.5)
+    assert OBJECTIVE.latency(point([run(SMALL, 0, ttft_ms=Latency(p50=None, p99=None))])) == float("inf")
 
 
 def test_alike_settings_are_not_worth_two_measurements() -> None:
@@ -106,7 +106,7 @@ def test_alike_settings_are_not_worth_two_measurements() -> None:
     assert alike(SMALL, twin) and not alike(SMALL, LARGE) and not alike(SMALL, SMALL.with_(max_wait_ms=5))
 
 
-def test_the_shortlist_has_the_best_of_each_kind_without_twins() -> None:
+def test_the_shortlist_has_the_best_of_each_kind_without_doubles() -> None:
     twin = Knobs(17, 0, 130, 130)
     found = [at(SMALL, 40), at(twin, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 37)]
     assert shortlist(found, setup(), 3) == [SMALL, LARGE, OTHER]
@@ -127,8 +127,8 @@ def test_the_pareto_set_comes_first_on_the_shortlist() -> None:
 
 def test_what_is_expected_outweighs_what_was_measured_once() -> None:
     lucky, steady = at(SMALL, 40), at(LARGE, 39)
-    assert choose([lucky, steady], TARGETS)["balanced"].point is lucky
-    chosen = choose([lucky, steady], TARGETS, {SMALL: 0.8, LARGE: 0.95})["balanced"]
+    assert OBJECTIVE.choose([lucky, steady])["balanced"].point is lucky
+    chosen = OBJECTIVE.choose([lucky, steady], {SMALL: 0.8, LARGE: 0.95})["balanced"]
     assert chosen.point is steady and "taken together" in chosen.why
 
 
@@ -150,13 +150,13 @@ def test_pareto_drops_what_another_beats_in_everything() -> None:
         (388, 400, True),
     ],
 )
-def test_a_promise_is_broken_only_beyond_bad_luck(met: int, offered: int, expected: bool) -> None:
-    assert refuted(point([run(SMALL, met, offered=offered)]), TARGETS) is expected
+def test_an_slo_is_refuted_only_beyond_bad_luck(met: int, offered: int, expected: bool) -> None:
+    assert OBJECTIVE.refuted(point([run(SMALL, met, offered=offered)])) is expected
 
 
-def test_nothing_offered_shows_nothing_kept() -> None:
+def test_nothing_offered_shows_nothing_met() -> None:
     empty = at(SMALL, 40).model_copy(update={"offered": 0, "met": 0})
-    assert refuted(empty, TARGETS)
+    assert OBJECTIVE.refuted(empty)
 
 
 def brought(offered_rate: float, met: int, offered: int = 40, rate: float | None = None) -> Point:
@@ -165,28 +165,19 @@ def brought(offered_rate: float, met: int, offered: int = 40, rate: float | None
     return point([measured])
 
 
-def test_the_next_rate_goes_up_while_kept_down_while_not_then_between() -> None:
-    kept, missed = brought(10.0, 40), brought(12.0, 20)
-    held, following = highest_held([kept], TARGETS)
-    assert held is kept and following == pytest.approx(11.5)
-    held, following = highest_held([kept, missed], TARGETS)
-    assert held is kept and following == pytest.approx(120**0.5)
-    held, following = highest_held([missed], TARGETS)
-    assert held is None and following == pytest.approx(0.95 * 6)
+def test_the_capacity_is_the_highest_rate_held_below_every_one_missed() -> None:
+    held, missed = brought(10.0, 40), brought(12.0, 20)
+    assert OBJECTIVE.capacity([held]) is held and OBJECTIVE.capacity([missed]) is None
+    assert OBJECTIVE.capacity([held, missed]) is held
     lucky = brought(14.0, 40)
-    assert highest_held([kept, missed, lucky], TARGETS)[0] is kept  # above a rate that was missed: luck
-    hopeless = brought(9.0, 0)
-    held, following = highest_held([hopeless], TARGETS)
-    assert held is None and following == pytest.approx(3.0)
+    assert OBJECTIVE.capacity([held, missed, lucky]) is held  # above a rate that was missed: luck
 
 
 def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
     held, missed = brought(31.07, 55, 55, rate=31.9), brought(29.4, 48, 52, rate=41.4)
-    best, following = highest_held([held, missed], TARGETS)
-    assert best is None and following < 29.4
+    assert OBJECTIVE.capacity([held, missed]) is None
     lower = brought(24.0, 60, 60, rate=23.0)
-    best, following = highest_held([held, missed, lower], TARGETS)
-    assert best is lower and 24.0 < following < 29.4
+    assert OBJECTIVE.capacity([held, missed, lower]) is lower
     capacity = Capacity(knobs=SMALL, rate=None, tried=(held, missed))
     met, text = judge(findings(capacity=capacity), held)
     assert not met and "at best 92.3% of 52" in text and "at 29.4 req/s" in text and "luck" in text
@@ -196,8 +187,8 @@ def test_rates_are_ordered_by_what_came_not_by_what_was_asked() -> None:
     ("met", "offered", "expected"),
     [(7, 7, False), (99, 99, False), (100, 100, True), (99, 100, True), (394, 400, False)],
 )
-def test_only_requests_enough_tell_that_a_share_is_kept(met: int, offered: int, expected: bool) -> None:
-    assert tells(point([run(SMALL, met, offered=offered)]), TARGETS) is expected
+def test_only_requests_enough_tell_that_a_share_is_met(met: int, offered: int, expected: bool) -> None:
+    assert OBJECTIVE.confirmed(point([run(SMALL, met, offered=offered)])) is expected
 
 
 def test_the_verdict_in_words() -> None:
@@ -206,15 +197,15 @@ def test_the_verdict_in_words() -> None:
 
     kept, missed = brought(8.0, 200, 200), brought(12.0, 20)
     met, text = verdict(8.0, missed, kept)
-    assert met and text.startswith("balanced keeps 99% in SLO up to about 8 req/s (measured 100.0% of 200")
+    assert met and text.startswith("balanced serves 99% within the SLO up to about 8 req/s (measured 100.0% of 200")
     assert text.endswith("; at 12 req/s only 50.0% of 40)")
     met, text = verdict(8.0, kept)
-    assert met and text.startswith("balanced keeps 99% in SLO up to at least 8 req/s")
+    assert met and text.startswith("balanced serves 99% within the SLO up to at least 8 req/s")
     met, text = verdict(5.0, brought(5.0, 7, 7))
     assert met and "keeps" not in text
-    assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% are kept")
+    assert text.startswith("balanced: no miss in 7 requests at 5 req/s: too few to tell whether 99% meet the SLO")
     met, text = verdict(8.0, brought(8.0, 39))
-    assert met and "may keep 99%" in text and "97.5% of 40" in text
+    assert met and "may serve 99%" in text and "97.5% of 40" in text
     met, text = verdict(None, missed)
     assert not met and text.startswith("the SLO was not met at any rate tried: at best 50.0% of 40")
     met, text = verdict(300.0, brought(298.0, 400, 400, rate=300.0))
@@ -249,14 +240,14 @@ def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:
 def test_where_all_keep_everything_the_quicker_is_balanced() -> None:
     slow, quick, worse = at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200), at(OTHER, 38, ttft=100)
     expected = {SMALL: 1.02, LARGE: 0.99, OTHER: 0.98}
-    assert choose([slow, quick, worse], TARGETS, expected, noise=0.02)["balanced"].point is quick
-    assert choose([slow, quick, worse], TARGETS, expected)["balanced"].point is slow  # no noise: what is expected
+    assert OBJECTIVE.choose([slow, quick, worse], expected, noise=0.02)["balanced"].point is quick
+    assert OBJECTIVE.choose([slow, quick, worse], expected)["balanced"].point is slow  # no noise: what is expected
 
 
 def test_noise_does_not_outweigh_misses() -> None:
     best, quick = at(SMALL, 38, ttft=400), at(LARGE, 36, ttft=200)
     expected = {SMALL: 0.95, LARGE: 0.90}
-    assert choose([best, quick], TARGETS, expected, noise=0.1)["balanced"].point is best  # two requests apart
+    assert OBJECTIVE.choose([best, quick], expected, noise=0.1)["balanced"].point is best  # two requests apart
 
 
 def test_what_the_baseline_outdoes_is_not_balanced() -> None:
@@ -267,10 +258,10 @@ def test_what_the_baseline_outdoes_is_not_balanced() -> None:
 
     mine, plain = lats(SMALL, 40, 1.2), lats(VLLM, 40, 1.0)
     expected = {SMALL: 0.99, VLLM: 0.9}
-    assert choose([mine, plain], TARGETS, expected, baseline=VLLM)["balanced"].point is plain
-    assert choose([mine, plain], TARGETS, expected)["balanced"].point is mine
+    assert OBJECTIVE.choose([mine, plain], expected, baseline=VLLM)["balanced"].point is plain
+    assert OBJECTIVE.choose([mine, plain], expected)["balanced"].point is mine
     fewer = lats(VLLM, 39, 1.0)
-    assert choose([mine, fewer], TARGETS, expected, baseline=VLLM)["balanced"].point is mine
+    assert OBJECTIVE.choose([mine, fewer], expected, baseline=VLLM)["balanced"].point is mine
 
 
 def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
@@ -287,9 +278,9 @@ def test_the_sidecar_has_a_line_for_each_run_and_each_failure() -> None:
 
 def test_how_far_simulated_goodput_is_off_is_of_the_rate_compared() -> None:
     runs = [run(SMALL, 20, rate=39.0), run(SMALL, 40), run(LARGE, 40)]
-    twins = [run(SMALL, 40, "simulation", rate=39.0), run(SMALL, 39, "simulation"), run(LARGE, 38, "simulation")]
-    found = findings(*runs, run(SMALL, 40, "simulation"), twins=twins)
+    paired = [run(SMALL, 40, "simulation", rate=39.0), run(SMALL, 39, "simulation"), run(LARGE, 38, "simulation")]
+    found = findings(*runs, run(SMALL, 40, "simulation"), paired=paired)
     facts = simulation_facts(found)
     assert facts is not None and facts.goodput_error == pytest.approx(0.0375), "of 2.5% and 5%, not of 100% too"
-    only = simulation_facts(findings(runs[0], run(SMALL, 40, "simulation"), twins=twins[:1]))
+    only = simulation_facts(findings(runs[0], run(SMALL, 40, "simulation"), paired=paired[:1]))
     assert only is not None and only.goodput_error == 1.0, "where nothing was measured at that rate, of what was"

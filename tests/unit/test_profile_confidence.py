@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.profiling.confidence import confidence
+from autotune.profiling.posterior import confidence
 
 
 def test_confidence_in_words() -> None:
@@ -17,7 +17,7 @@ def test_confidence_in_words() -> None:
     full = confidence(0.4, 0.0, 0.0, 0.018, 3, full=True, near=2)
     assert full.noise == 0.018 and "0.0%; " not in full.sentence
     assert full.sentence.startswith(
-        "noise is not visible: every run kept everything; the measurements alone do not separate"
+        "noise is not visible: in every run all requests met the SLO; the measurements alone do not separate"
     )
     assert (
         "with simulation, which prefers it, the recommended one is the best with a probability of 40%" in full.sentence
@@ -34,7 +34,8 @@ def test_confidence_in_words() -> None:
 def test_of_equals_none_is_called_the_best() -> None:
     full = confidence(0.5, 0.002, 0.0, 0.018, 2, unbeaten=0.995, full=True, near=1)
     assert full.best == 0.5 and full.sentence == (
-        "noise is not visible: every run kept everything; the measurements alone do not separate the 2 settings measured: by "
+        "noise is not visible: in every run all requests met the SLO; the measurements alone do not separate the 2 settings "
+        "measured: by "
         "them and simulation together the recommended one is as good as any measured with a probability above 99%, and is "
         "expected to serve 0.2% less than the best of them"
     )

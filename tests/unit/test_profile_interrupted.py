@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import autotune.profiling.stages.context as measuring
+import autotune.profiling.target as measuring
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.stages import race
+from autotune.profiling.stages.validation import Validation
 from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LIMITS, SCHEDULE, question, session
 from tests.unit.profiles import profile
@@ -96,15 +96,15 @@ def test_stopped_anywhere_the_same_question_goes_on(
 def test_stopped_while_a_measurement_is_made_sense_of(
     journal: Path, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it says of the speed is simulated; until then it says nothing, and what was known before stands."""
-    real, calls = race.speed_of, itertools.count(1)
+    """Its requests are simulated; until then it says nothing, and what was known before stands."""
+    real, calls = Validation._difference, itertools.count(1)
 
-    def speed_of(*given: Any) -> float:
+    def difference(*given: Any) -> Any:
         if next(calls) == last:
             raise Interrupted("interrupted")
         return real(*given)
 
-    monkeypatch.setattr(race, "speed_of", speed_of)
+    monkeypatch.setattr(Validation, "_difference", difference)
     first, _ = session(journal)
     assert first.stopped and len(first.runs) >= last
     second, _ = session(journal)

@@ -73,7 +73,7 @@ def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told],
     validated = [r for r in found.runs if r.stage == "validation"]
     assert VLLM in {r.knobs for r in validated} and len({r.knobs for r in validated}) >= 3
     assert not {r.score.seed for r in validated} & {r.score.seed for r in found.simulated}
-    assert len(found.twins) == len(found.runs)
+    assert len(found.paired) == len(found.runs)
     assert found.capacity is not None and len(found.capacity.tried) >= 2
     assert found.simulating_s == 0.0 and found.spent_s == found.hardware_s > 0  # none of the host's time
     made = profile(found, question(), price=2.5)
@@ -83,8 +83,8 @@ def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told],
     assert made.settings["balanced"].point.stage == "validation"
     assert made.confidence is not None and made.cost_model is not None and made.price_per_hour == 2.5
     assert made.simulation is not None and made.simulation.trials == 24 and made.simulation.cpu_seconds > 0
-    twins = {p.knobs for p in made.simulated if p.label == "twin"}
-    assert twins == {p.knobs for p in made.points if p.stage == "validation"}
+    paired = {p.knobs for p in made.simulated if p.label == "paired"}
+    assert paired == {p.knobs for p in made.points if p.stage == "validation"}
     lines = [json.loads(line) for line in sidecar(found).splitlines()]
     assert sum(line.get("kind") == "step" for line in lines) == len(found.steps)
     assert [line["trial"] for line in lines if line.get("stage") == "simulation"] == list(range(24))
@@ -133,9 +133,9 @@ def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_simulated_figures_are_close_to_the_machine_they_never_saw(whole: Findings) -> None:
-    twins = {(twin.knobs, twin.score.rate, twin.score.seed): twin for twin in whole.twins}
-    pairs = [(run, twins[run.knobs, run.score.rate, run.score.seed]) for run in whole.runs]
-    errors = [abs(run.score.attainment - twin.score.attainment) for run, twin in pairs]
+    paired = {(one.knobs, one.score.rate, one.score.seed): one for one in whole.paired}
+    pairs = [(run, paired[run.knobs, run.score.rate, run.score.seed]) for run in whole.runs]
+    errors = [abs(run.score.attainment - one.score.attainment) for run, one in pairs]
     assert sorted(errors)[len(errors) // 2] < 0.08
 
 

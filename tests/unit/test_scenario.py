@@ -146,10 +146,10 @@ def test_what_serving_adds_is_in_every_step_once() -> None:
 # -- capacity ---------------------------------------------------------------------------------------------------------
 
 
-def test_capacity_is_where_the_share_crosses_the_promise() -> None:
+def test_capacity_is_where_the_share_crosses_the_target() -> None:
     world, knobs = scenario(), Knobs(256, 0, 1024, 1024)
     told: list[tuple[float, bool]] = []
-    search = Search(world, seeds=(0, 1, 2), requests=400)
+    search = Search.of(world, seeds=(0, 1, 2), requests=400)
     found = search.capacity("it", knobs, 7.0, lambda rate, held: told.append((rate, held)))
     for seed in found.seeds:
         assert world.measure(knobs, seed.rate, seed.seed, requests=400).attainment >= 0.99
@@ -164,32 +164,32 @@ def test_capacity_is_where_the_share_crosses_the_promise() -> None:
 @pytest.mark.parametrize("start", [0.01, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (17.0, 41.3, 1e4))])
 def test_where_the_search_begins_does_not_matter(start: float) -> None:
     knobs = Knobs(256, 0, 1024, 1024)
-    found, usual = (Search(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
+    found, usual = (Search.of(scenario(), (0, 1), 300).capacity("it", knobs, s) for s in (start, 30.0))
     assert found.rates == usual.rates and [s.failed for s in found.seeds] == [s.failed for s in usual.seeds]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_where_it_begins_does_not_matter_on_a_machine_with_stalls_either(seed: int) -> None:
     world, knobs = stalling(), Knobs(256, 0, 1024, 1024)
-    found = [Search(world, (seed,), 300).capacity("it", knobs, start).seeds[0] for start in (0.7, 17.0, 300.0)]
+    found = [Search.of(world, (seed,), 300).capacity("it", knobs, start).seeds[0] for start in (0.7, 17.0, 300.0)]
     assert len({(one.rate, one.failed) for one in found}) == 1 and found[0].rate > 0
-    assert found[0].rate != Search(world.even(), (seed,), 300).capacity("it", knobs, 17.0).seeds[0].rate
+    assert found[0].rate != Search.of(world.even(), (seed,), 300).capacity("it", knobs, 17.0).seeds[0].rate
 
 
 def test_what_one_request_alone_misses_no_rate_holds() -> None:
-    found = Search(scenario(slo=SLO(tpot_ms=2)), (0, 1), 50).capacity("it", Knobs(), 10.0)
+    found = Search.of(scenario(slo=SLO(tpot_ms=2)), (0, 1), 50).capacity("it", Knobs(), 10.0)
     assert found.rate == 0 and found.interval == (0, 0) and found.throughput == 0
 
 
-def test_a_promise_that_no_number_of_requests_breaks_has_no_bound() -> None:
-    search = Search(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
+def test_an_slo_that_no_number_of_requests_violates_has_no_bound() -> None:
+    search = Search.of(scenario(slo=SLO(e2e_ms=1e9)), (0,), 30)
     found = search.capacity("it", Knobs(), 10.0)
     assert found.unbounded and found.rate > 1e6 and found.interval == (found.rate, math.inf)
     assert search.best({"it": found}, {"other": Knobs(8, 0, 64, 64)}).setting is found
 
 
 def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> None:
-    search = Search(scenario(), (0, 1), 100)
+    search = Search.of(scenario(), (0, 1), 100)
     first = search.capacity("first", Knobs(4, 0, 64, 64), 5.0)
     others = {f"{n} slots": Knobs(n, 0, 1024, 512) for n in (2, 8, 64)}
     told: list[float] = []
@@ -202,7 +202,7 @@ def test_the_best_of_many_settings_is_found_without_measuring_all_closely() -> N
 
 def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
     knobs = {"first": Knobs(2, 0, 1024, 512), "better": Knobs(8, 0, 1024, 512), "best": Knobs(64, 0, 1024, 512)}
-    plain = Search(scenario(), (0,), 100)
+    plain = Search.of(scenario(), (0,), 100)
     first = plain.capacity("first", knobs.pop("first"), 5.0)
     better = plain.best({"first": first}, {"better": knobs["better"]}).setting
     whole = plain.best({"first": first}, knobs)
@@ -216,13 +216,13 @@ def test_a_search_that_is_stopped_has_the_best_so_far() -> None:
         def stop(heard: list[float] = heard, bar: float = reached.seeds[0].rate) -> bool:
             return max(heard, default=0.0) > bar * 1.005
 
-        stopped = Search(scenario(), (0,), 100, stop=stop).best({"first": first}, knobs, told)
+        stopped = Search.of(scenario(), (0,), 100, stop=stop).best({"first": first}, knobs, told)
         assert stopped == answer  # what was being looked at closely is not in it
 
 
 @pytest.mark.slow
 def test_what_lies_around_the_best_setting_is_tried_as_long_as_it_is_better() -> None:
-    search = Search(scenario(), (0, 1), 100)
+    search = Search.of(scenario(), (0, 1), 100)
     first = search.capacity("first", Knobs(2, 0, 1024, 512), 5.0)
 
     def twice(knobs: Knobs) -> list[Knobs]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.profiling.space import VLLM_LABEL, is_yardstick, make_space, round_number, starting_points
+from autotune.profiling.space import VLLM_LABEL, is_baseline, make_space, round_number, starting_points
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 
@@ -53,11 +53,11 @@ def test_narrowing_leaves_what_the_user_asked_for() -> None:
 def test_starting_points_lie_in_the_space_and_differ() -> None:
     space = make_space(LIMITS, ["max_wait_ms=0"], ["token_budget=100:200"]).narrowed(FITTED)
     points = starting_points(space, FITTED)
-    assert points[0] == (VLLM_LABEL, Knobs(256, 0, 4096, 4096))  # the yardstick: as the limits allow, pins or not
+    assert points[0] == (VLLM_LABEL, Knobs(256, 0, 4096, 4096))  # the baseline: as the limits allow, pins or not
     assert len({knobs for _, knobs in points}) == len(points) >= 3
     for label, knobs in points:
-        assert is_yardstick(label) or space.contains(knobs), knobs
-        assert is_yardstick(label) or space.allows(knobs)
+        assert is_baseline(label) or space.contains(knobs), knobs
+        assert is_baseline(label) or space.allows(knobs)
         LIMITS.check(knobs)
     assert not space.allows(points[0][1])
 

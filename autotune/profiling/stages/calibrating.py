@@ -1,4 +1,4 @@
-"""The calibrating stage: what a step costs on this engine, and the load and the promise that follow from it."""
+"""The calibrating stage: what a step costs on this engine, and the load and the SLO that follow from it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 from autotune.cost.model import CostModel
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import CostFacts, StepPoint
-from autotune.profiling.calibrate import draw_setup, request_alone
-from autotune.profiling.doubts import doubts
 from autotune.profiling.setup import Setup
 from autotune.profiling.stages.context import Context
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.warnings import warnings
 
 _KEY = "calibration"
 
@@ -31,46 +29,25 @@ def calibrate(context: Context) -> Setup:
         facts = found.cost.facts
         steps = sum(point.repeats for point in found.steps)
         context.reporter.stage_done(f"{steps} steps", f"{facts.points} kinds, fit error {facts.error:.1%}")
-        if told := doubts(found):
-            context.reporter.note(f"doubtful: {'; '.join(told)}; is the machine busy?")
+        if reasons := warnings(found):
+            context.reporter.note(f"doubtful: {'; '.join(reasons)}; is the machine busy?")
     return Setup.model_validate(stored["setup"])
 
 
 def _measure(context: Context) -> dict[str, Any]:
-    question, schedule, engine = context.question, context.schedule, context.engine
-    work = OtherWork()
-    with context.meter.hardware():
-        begun = context.clock.now()
-        alone = request_alone(engine, context.model, seed=question.seed, stop=context.stop)
-        spent = context.clock.now() - begun
-        context.reporter.progress(0.05, "", f"alone: {alone.tpot * 1000:.1f} ms a token", None)
-        measured = measure_steps(
-            engine,
-            context.model,
-            budget_s=max(schedule.calibrate_s - spent, schedule.calibrate_s / 2),
-            seed=question.seed,
-            stop=context.stop,
-            advance=lambda share, note: context.reporter.progress(0.05 + 0.95 * share, "", note, None),
-        )
-        spent = context.clock.now() - begun
-    others = None if engine.capabilities.virtual_time else work.cores()
-    with context.meter.simulating():
-        cost = measured.cost(spent)
-        setup = draw_setup(
-            engine,
-            context.model,
-            question.workload,
-            cost.serving(),
-            alone,
-            seed=question.seed,
-            slo=question.slo,
-            rate=question.rate,
-            window_s=schedule.window_s,
-            warmup_s=schedule.warmup_s,
-        )
+    question, work = context.question, OtherWork()
+    found = context.target.calibrate(
+        context.schedule,
+        context.meter,
+        slo=question.slo,
+        rate=question.rate,
+        seed=question.seed,
+        stop=context.stop,
+        advance=lambda share, note: context.reporter.progress(share, "", note, None),
+    )
     return {
-        "setup": setup.model_dump(mode="json"),
-        "steps": [point.model_dump(mode="json") for point in measured.points],
-        "cost": cost.facts.model_dump(mode="json"),
-        "others": others,
+        "setup": found.setup.model_dump(mode="json"),
+        "steps": [point.model_dump(mode="json") for point in found.steps],
+        "cost": found.cost.facts.model_dump(mode="json"),
+        "others": None if context.target.virtual else work.cores(),
     }

@@ -1,66 +1,85 @@
-"""The capacity: the highest rate at which the recommended setting keeps the SLO's share, simulated first, then measured."""
+"""The capacity: the highest rate at which the recommended setting meets the SLO, simulated first, then measured."""
 
 from __future__ import annotations
 
 from autotune.profile.parts import Capacity
-from autotune.profiling.choice import highest_held, refuted
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
 from autotune.profiling.setup import Setup, balanced_seeds, rounded
-from autotune.profiling.stages.context import Asked, Context
-from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATION, TARGET_OF_CAPACITY, VALIDATION
+from autotune.profiling.stages.context import Context, Request
+from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATED_CAPACITY, SIMULATION, VALIDATION
+from autotune.simulate.capacity import RateSearch, Search
 from runtime.knobs import Knobs
 
 _CHECKS = 3
-_PRECISION = 1.03
+_PRECISION = 0.03
 _SEEDS, _APART = 101, 100  # beyond the seeds of validation
 _RANGE = 12.0  # the capacity is looked for down to that fraction of the comparison's rate
+_FURTHER = 1.3  # and up to that many times it, in simulation
+_STEP = 1.2  # on the hardware, where the simulation was wrong
 
 
 def find_capacity(context: Context, setup: Setup) -> None:
     """Into ``context.found.capacity``."""
-    found, question = context.found, context.question
+    found, question, objective = context.found, context.question, Objective(setup.slo)
     choice = found.settings()["balanced"]
+    tried = [choice.point]
+
+    def so_far() -> Capacity:
+        best = objective.capacity(tried)
+        return Capacity(knobs=choice.knobs, rate=None if best is None else best.rate, tried=tuple(tried))
+
+    found.capacity = so_far()
     if question.rate is not None:
-        kept = None if refuted(choice.point, setup.slo) else choice.point.rate
-        found.capacity = Capacity(knobs=choice.knobs, rate=kept, tried=(choice.point,))
         return
     context.reporter.stage("capacity")
-    tried = [choice.point]
-    held, rate = highest_held(tried, setup.slo)
-    found.capacity = Capacity(knobs=choice.knobs, rate=None if held is None else held.rate, tried=tuple(tried))
-    rate = _expected(context, setup, choice.knobs) or rate
+    expected = _expected(context, setup, choice.knobs)
+    search = RateSearch(
+        expected or choice.point.offered_rate, precision=_PRECISION, lowest=setup.rate / _RANGE, highest=setup.most_rate,
+        step=_STEP,
+    )  # fmt: skip
+    rate = search.ask() if expected else None
+    search.tell(choice.point.offered_rate, not objective.refuted(choice.point))
+    rate = rate or search.ask()
     end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION, CAPACITY)
     for number in range(_CHECKS):
-        rate = rounded(min(max(rate, setup.rate / _RANGE), setup.most_rate))
-        if any(p.rate == rate for p in tried):
+        if rate is None or any(p.rate == (rate := rounded(rate)) for p in tried):
             break
-        asked = Asked("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
-        if not context.in_time(end, asked) and (number or context.meter.late(context.schedule.budget_s)):
+        request = Request("capacity", choice.knobs, rate, _seed(context, setup, rate, number))
+        if not context.in_time(end, request) and (number or context.meter.late(context.schedule.budget_s)):
             break  # a first one is worth what is left of the budget
-        run = context.measured(asked, setup, choice.point.label)
+        run = context.measured(request, setup, choice.point.label)
         if run is None:
             break
         tried.append(point([run]))
-        held, rate = highest_held(tried, setup.slo)
-        found.capacity = Capacity(knobs=choice.knobs, rate=None if held is None else held.rate, tried=tuple(tried))
+        search.tell(tried[-1].offered_rate, not objective.refuted(tried[-1]))
+        rate, found.capacity = search.ask(), so_far()
         note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
+    best = objective.capacity(tried)
     context.reporter.stage_done(
         f"{len(tried) - 1} rate{'' if len(tried) == 2 else 's'}",
-        "" if held is None else f"about {held.offered_rate:.3g} req/s",
+        "" if best is None else f"about {best.offered_rate:.3g} req/s",
     )
 
 
-def _expected(context: Context, setup: Setup, knobs: Knobs) -> float | None:
-    """The capacity in simulation, from the study if it was looked for before."""
+def _expected(context: Context, setup: Setup, knobs: Knobs) -> float:
+    """The capacity in simulation, 0 where no rate in reach meets the SLO; from the study if it was looked for before."""
 
-    def simulated() -> dict[str, float | None]:
+    def simulated() -> dict[str, float]:
+        context.check()
+        simulator = context.simulator(setup)
+        search = Search(
+            lambda knobs, rate, seed: simulator.long(knobs, rate, seed, stop=context.stop),
+            setup.slo.attainment, (context.question.seed + 2001,), _PRECISION,
+            lowest=setup.rate / _RANGE, highest=min(_FURTHER * setup.rate, setup.most_rate),
+            late=context.within(SIMULATED_CAPACITY),
+        )  # fmt: skip
         with context.meter.simulating():
-            return {"rate": simulated_capacity(context, setup, knobs)}
+            return {"rate": search.capacity("", knobs, setup.rate).seeds[0].rate}
 
-    key = f"capacity/{knobs}/{setup.rate:g}/{setup.speed:.6f}"
-    found: float | None = context.study.measured(key, simulated, stop=context.stop)["rate"]
-    return found
+    key = f"capacity/{knobs}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
+    return float(context.study.measured(key, simulated, stop=context.stop)["rate"])
 
 
 def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
@@ -68,23 +87,3 @@ def _seed(context: Context, setup: Setup, rate: float, number: int) -> int:
     load = setup.model_copy(update={"rate": rate}).apply(context.question.workload)
     first = context.question.seed + _SEEDS + number * _APART
     return balanced_seeds(load, first, 1, setup.warmup_s, setup.window_s)[0]
-
-
-def simulated_capacity(context: Context, setup: Setup, knobs: Knobs) -> float | None:
-    """The highest rate, to 3% if there is time, at which ``knobs`` keep the SLO's share in simulation; None: at none in reach."""
-    simulator, seed = context.simulator(setup), context.question.seed + 2001
-    late = context.within(TARGET_OF_CAPACITY)
-
-    def kept(rate: float) -> bool:
-        context.check()
-        return simulator.long(knobs, rate, seed).attainment >= setup.slo.attainment
-
-    low, high = setup.rate / _RANGE, min(setup.rate * 1.3, setup.most_rate)
-    if kept(high):
-        return high
-    if not kept(low):
-        return None
-    while high / low > _PRECISION and not late():
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if kept(middle) else (low, middle)
-    return low

@@ -6,19 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.engines import Engine
-from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
-from autotune.measure.score import Score
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.fingerprint import OtherWork
-from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
+from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup, balanced_seeds
-from autotune.profiling.simulator import Simulator
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
-from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
 
@@ -26,7 +23,7 @@ _UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A measurement to be made: ``knobs`` under the arrivals of ``rate`` requests/s and ``seed``.
 
     ``repeat`` tells apart measurements of one setting under one rate and seed.
@@ -46,16 +43,14 @@ class Asked:
 
 @dataclass
 class Context:
-    """One session's engine, question, study and what it has found so far."""
+    """One session's target, question, study and what it has found so far."""
 
-    engine: Engine
-    model: ModelFacts
+    target: Target
     question: Question
     study: SweepStudy
     reporter: Reporter
     schedule: Schedule
     meter: Meter
-    clock: Clock  # the hardware's
     host: Clock
     found: Findings
     stop: Callable[[], bool]
@@ -69,25 +64,31 @@ class Context:
     def keep_time(self) -> None:
         self.study.put("spent", {"hardware_s": self.meter.hardware_s, "simulating_s": self.meter.simulating_s})
 
-    def simulator(self, setup: Setup) -> Simulator:
-        """Of ``setup``'s load on this engine, by the cost model found."""
+    def simulator(self, setup: Setup) -> Simulates:
+        """Of ``setup``'s load, by the cost model found."""
         assert self.found.cost is not None
-        return Simulator.of(self.found.cost, self.engine, self.question.workload, setup)
+        return self.target.simulator(self.found.cost, setup)
 
-    def settled(self, key: str, settle: Callable[[], Setup]) -> Setup:
-        """What ``settle`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
+    @property
+    def cost_name(self) -> str:
+        """Of the cost model that simulations go by."""
+        assert self.found.cost is not None
+        return cost_name(self.found.cost)
+
+    def settled(self, key: str, find: Callable[[], Setup]) -> Setup:
+        """What ``find`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
 
         def simulated() -> dict[str, Any]:
             with self.meter.simulating():
-                return settle().model_dump(mode="json")
+                return find().model_dump(mode="json")
 
         found = Setup.model_validate(self.study.measured(key, simulated, stop=self.stop))
         self.keep_time()
         return found
 
-    def in_time(self, end: float | None, asked: Asked) -> bool:
+    def in_time(self, end: float | None, request: Request) -> bool:
         """Whether that fits before ``end`` seconds are spent. What the study has already always does."""
-        return self.meter.fits(end, self.run_guess) or self.study.measurements.known(asked.key)
+        return self.meter.fits(end, self.run_guess) or self.study.measurements.known(request.key)
 
     def within(self, share: float) -> Callable[[], bool]:
         """Says when ``share`` of the budget has been spent from now on."""
@@ -104,16 +105,16 @@ class Context:
         """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
         return bool(self.study.measured(key, lambda: {"yes": decide()}, stop=self.stop)["yes"])
 
-    def measured(self, asked: Asked, setup: Setup, label: str) -> Run | None:
+    def measured(self, request: Request, setup: Setup, label: str) -> Run | None:
         """A measurement on the hardware: from the study if it is there, None if it failed."""
-        stage, knobs, key = asked.stage, asked.knobs, asked.key
+        stage, knobs, key = request.stage, request.knobs, request.key
         self.check()
         try:
             found = self.study.measured(
                 key,
-                lambda: self._measure(asked, setup, label).model_dump(mode="json"),
+                lambda: self._measure(request, setup, label).model_dump(mode="json"),
                 stop=self.stop,
-                params={**knobs.as_dict(), "rate": asked.rate},
+                params={**knobs.as_dict(), "rate": request.rate},
                 value=lambda run: run["score"]["goodput"],
             )
         except Interrupted:
@@ -133,44 +134,29 @@ class Context:
             if key.startswith("run/"):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
-    def _measure(self, asked: Asked, setup: Setup, label: str) -> Run:
-        if not self.warm and not self.engine.capabilities.virtual_time:
-            self._warm_up(asked, setup)
+    def _measure(self, request: Request, setup: Setup, label: str) -> Run:
+        if not self.warm and not self.target.virtual:
+            self._warm_up(request, setup)
         self.warm = True
-        begun, work = self.clock.now(), OtherWork()
-        found = self._served(asked, setup, f"{asked.stage}-{self.study.count('measurements')}")
-        if not self.engine.capabilities.virtual_time:
-            self.found.others.append((self.clock.now() - begun, work.cores()))
-        found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
-        return Run(stage=asked.stage, label=label, trial=-1, score=found)
+        begun, work = self.target.clock.now(), OtherWork()
+        found = self._served(request, setup, f"{request.stage}-{self.study.count('measurements')}")
+        if not self.target.virtual:
+            self.found.others.append((self.target.clock.now() - begun, work.cores()))
+        score = found.score.model_copy(update={"rate": request.rate})  # to the last digit: runs are compared by it
+        return Run(stage=request.stage, label=label, trial=-1, score=score, steps=found.steps)
 
-    def _warm_up(self, asked: Asked, setup: Setup) -> None:
-        """Have the engine serve a load like that ``asked`` for.
+    def _warm_up(self, request: Request, setup: Setup) -> None:
+        """Have the engine serve a load like that of ``request``.
 
         It gets faster while its libraries meet the shapes of their products; the calibration's steps have few of them.
         """
         self.reporter.progress(0.0, "", "warming up", None)
-        load = self._load(asked, setup)
-        (seed,) = balanced_seeds(load, asked.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
-        self._served(replace(asked, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
+        load = setup.model_copy(update={"rate": request.rate}).apply(self.question.workload)
+        (seed,) = balanced_seeds(load, request.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
+        self._served(replace(request, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
 
-    def _load(self, asked: Asked, setup: Setup) -> Workload:
-        return setup.model_copy(update={"rate": asked.rate}).apply(self.question.workload)
-
-    def _served(self, asked: Asked, setup: Setup, label: str) -> Score:
-        """The load ``asked`` for, served."""
+    def _served(self, request: Request, setup: Setup, label: str) -> Measured:
+        load = Load(request.rate, request.seed, setup.window_s, setup.warmup_s)
+        tokens = (self.question.seed << 20) + self.study.count("loads")
         with self.meter.hardware():
-            return evaluate(
-                self.engine,
-                asked.knobs,
-                self._load(asked, setup),
-                setup.slo,
-                vocab_size=self.model.vocab_size,
-                seed=asked.seed,
-                duration=setup.window_s,
-                warmup=setup.warmup_s,
-                # tokens of its own each time: no prefix of an earlier load is found
-                prompt_seed=(self.question.seed << 20) + self.study.count("loads"),
-                label=label,
-                stop=self.stop,
-            )
+            return self.target.measure(request.knobs, load, setup, prompt_seed=tokens, label=label, stop=self.stop)

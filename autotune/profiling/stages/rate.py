@@ -1,105 +1,220 @@
-"""The rate at which settings are compared: near the knee of the best of them, where they differ most.
+"""The rate at which settings are compared, and settings near the best there.
 
-Far below it every setting keeps every promise, far above it none does.
+Far below its capacity every setting meets every SLO, far above it none does. So settings are compared at the highest rate that
+the best of them serves with an attainment of :data:`TARGET`: its goodput there is about the highest at any rate. It is looked
+for among a few settings before the trials, again among the best trials, and again when the machine turns out to serve at another
+speed. Where the user gave the rate, the settings that serve the most at it are looked for instead.
+
+What is found is kept in the study: it depends on how much time there was, and a run taken up again, or another machine, is to
+go on with the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-from autotune.profiling.space import SearchSpace
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.measure.score import Score
+from autotune.profiling.points import points
+from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds
+from autotune.profiling.simulator import requests_of
+from autotune.profiling.space import SearchSpace, alike
+from autotune.profiling.stages.candidates import shortlist
+from autotune.profiling.stages.context import Context
+from autotune.profiling.timing import CANDIDATES, RATE, RATE_AGAIN
+from autotune.simulate.capacity import Search, uphill
+from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
+FOUND = "rate"
 TARGET = 0.9
-"""Share of promises that the best setting keeps at the knee: its goodput is about the highest there is at any rate."""
-
-_STEP, _PRECISION = 1.3, 1.03
-_LOWEST = 1 / 64  # of the first guess: below it, nobody keeps the SLO at any rate worth serving
-_FACTORS = (  # of slots, budget and chunk against the calibration's guess; the chunk is cut to the budget
+FRESH_SEEDS = (6, 3, 2)  # as many as there is time for
+VALIDATION_SEEDS = 6
+_FRESH = 1101  # the first of them
+_BEST_TRIALS = 10
+_STEPS_UP, _STEPS_UP_AT_RATE = 3, 8
+_KEPT = 4  # candidates
+_MANY = 8  # candidates to simulate
+_PRECISION, _FIRST_STEP = 0.03, 1.1
+_LOWEST = 1 / 64  # of the first guess: below it, nobody meets the SLO at any rate worth serving
+_AROUND_GUESS = (  # slots, budget and chunk over the calibration's guess; the chunk is cut to the budget
     (1, 1, 1), (2, 1, 1), (0.5, 1, 1), (1, 2, 1), (1, 0.5, 0.5), (2, 2, 2), (4, 2, 0.5), (2, 4, 4), (4, 4, 1), (4, 1, 0.5),
     (0.5, 0.5, 0.5), (1, 4, 1), (8, 8, 8), (4, 8, 2),
 )  # fmt: skip
-
-_STEPS = (
+_SMALL_STEPS = (
     (1, 0.84, 0.84), (1, 1.19, 1.19), (1, 0.7, 0.7), (1, 1.41, 1.41), (1.5, 1, 1), (0.67, 1, 1), (1, 1, 0.6), (1, 1, 0.3),
     (1, 1, 1.6),
 )  # fmt: skip
 
-Attained = Callable[[Knobs, float], float]
-"""Share of requests in SLO of a setting at a rate."""
+
+def find_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
+    """``setup`` at the rate where settings are compared, and with the seeds that simulation and hardware will meet."""
+
+    def find() -> Setup:
+        seeded = _with_simulated_seeds(context, setup, space)
+        return _at_best(context, seeded, around_guess(space, seeded.fitted), RATE, space)
+
+    return context.settled(FOUND, find)
 
 
-def panel(space: SearchSpace, fitted: Knobs) -> list[Knobs]:
+def raise_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
+    """The same once the trials are known: the best of them may serve a higher rate."""
+    climb = None if context.question.rate is None else space
+    return context.settled(
+        "rate after trials", lambda: _at_best(context, setup, _best(context, setup), RATE_AGAIN, climb)
+    )
+
+
+def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
+    """``setup`` for a machine of another ``speed``, at the rate where settings are to be compared there.
+
+    The settings that were best at the old speed need not be: others around the guess, and around the best, are asked too.
+    """
+
+    def find() -> Setup:
+        moved = setup.model_copy(update={"speed": speed})
+        if context.question.rate is None:
+            rate = rounded(min(setup.rate * speed / setup.speed, setup.most_rate))
+            moved = moved.model_copy(update={"rate": rate})
+        return _again(context, moved)
+
+    return context.settled(moved_key(context, setup, speed), find)
+
+
+def with_candidates(context: Context, setup: Setup, speed: float) -> Setup:
+    """``setup`` at its rate and another ``speed``, with the settings that now serve the most at it."""
+    moved = setup.model_copy(update={"speed": speed})
+    key = f"near the best/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
+    return context.settled(key, lambda: _again(context, moved, fixed=True))
+
+
+def moved_key(context: Context, setup: Setup, speed: float) -> str:
+    """What the study keeps the move from ``setup`` to another ``speed`` under."""
+    return f"rate/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
+
+
+def around_guess(space: SearchSpace, fitted: Knobs) -> list[Knobs]:
     """A few settings spread around the calibration's guess, all inside the space."""
-    return _scaled(space, fitted, _FACTORS)
+    return _scaled(space, fitted, _AROUND_GUESS)
 
 
 def neighbours(space: SearchSpace, knobs: Knobs) -> list[Knobs]:
     """Settings a small step away from ``knobs``, inside the space."""
-    return _scaled(space, knobs, _STEPS)
+    return _scaled(space, knobs, _SMALL_STEPS)
 
 
-class Knee(NamedTuple):
-    """The setting that keeps ``TARGET`` up to the highest rate found, and that rate."""
+def _again(context: Context, setup: Setup, *, fixed: bool = False) -> Setup:
+    space = context.question.space.narrowed(setup.fitted)
+    settings = [*_best(context, setup), *around_guess(space, setup.fitted)]
+    return _at_best(context, setup, settings, RATE_AGAIN, space, fixed=fixed)
 
-    knobs: Knobs
-    rate: float
+
+def _with_simulated_seeds(context: Context, setup: Setup, space: SearchSpace) -> Setup:
+    question = context.question
+    load = setup.apply(question.workload)
+    count = requests_of(load, question.sim_trials, context.schedule.simulate_s)
+    setup = setup.model_copy(update={"simulated_requests": count})
+    warmup, window = context.simulator(setup).window(setup.rate)
+    first = balanced_seeds(load, question.seed + 1001, 1, warmup, window)
+    setup = setup.model_copy(update={"simulated_seeds": tuple(first)})
+    loads = _loads(context, setup, around_guess(space, setup.fitted)[0])
+    fresh = spread_seeds(load, question.seed + _FRESH, loads, warmup, window)
+    return setup.model_copy(update={"simulated_seeds": (*first, *fresh)})
 
 
-def knee(
-    settings: Iterable[Knobs],
-    attained: Attained,
-    first: float,
-    most: float,
-    best: Knee | None = None,
+def _loads(context: Context, setup: Setup, knobs: Knobs) -> int:
+    """Under how many fresh loads eight candidates can be simulated in their share of the budget, by how long one takes."""
+    budget, begun = context.schedule.budget_s, context.host.now()
+    if budget is None:
+        return FRESH_SEEDS[0]
+    _simulated(context, setup)(knobs, setup.rate, setup.simulated_seeds[0])
+    took, room = context.host.now() - begun, CANDIDATES * budget / _MANY
+    return next((n for n in FRESH_SEEDS if n * took <= room), FRESH_SEEDS[-1])
+
+
+def _at_best(
+    context: Context,
+    setup: Setup,
+    settings: Sequence[Knobs],
+    share: float,
+    space: SearchSpace | None,
     *,
-    late: Callable[[], bool] = lambda: False,
-) -> Knee | None:
-    """The highest rate, to 3%, at which one of ``settings`` still keeps ``TARGET``; None if none does at any rate.
+    fixed: bool = False,
+) -> Setup:
+    """``setup`` at the highest rate that one of ``settings`` (and, given a ``space``, of those around the best) serves.
 
-    A setting is only followed further up if it keeps the share where the best before it (``best``, to begin with) no
-    longer did, so most of them cost one question. ``first``: where to begin; ``most``: more cannot be offered. What is found
-    once it is ``late`` is what is found.
+    ``share``: of the budget, to look for it. Where the rate is ``fixed`` or was given, with those that serve the most at it.
     """
-    for knobs in settings:
-        if (best is not None and best.rate >= most) or late():
-            return best
-        start = min(first if best is None else best.rate * _PRECISION, most)
-        rate = _follow(knobs, attained, start, most, late, only_above=best is not None)
-        if rate is not None:
-            best = Knee(knobs, rate)
-    return best
+    late = context.within(share)
+    simulate, seed = _simulated(context, setup), setup.simulated_seeds[0]
+
+    def around(knobs: Knobs) -> Iterable[Knobs]:
+        return [] if space is None else neighbours(space, knobs)
+
+    if context.question.rate is None and not fixed:
+        search = Search(
+            simulate, TARGET, (seed,), _PRECISION,
+            lowest=setup.rate * _LOWEST, highest=setup.most_rate, step=_FIRST_STEP, late=late,
+        )  # fmt: skip
+        others = {str(knobs): knobs for knobs in settings}
+        found = search.best({}, others, around=around, start=setup.rate, steps=_STEPS_UP).setting
+        if rate := found.seeds[0].rate:
+            setup = setup.model_copy(update={"rate": rounded(rate), "candidates": (found.knobs,)})
+    elif space is not None:
+
+        def worth(knobs: Knobs, best: float) -> float:
+            score = simulate(knobs, setup.rate, seed)
+            return 0.0 if score is None else score.attainment
+
+        known = uphill(settings, worth, around, steps=_STEPS_UP_AT_RATE, late=late)
+        setup = setup.model_copy(update={"candidates": _few(known)})
+    return _with_validation_seeds(context, setup)
 
 
-def _follow(
-    knobs: Knobs, attained: Attained, start: float, most: float, late: Callable[[], bool], *, only_above: bool
-) -> float | None:
-    """The highest rate at which ``knobs`` keep the share; None if that is far below ``start``, or below it at all."""
-    if attained(knobs, start) >= TARGET:
-        low, high = start, start
-        while high < most:
-            high = min(high * _STEP, most)
-            if late() or attained(knobs, high) < TARGET:
-                break
-            low = high
-        else:
-            return most
-    else:
-        if only_above:
+def _few(known: dict[Knobs, float]) -> tuple[Knobs, ...]:
+    """The best few, no two alike."""
+    chosen: list[Knobs] = []
+    for knobs in sorted(known, key=known.__getitem__, reverse=True):
+        if not any(alike(knobs, other) for other in chosen):
+            chosen.append(knobs)
+    return tuple(chosen[:_KEPT])
+
+
+def _with_validation_seeds(context: Context, setup: Setup) -> Setup:
+    """``setup``, whose rate or speed has changed, with seeds to validate under that suit it."""
+    load = setup.apply(context.question.workload)
+    window = setup.warmup_s, setup.window_s
+    seeds = balanced_seeds(load, context.question.seed + 1, VALIDATION_SEEDS, *window)
+    if not all(in_window(load, seed, *window) for seed in seeds):
+        raise InputError(
+            f"{load.name}: at {setup.rate:g} requests/s none falls into the window, {setup.warmup_s:g} to {sum(window):g} s "
+            "after the start; give a longer --budget for longer windows, another --rate, or a longer trace"
+        )
+    return setup.model_copy(update={"validation_seeds": tuple(seeds)})
+
+
+def _best(context: Context, setup: Setup) -> list[Knobs]:
+    """The best trials of what was asked for: baselines may lie outside of pins and ranges."""
+    allowed = [run for run in context.found.simulated if context.question.space.allows(run.knobs)]
+    return shortlist(points(allowed), setup, _BEST_TRIALS)
+
+
+def _simulated(context: Context, setup: Setup) -> Callable[[Knobs, float, int], Score | None]:
+    """A setting in the long load at a rate; None where it cannot be simulated."""
+    simulator = context.simulator(setup)
+
+    def simulate(knobs: Knobs, rate: float, seed: int) -> Score | None:
+        context.check()
+        context.reporter.progress(0.0, "", f"looking for the rate, {rate:.3g} req/s", None)
+        try:
+            return simulator.long(knobs, rate, seed, stop=context.stop)
+        except Interrupted:
+            raise
+        except EvaluationError as error:
+            context.reporter.note(f"{knobs} cannot be simulated: {error}")
             return None
-        low, high = start, start
-        while attained(knobs, low := low / _STEP**2) < TARGET:
-            high = low
-            if low < start * _LOWEST or late():
-                return None
-    while high / low > _PRECISION and not late():
-        middle = (low * high) ** 0.5
-        if attained(knobs, middle) >= TARGET:
-            low = middle
-        else:
-            high = middle
-    return low
+
+    return simulate
 
 
 def _scaled(space: SearchSpace, knobs: Knobs, factors: Iterable[tuple[float, float, float]]) -> list[Knobs]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from autotune.measure.evaluate import EvaluationError
 from autotune.measure.score import Score
 from autotune.profiling.findings import Findings
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run
 from autotune.profiling.search import Outcome, search
 from autotune.profiling.setup import Setup
-from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import SearchSpace, starting_points
+from autotune.profiling.stages.candidates import NEAR_BEST
 from autotune.profiling.stages.context import Context
-from autotune.profiling.stages.finalists import CANDIDATE
+from autotune.profiling.target import Simulates
 from autotune.profiling.timing import RATE, TRIALS
 from runtime.knobs import Knobs
 
@@ -24,17 +25,19 @@ _LEAST = 4  # trials beside the starting points
 
 
 @dataclass(frozen=True)
-class GoodputObjective:
-    """What a simulated trial is worth: the goodput at one rate, under one seed."""
+class Trial:
+    """A simulated trial: what ``objective`` says a setting is worth at one rate, under one seed."""
 
-    simulator: Simulator
+    objective: Objective
+    simulator: Simulates
     rate: float
     seed: int
 
     def __call__(self, knobs: Knobs, stop: Callable[[], bool]) -> Outcome:
         begun = time.process_time()
         score = self.simulator.long(knobs, self.rate, self.seed, stop=stop)
-        return Outcome(score.goodput, {"score": score.model_dump(mode="json"), "cpu_s": time.process_time() - begun})
+        spent = {"cpu_s": time.process_time() - begun}
+        return Outcome(self.objective.value(score), {"score": score.model_dump(mode="json"), **spent})
 
 
 def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
@@ -72,10 +75,10 @@ def _search(
     found.simulated, found.failures, found.cpu_s = [], [], 0.0
     starting = starting_points(space, setup.fitted)
     known = {knobs for _, knobs in starting}
-    starting += [(CANDIDATE, knobs) for knobs in setup.candidates if knobs not in known]
+    starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
     begun, best = context.host.now(), 0.0
     tried = search(
-        GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
+        Trial(Objective(setup.slo), context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
         space,
         starting=starting,
         trials=question.sim_trials,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.profile import Profile
-from autotune.profiling.choice import tells
+from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
@@ -45,7 +45,7 @@ def section(evidence: Evidence) -> Section:
         title = (
             f"The SLO was kept at {number(kept.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
         )
-    elif not tells(kept, evidence.profile.slo):
+    elif not Objective.of(evidence.profile).confirmed(kept):
         title = f"The SLO is perhaps kept up to about {number(kept.offered_rate)} req/s: too few requests to tell"
     else:
         title = f"The SLO is kept up to about {number(kept.offered_rate)} req/s"

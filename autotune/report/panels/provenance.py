@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.cost.price import money, per_million
+from autotune.cost.price import money
 from autotune.profile import Point, Profile
+from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.section import Section, Table
 from autotune.report.wording import STAGES, listed, names, number, percent, plus_minus, ratio
@@ -135,7 +136,7 @@ def _cell(value: float | None) -> str:
 def _price(profile: Profile, tokens_per_s: float) -> tuple[str, ...]:
     if profile.price_per_hour is None:
         return ()
-    cost = per_million(profile.price_per_hour, tokens_per_s)
+    cost = Objective.of(profile).cost(tokens_per_s)
     return ("–" if cost is None else money(cost),)
 
 

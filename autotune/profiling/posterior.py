@@ -1,15 +1,15 @@
-"""What is believed of every finalist once some of them were measured: the simulation, corrected by how far off it was.
+"""The posterior of every candidate once some of them were measured: the simulation, corrected by how far off it was.
 
-Each measurement has a *twin*, the simulation of the very same requests, at the same speeds as that of the finalist. Their
-difference d leaves out the luck of the arrivals, which is most of the noise of a short window. The truth about setting x is
-taken to be
+Each measurement has a *paired simulation* of the very same requests, by the same cost model and at the same speeds as the
+simulation of the candidate. Their difference d leaves out the luck of the arrivals, which is most of the noise of a short
+window. The truth about setting x is taken to be
 
     goodput(x) = simulated(x) + μ + δ(x),     d = μ + δ(x) + ε,    ε ~ N(0, σ²),    δ ~ GP(0, τ² k),
 
 with one error μ common to all, and an error δ that settings share the more alike they behave in the simulation (the
 discrepancy of Kennedy and O'Hagan, J. R. Stat. Soc. B 63, 2001). A part of δ is shared only by settings that behave nearly the
 same: hardware goes in steps (tiles, graphs) that no smooth model has. σ comes from repeats, τ from the spread of d (its
-marginal likelihood). What to measure next is told by the knowledge gradient for correlated beliefs (Frazier, Powell and
+marginal likelihood). What to measure next follows from the knowledge gradient for correlated priors (Frazier, Powell and
 Dayanik, INFORMS J. Comput. 21, 2009): the goodput by which one more measurement is expected to improve the choice.
 
 Everything is in shares of the offered rate; the same inputs give the same numbers.
@@ -26,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from autotune.profile.parts import Confidence
+
 Vector = NDArray[np.floating[Any]]
 
 _COMMON = 0.25  # sd of μ: the simulator may be off by a quarter, the same for all
@@ -39,12 +41,12 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 
 
 class Observation(NamedTuple):
-    """A measurement of finalist number ``finalist``: measured − simulated goodput, as a share of the offered rate.
+    """A measurement of candidate number ``candidate``: measured − simulated goodput, as a share of the offered rate.
 
     ``full``: every request was met. Two such runs are alike by necessity, and show nothing of the noise.
     """
 
-    finalist: int
+    candidate: int
     difference: float
     full: bool = False
 
@@ -58,10 +60,10 @@ class Sureness(NamedTuple):
     regret: float
 
 
-class Belief:
-    """Beliefs about finalists with simulated goodput ``simulated`` (shares) and simulated ``behaviour`` (rows, in octaves).
+class Posterior:
+    """What is expected of candidates with goodput ``simulated`` (shares) and simulated ``behaviour`` (rows, in octaves).
 
-    ``quantum``: the share one request makes, below which no noise is believed.
+    ``quantum``: the share one request makes, the least noise there is.
     """
 
     def __init__(self, simulated: Sequence[float], behaviour: Sequence[Sequence[float]], quantum: float) -> None:
@@ -78,13 +80,11 @@ class Belief:
         self.noise = _USUAL
         self.error = _USUAL
 
-    def observe(self, observation: Observation, *, simulated: float | None = None) -> None:
-        """Take a measurement in. ``simulated``: what the simulation says of the finalist now, if it has learned from it too."""
+    def observe(self, observation: Observation) -> None:
+        """Take a measurement in."""
         self.observations.append(observation)
-        if simulated is not None:
-            self._prior[observation.finalist] = simulated
         self.noise = self._noise()
-        index = np.array([o.finalist for o in self.observations])
+        index = np.array([o.candidate for o in self.observations])
         found = np.array([o.difference for o in self.observations])
         self.error = self._scale(index, found)
         prior = self._covariance(self.error)
@@ -95,14 +95,14 @@ class Belief:
 
     @property
     def measured(self) -> list[int]:
-        return sorted({o.finalist for o in self.observations})
+        return sorted({o.candidate for o in self.observations})
 
     def choice(self) -> int:
-        """The best of those measured, by what is believed now."""
+        """The best of those measured, by what is expected now."""
         return max(self.measured, key=self.expected)
 
     def expected(self, index: int) -> float:
-        """The share that a finalist is expected to serve: of a belief, only what lies in 0 … 1 can be."""
+        """The share that a candidate is expected to serve: of the posterior, only what lies in 0 … 1 can be."""
         return float(_bounded(self.mean[index], self._cov[index, index]))
 
     def next(self, allowed: Sequence[int]) -> tuple[int, float]:
@@ -112,14 +112,14 @@ class Belief:
         return best, gains[best]
 
     def sureness(self, choice: int) -> Sureness:
-        """Of ``choice`` among those measured, by draws from the belief (the same draws each time). Ties share."""
-        kept = self.measured
-        cov = self._cov[np.ix_(kept, kept)] + 1e-12 * np.eye(len(kept))
-        drawn = np.random.default_rng(0).multivariate_normal(self.mean[kept], cov, size=_DRAWS, method="eigh")
+        """Of ``choice`` among those measured, by draws from the posterior (the same draws each time). Ties share."""
+        measured = self.measured
+        cov = self._cov[np.ix_(measured, measured)] + 1e-12 * np.eye(len(measured))
+        drawn = np.random.default_rng(0).multivariate_normal(self.mean[measured], cov, size=_DRAWS, method="eigh")
         draws = drawn.clip(0.0, 1.0)  # nobody serves more than was offered
         best = draws.max(axis=1)
         tied = draws >= best[:, None] - self._quantum / 10
-        mine = kept.index(choice)
+        mine = measured.index(choice)
         return Sureness(
             float((tied[:, mine] / tied.sum(axis=1)).mean()),
             float(tied[:, mine].mean()),
@@ -152,7 +152,7 @@ class Belief:
         groups: Mapping[int, list[float]] = defaultdict(list)
         for o in self.observations:
             if not o.full:
-                groups[o.finalist].append(o.difference)
+                groups[o.candidate].append(o.difference)
         squares = sum((d - statistics.fmean(g)) ** 2 for g in groups.values() for d in g)
         freedom = sum(len(g) - 1 for g in groups.values())
         return float(max(self._quantum, ((_USUAL**2 + squares) / (1 + freedom)) ** 0.5))
@@ -171,10 +171,10 @@ class Belief:
 def _bounded(mean: Any, variance: Any) -> Vector:
     """The mean of min(1, max(0, x)), x ~ N(``mean``, ``variance``): nobody serves more than was offered."""
     sd = np.sqrt(np.maximum(variance, 1e-12))
-    return np.asarray(mean - _excess((mean - 1) / sd) * sd + _excess(-mean / sd) * sd)
+    return np.asarray(mean - _surplus((mean - 1) / sd) * sd + _surplus(-mean / sd) * sd)
 
 
-def _excess(u: Any) -> Any:
+def _surplus(u: Any) -> Any:
     """The mean of max(0, z + u), z ~ N(0, 1)."""
     return np.exp(-(u**2) / 2) / np.sqrt(2 * np.pi) + u * ndtr(u)
 
@@ -201,3 +201,50 @@ def count_noise(met: int, offered: int) -> float:
         return 1.0
     share = min(max(met, 1), offered - 1) / offered
     return float(((1 - share) / (share * offered)) ** 0.5)
+
+
+def confidence(
+    best: float,
+    regret: float,
+    repeats: float | None,
+    noise: float,
+    measured: int,
+    *,
+    unbeaten: float | None = None,
+    full: bool = False,
+    near: int = 0,
+    simulation_agrees: bool = True,
+) -> Confidence:
+    """The figures and the sentence.
+
+    ``repeats``: by how much runs of the same requests differed, None: nothing was repeated; ``noise``: that of a share of so
+    many requests, no less. ``unbeaten``: where others count as equals of the recommended setting, the probability that none
+    measured is better; equals share that of being the best. ``full``: in every run all requests met the SLO. ``near``: how many
+    other settings have an interval that reaches into the recommended one's. ``simulation_agrees``: no other setting measured is
+    better in simulation.
+    """
+    regret = max(0.0, regret)
+    if full:
+        said = "noise is not visible: in every run all requests met the SLO"
+    elif repeats is None:
+        said = "nothing was measured twice"
+    else:
+        said = f"runs of one setting differ by {repeats:.1%}"
+        if noise > repeats:
+            said += f", where chance alone makes {noise:.1%}"
+    what, likely = ("the best", best) if unbeaten is None else ("as good as any measured", unbeaten)
+    chance = "above 99%" if likely > 0.99 else f"of {likely:.0%}"
+    sure = f"{what} with a probability {chance}, and is expected to serve {regret:.1%} less than the best of them"
+    if measured < 2:
+        said += "; the recommended setting is the only one measured: the recommendation rests on simulation"
+    elif not near:
+        said += f"; of {measured} settings measured the recommended one is {sure}"
+    else:
+        which = (
+            f"the {measured} settings measured" if near == measured - 1 else f"it from {near} of {measured - 1} others"
+        )
+        said += f"; the measurements alone do not separate {which}: "
+        prefers = simulation_agrees and unbeaten is None  # among equals it may be that none is better
+        with_simulation = "with simulation, which prefers it," if prefers else "by them and simulation together"
+        said += f"{with_simulation} the recommended one is {sure}"
+    return Confidence(noise=round(noise, 5), best=round(best, 4), regret=round(regret, 5), sentence=said)

@@ -1,7 +1,7 @@
-"""The finalists: settings worth measuring, simulated under seeds that the search has not seen.
+"""The candidates: settings worth measuring, simulated under seeds that the search has not seen.
 
 Whoever was best among hundreds was also lucky. And the cost model is a few percent wrong, for some settings more than for
-others: of two that keep all promises at the speed it says, that is better which keeps them at less.
+others: of two that meet the SLO with every request at the speed it says, that is better which still does at less.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.profile.parts import KnobsField, Part, Point
-from autotune.profiling.choice import alike, latency
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, pareto, point, points
 from autotune.profiling.setup import Setup
-from autotune.profiling.simulator import Simulator
-from autotune.profiling.space import VLLM_LABEL, is_yardstick
+from autotune.profiling.space import VLLM_LABEL, alike, is_baseline
 from autotune.profiling.stages.context import Context
-from autotune.profiling.timing import FINALISTS
+from autotune.profiling.target import Simulates
+from autotune.profiling.timing import CANDIDATES
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
@@ -24,10 +24,10 @@ MOST = 16
 _FEWEST = 4
 _NEARLY = 0.95  # of the best goodput: where what else a setting is good at decides
 _SPEEDS = (0.95, 1.0, 1.05)  # in units of the speed that is taken for true
-CANDIDATE = "near the best"
+NEAR_BEST = "near the best"
 
 
-class Finalist(Part):
+class Candidate(Part):
     """A setting worth measuring. ``point``: its simulation under fresh seeds, all runs together; ``tokens``, ``running``:
     in a step, on average."""
 
@@ -38,55 +38,56 @@ class Finalist(Part):
     running: float
 
 
-def finalists(context: Context, setup: Setup) -> list[Finalist]:
-    """The best of several kinds, no two alike, and the yardsticks; from the study if they were chosen before."""
+def candidates(context: Context, setup: Setup) -> list[Candidate]:
+    """The best of several kinds, no two alike, and the baselines; from the study if they were chosen before."""
 
     def choose() -> dict[str, Any]:
         with context.meter.simulating():
-            return {"finalists": [final.model_dump(mode="json") for final in _chosen(context, setup)]}
+            return {"candidates": [one.model_dump(mode="json") for one in _chosen(context, setup)]}
 
-    key = f"finalists/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}"
+    key = f"candidates/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
     stored = context.study.measured(key, choose, stop=context.stop)
     context.keep_time()
-    made = [Finalist.model_validate(final) for final in stored["finalists"]]
+    made = [Candidate.model_validate(one) for one in stored["candidates"]]
     if not context.found.expected:  # or those of the last comparison stand until there is another
-        context.found.finalists = [final.point for final in made]
+        context.found.candidates = [one.point for one in made]
     return made
 
 
-def _chosen(context: Context, setup: Setup) -> list[Finalist]:
+def _chosen(context: Context, setup: Setup) -> list[Candidate]:
     """At least a few and vLLM's defaults, however late it is."""
-    late = context.within(FINALISTS)
+    late = context.within(CANDIDATES)
     trials = context.found.simulated
     labels = {run.knobs: run.label for run in reversed(trials)}
     chosen = shortlist(points(trials), setup, MOST)
     for place, knobs in enumerate(setup.candidates):
         if not any(alike(knobs, known) for known in chosen):
             chosen.insert(1 + place, knobs)
-    yardsticks = [knobs for knobs, label in labels.items() if is_yardstick(label)]
-    yardsticks.sort(key=lambda knobs: labels[knobs] != VLLM_LABEL)
-    order = dict.fromkeys([*chosen[:_FEWEST], *yardsticks[:1], *chosen[_FEWEST:], *yardsticks])
+    baselines = [knobs for knobs, label in labels.items() if is_baseline(label)]
+    baselines.sort(key=lambda knobs: labels[knobs] != VLLM_LABEL)
+    order = dict.fromkeys([*chosen[:_FEWEST], *baselines[:1], *chosen[_FEWEST:], *baselines])
     simulators = around(context, setup)
-    made: list[Finalist] = []
+    made: list[Candidate] = []
     for knobs in order:
         context.check()
         if len(made) > _FEWEST and late():
             break
-        final = finalist(labels.get(knobs, CANDIDATE), knobs, simulators, setup)
-        if is_yardstick(final.label) or all(_figures(final.point) != _figures(known.point) for known in made):
-            made.append(final)
+        one = candidate(labels.get(knobs, NEAR_BEST), knobs, simulators, setup)
+        if is_baseline(one.label) or all(_figures(one.point) != _figures(known.point) for known in made):
+            made.append(one)
     return made
 
 
 def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
     """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
+    objective = Objective(setup.slo)
     best = max((p.goodput.mean for p in trials), default=0.0)
     good = [p for p in trials if p.goodput.mean >= 0.85 * best]
     front = {p.knobs for p in pareto([p for p in good if p.goodput.mean >= _NEARLY * best])}
     rankings = (
-        sorted(trials, key=lambda p: (p.knobs not in front, -p.goodput.mean, latency(p, setup.slo))),
+        sorted(trials, key=lambda p: (p.knobs not in front, -p.goodput.mean, objective.latency(p))),
         sorted(trials, key=lambda p: (-p.throughput.mean, -p.goodput.mean)),
-        sorted(good, key=lambda p: latency(p, setup.slo)),
+        sorted(good, key=lambda p: objective.latency(p)),
     )
     chosen: list[Knobs] = []
     seen: set[tuple[object, ...]] = set()  # a limit that never binds makes many settings of one behaviour
@@ -120,27 +121,28 @@ def _figures(point: Point) -> tuple[object, ...]:
     return (point.met, point.offered, point.throughput.mean, point.ttft_p50_ms, point.ttft_p99_ms, point.tpot_p99_ms)
 
 
-def best_of(finals: Sequence[Finalist], slo: SLO) -> Finalist:
-    """By simulation: most in SLO, of equals the quicker."""
-    return max(finals, key=lambda f: (f.point.attainment, -latency(f.point, slo)))
+def best_of(found: Sequence[Candidate], slo: SLO) -> Candidate:
+    """By simulation."""
+    return max(found, key=lambda one: Objective(slo).order(one.point))
 
 
-def baseline_of(finals: Sequence[Finalist]) -> Finalist | None:
-    return next((f for f in finals if f.label == VLLM_LABEL), None)
+def baseline_of(found: Sequence[Candidate]) -> Candidate | None:
+    """vLLM's defaults."""
+    return next((one for one in found if one.label == VLLM_LABEL), None)
 
 
-def around(context: Context, setup: Setup) -> list[Simulator]:
+def around(context: Context, setup: Setup) -> list[Simulates]:
     """At the speeds the hardware may have."""
     return [context.simulator(setup.model_copy(update={"speed": factor * setup.speed})) for factor in _SPEEDS]
 
 
-def finalist(label: str, knobs: Knobs, simulators: Sequence[Simulator], setup: Setup) -> Finalist:
+def candidate(label: str, knobs: Knobs, simulators: Sequence[Simulates], setup: Setup) -> Candidate:
     """One setting under the fresh seeds, each at one of the speeds; under all of them where there is but one seed."""
     runs = [
         Run(stage="simulation", label=label, trial=-1, score=simulators[speed].long(knobs, setup.rate, seed))
         for seed, speed in pairs(setup.simulated_seeds[1:])
     ]
-    return Finalist(
+    return Candidate(
         label=label,
         knobs=knobs,
         point=point(runs),

@@ -1,19 +1,19 @@
-"""What is believed of finalists: corrected by measurements, sure as far as the noise lets it be."""
+"""What is believed of candidates: corrected by measurements, sure as far as the noise lets it be."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from autotune.profiling.belief import Belief, Observation, count_noise, repeat_noise
+from autotune.profiling.posterior import Observation, Posterior, count_noise, repeat_noise
 
 
-def belief(simulated: list[float], apart: float = 3.0) -> Belief:
-    return Belief(simulated, [[apart * i] for i in range(len(simulated))], quantum=0.005)
+def posterior(simulated: list[float], apart: float = 3.0) -> Posterior:
+    return Posterior(simulated, [[apart * i] for i in range(len(simulated))], quantum=0.005)
 
 
 def test_an_error_common_to_all_changes_no_ranking() -> None:
-    found = belief([0.9, 0.8, 0.7])
+    found = posterior([0.9, 0.8, 0.7])
     found.observe(Observation(0, -0.2))
     found.observe(Observation(1, -0.2))
     assert found.choice() == 0
@@ -21,7 +21,7 @@ def test_an_error_common_to_all_changes_no_ranking() -> None:
 
 
 def test_measurements_overrule_the_simulation() -> None:
-    found = belief([0.9, 0.88])
+    found = posterior([0.9, 0.88])
     for _ in range(3):
         found.observe(Observation(0, -0.15))
         found.observe(Observation(1, 0.0))
@@ -32,7 +32,7 @@ def test_measurements_overrule_the_simulation() -> None:
 
 
 def test_noise_makes_unsure() -> None:
-    quiet, loud = belief([0.9, 0.88]), belief([0.9, 0.88])
+    quiet, loud = posterior([0.9, 0.88]), posterior([0.9, 0.88])
     for found, spread in ((quiet, 0.002), (loud, 0.15)):
         for sign in (1, -1, 1, -1):
             found.observe(Observation(0, sign * spread))
@@ -43,7 +43,7 @@ def test_noise_makes_unsure() -> None:
 
 
 def test_settings_that_behave_alike_share_their_errors() -> None:
-    near, far = belief([0.9, 0.88, 0.88], apart=0.05), belief([0.9, 0.88, 0.88], apart=5.0)
+    near, far = posterior([0.9, 0.88, 0.88], apart=0.05), posterior([0.9, 0.88, 0.88], apart=5.0)
     for found in (near, far):
         for _ in range(3):
             found.observe(Observation(0, 0.0))
@@ -52,7 +52,7 @@ def test_settings_that_behave_alike_share_their_errors() -> None:
 
 
 def test_the_next_measurement_is_where_something_can_be_learned() -> None:
-    found = belief([0.9, 0.89, 0.3])
+    found = posterior([0.9, 0.89, 0.3])
     found.observe(Observation(0, 0.0))
     index, gain = found.next([0, 1, 2])
     assert index == 1 and gain > 0.001  # the rival, not the hopeless one
@@ -63,21 +63,14 @@ def test_the_next_measurement_is_where_something_can_be_learned() -> None:
     assert found.next([0, 1, 2])[1] < 0.001  # nothing left worth a measurement
 
 
-def test_what_the_simulation_learned_replaces_what_it_said() -> None:
-    found = belief([0.9, 0.8])
-    found.observe(Observation(0, 0.0), simulated=0.6)
-    found.observe(Observation(1, 0.0), simulated=0.8)
-    assert found.choice() == 1
-
-
 def test_the_probability_is_that_of_draws_from_the_truth() -> None:
-    """Worlds are drawn as the belief supposes; in those, the choice is the best about as often as it says."""
+    """Worlds are drawn as the posterior supposes; in those, the choice is the best about as often as it says."""
     rng = np.random.default_rng(5)
     said, right = [], 0
     for _ in range(150):
         simulated = rng.uniform(0.8, 0.86, 4)
         truth = simulated + rng.normal(0, 0.1) + rng.normal(0, 0.03, 4)
-        found = belief(list(simulated))
+        found = posterior(list(simulated))
         for index in (0, 1, 2, 3, 0, 1):
             found.observe(Observation(index, float(truth[index] - simulated[index] + rng.normal(0, 0.03))))
         choice = found.choice()
@@ -93,7 +86,7 @@ def test_noise_is_that_of_repeats_alone() -> None:
 
 
 def test_runs_that_kept_everything_show_no_noise() -> None:
-    ceiling, seen = belief([0.9, 0.88]), belief([0.9, 0.88])
+    ceiling, seen = posterior([0.9, 0.88]), posterior([0.9, 0.88])
     for _ in range(6):
         ceiling.observe(Observation(0, 0.0, full=True))
         seen.observe(Observation(0, 0.0))
@@ -101,7 +94,7 @@ def test_runs_that_kept_everything_show_no_noise() -> None:
 
 
 def test_settings_beyond_the_ceiling_share_being_best() -> None:
-    found = belief([1.3, 1.3, 1.2])
+    found = posterior([1.3, 1.3, 1.2])
     for index in (0, 1, 2):
         found.observe(Observation(index, 0.0, full=True))
     sure = found.sureness(0)
@@ -116,8 +109,8 @@ def test_a_share_of_few_requests_is_noisy_even_without_a_miss() -> None:
 
 
 def test_of_what_lies_beyond_the_ceiling_the_surer_is_expected_to_serve_more() -> None:
-    """Both means are above 1; the draws, cut at the ceiling, are those of the belief."""
-    found = belief([1.02, 1.02])
+    """Both means are above 1; the draws, cut at the ceiling, are those of the posterior."""
+    found = posterior([1.02, 1.02])
     found.observe(Observation(0, 0.0))
     for _ in range(8):
         found.observe(Observation(1, 0.0))
@@ -131,7 +124,7 @@ def test_a_step_of_the_hardware_is_expected_between_settings_that_are_nearly_ali
     """One measured a little away leaves something to learn; one of the very same behaviour leaves nothing."""
     left = {}
     for apart in (0.0, 0.15):
-        found = belief([0.9, 0.9], apart=apart)
+        found = posterior([0.9, 0.9], apart=apart)
         for _ in range(4):
             found.observe(Observation(0, 0.0))
         left[apart] = found.next([1])[1]

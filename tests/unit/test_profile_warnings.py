@@ -12,10 +12,10 @@ from autotune import save_profile
 from autotune.cli.main import run
 from autotune.profile.parts import StepPoint
 from autotune.profiling.assemble import sure_of
-from autotune.profiling.confidence import confidence
-from autotune.profiling.doubts import doubts
 from autotune.profiling.findings import Findings
+from autotune.profiling.posterior import confidence
 from autotune.profiling.space import make_space
+from autotune.profiling.warnings import warnings
 from autotune.report import profile_table as table
 from benchmarks.controller.hardware import h200
 from tests.sample_profile import sample_profile
@@ -24,20 +24,20 @@ from tests.unit.profiled_machine import LIMITS
 pytestmark = pytest.mark.unit
 
 
-def test_a_bad_fit_and_a_busy_machine_are_doubts() -> None:
+def test_a_bad_fit_and_a_busy_machine_are_warnings() -> None:
     cores = float(os.cpu_count() or 1)
     found = Findings(space=make_space(LIMITS), cost=h200())
-    assert doubts(found) == ()
+    assert warnings(found) == ()
     found.others = [(10.0, 0.05 * cores), (10.0, 0.1 * cores)]
-    assert doubts(found) == ()
+    assert warnings(found) == ()
     found.others.append((30.0, 0.5 * cores))
     found.cost = type(h200())(h200().facts.model_copy(update={"error": 0.32}))
-    rough, busy = doubts(found)
+    rough, busy = warnings(found)
     assert rough == "the cost model's error is 32%"
     assert busy == f"other programs used {0.33 * cores:.1f} cores while it was measured"
 
 
-def test_a_thin_calibration_is_a_doubt_and_makes_the_choice_less_sure() -> None:
+def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> None:
     found = Findings(space=make_space(LIMITS), cost=h200())
     found.steps = [
         StepPoint(
@@ -46,7 +46,7 @@ def test_a_thin_calibration_is_a_doubt_and_makes_the_choice_less_sure() -> None:
         )
         for n in (11, 30)
     ]  # fmt: skip
-    (thin,) = doubts(found)
+    (thin,) = warnings(found)
     assert thin.startswith(
         "the calibration saw no batch of decodes, no prompt beside decodes, no chunk behind computed tokens"
     )

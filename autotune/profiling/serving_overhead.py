@@ -15,36 +15,36 @@ Served = Sequence[tuple[float, float]]
 
 _LEVELS = 32
 _FEWEST = 200  # steps, to say how they scatter
-_LAGS = 1, 3  # steps between two that are compared: what they have in common tells how long a spell lasts
+_LAGS = 1, 3  # steps between two that are compared: what they have in common tells how long the correlation lasts
 _MOST_MEMORY = 0.98
 
 
-def served_over_told(loads: Sequence[Served]) -> float:
+def served_over_predicted(loads: Sequence[Served]) -> float:
     """What all steps took together over what the model says; 1 without any."""
-    told = sum(told for load in loads for told, _ in load)
-    return sum(took for load in loads for _, took in load) / told if told else 1.0
+    predicted = sum(predicted for load in loads for predicted, _ in load)
+    return sum(took for load in loads for _, took in load) / predicted if predicted else 1.0
 
 
-def excess_of(loads: Sequence[Served]) -> float:
+def overhead_of(loads: Sequence[Served]) -> float:
     """Seconds that serving adds to a step beyond what the model says, as short steps tell it; 0 if they took less.
 
     A host at work beside the engine (requests that come, tokens that are sent) costs a step of any length about the same. What
     a model says is off by some share of it, so each step counts by one over the square of its length: a long one says little.
     """
     steps = [step for load in loads for step in load]
-    weight = sum(told**-2 for told, _ in steps)
-    return max(0.0, sum((took - told) / told**2 for told, took in steps) / weight) if steps else 0.0
+    weight = sum(predicted**-2 for predicted, _ in steps)
+    return max(0.0, sum((took - predicted) / predicted**2 for predicted, took in steps) / weight) if steps else 0.0
 
 
 def jitter_of(loads: Sequence[Served]) -> JitterFacts | None:
-    """How steps scatter within a load, around what the model says and the excess; None when there are too few to tell.
+    """How steps scatter within a load, around what the model says and the overhead; None when there are too few to tell.
 
     How much slower a whole load was than another is the model's error, or the machine's drift, and is left out.
     """
-    more = excess_of(loads)
-    expected = [[(told + more, took) for told, took in load] for load in loads if load]
-    scattered = [[(told, took / told / served_over_told([load])) for told, took in load] for load in expected]
-    every = sorted((factor, told) for load in scattered for told, factor in load)
+    more = overhead_of(loads)
+    expected = [[(predicted + more, took) for predicted, took in load] for load in loads if load]
+    scattered = [[(each, took / each / served_over_predicted([load])) for each, took in load] for load in expected]
+    every = sorted((factor, predicted) for load in scattered for predicted, factor in load)
     if len(every) < _FEWEST:
         return None
     near, far = (_in_common(scattered, lag) for lag in _LAGS)

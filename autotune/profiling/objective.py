@@ -1,0 +1,170 @@
+"""What a setting is worth, in one place: the simulated search, validation, the choice and the report go by it.
+
+Settings are compared at one rate, under the same arrivals. There goodput is the attainment times what was offered, so the better
+setting is the one with the higher attainment; of settings whose attainments do not differ beyond noise, the one with the lower
+latency. The machine costs the same whatever its knobs are, so the setting with the highest capacity is also the cheapest per
+token. docs/how-to/profile.md has the rules in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from scipy.stats import binom
+
+from autotune.cost.price import per_million
+from autotune.measure.score import Score
+from autotune.profile import Point, Profile, Purpose, Setting
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+GIVE_UP = 0.15
+"""Goodput the interactive setting may cost, as a share of the best."""
+
+SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Goodput within ``slo``, and what that costs on a machine of ``price_per_hour`` (None: not known)."""
+
+    slo: SLO
+    price_per_hour: float | None = None
+
+    @classmethod
+    def of(cls, profile: Profile) -> Objective:
+        """That of a profile."""
+        return cls(profile.slo, profile.price_per_hour)
+
+    # -- one setting ------------------------------------------------------------------------------------------------------
+
+    def value(self, score: Score) -> float:
+        """What a simulated trial is worth: its goodput, requests/s."""
+        return score.goodput
+
+    def order(self, point: Point) -> tuple[float, float]:
+        """Higher for the better of two settings at one rate: by attainment, of equals by latency."""
+        return point.attainment, -self.latency(point)
+
+    def latency(self, point: Point) -> float:
+        """The worst p99 in units of its target; lower is better, inf when nothing finished."""
+        pairs = (
+            (point.ttft_p99_ms, self.slo.ttft_ms),
+            (point.tpot_p99_ms, self.slo.tpot_ms or self.slo.itl_ms),
+            (point.e2e_p99_ms, self.slo.e2e_ms),
+        )
+        ratios = [inf if value is None else value / target for value, target in pairs if target is not None]
+        return max(ratios, default=inf)
+
+    def cost(self, tokens_per_s: float) -> float | None:
+        """Money per million output tokens; None without a price, or where no tokens come out."""
+        return None if self.price_per_hour is None else per_million(self.price_per_hour, tokens_per_s)
+
+    def refuted(self, point: Point) -> bool:
+        """Whether this point shows that the SLO's attainment is not met.
+
+        By the binomial tail: were it met, so many misses would be seen less than once in twenty times. (Of 14 requests one
+        may miss an SLO of 99% by bad luck, of 400 hardly 12.)
+        """
+        if not point.offered:
+            return True
+        misses = point.offered - point.met
+        return misses > 0 and float(binom.sf(misses - 1, point.offered, 1 - self.slo.attainment)) < SIGNIFICANCE
+
+    def confirmed(self, point: Point) -> bool:
+        """Whether this point met the SLO's attainment, with requests enough to say so.
+
+        Enough: an attainment that is just met brings one miss among them. If none came, three times as many misses as
+        allowed are ruled out (the rule of three: 95% upper bound 3/n); of 100%, 3%.
+        """
+        return (
+            point.attainment >= self.slo.attainment and point.offered * max(1 - self.slo.attainment, 0.01) >= 1 - 1e-9
+        )
+
+    # -- among several ----------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        found: Sequence[Point],
+        expected: Mapping[Knobs, float] | None = None,
+        *,
+        noise: float = 0.0,
+        baseline: Knobs | None = None,
+    ) -> dict[Purpose, Setting]:
+        """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
+
+        ``expected``: attainment that each is expected to have; without it, what it measured. ``noise``: attainments that
+        differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
+        too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
+        goodput, is not balanced.
+        """
+        known = expected or {}
+        worth = {p.knobs: _expected(p, known) for p in found}
+        base = next((p for p in found if p.knobs == baseline), None)
+        fair = [p for p in found if base is None or p is base or not dominated(p, base)]
+        best = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
+        balanced = min(equals(fair, best, known, noise), key=lambda p: (self.latency(p), -worth[p.knobs]))
+        enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
+        interactive = min(enough, key=lambda p: (self.latency(p), -worth[p.knobs]))
+        throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
+        together = ", measured and simulated taken together" if expected else ""
+        why = f"highest goodput{together}"
+        if balanced is not best:
+            why = (
+                f"the quickest of those whose goodput{together or ', as measured,'} is not told apart from the highest"
+            )
+        return {
+            "interactive": Setting(
+                knobs=interactive.knobs,
+                why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best goodput",
+                point=interactive,
+            ),
+            "balanced": Setting(knobs=balanced.knobs, why=why, point=balanced),
+            "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
+        }
+
+    def cheapest(self, found: Sequence[Point]) -> Point | None:
+        """Of those that do not refute the SLO the one with the most output tokens/s, for the machine costs the same for all."""
+        return max((p for p in found if not self.refuted(p)), key=lambda p: p.throughput.mean, default=None)
+
+    def capacity(self, tried: Sequence[Point]) -> Point | None:
+        """The point of the highest rate not refuted below every rate that was (None: none).
+
+        Rates are those that came in: with few requests they may be far from, and in another order than, those asked for.
+        """
+        missed = min((p.offered_rate for p in tried if self.refuted(p)), default=inf)
+        below = [p for p in tried if not self.refuted(p) and p.offered_rate < missed]
+        return max(below, key=lambda p: p.offered_rate, default=None)
+
+
+def equals(found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float) -> list[Point]:
+    """Those of ``found`` whose goodput is not told apart from that of ``point``, itself among them; as in ``choose``."""
+    here = _expected(point, expected)
+    return [p for p in found if abs(here - _expected(p, expected)) <= _tolerance(p, point, noise)]
+
+
+def dominated(point: Point, other: Point) -> bool:
+    """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
+    pairs = (
+        (point.ttft_p50_ms, other.ttft_p50_ms),
+        (point.ttft_p99_ms, other.ttft_p99_ms),
+        (point.tpot_p50_ms, other.tpot_p50_ms),
+        (point.tpot_p99_ms, other.tpot_p99_ms),
+        (point.e2e_p99_ms, other.e2e_p99_ms),
+    )
+    both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return bool(both) and other.attainment >= point.attainment and all(mine > theirs for mine, theirs in both)
+
+
+def _expected(point: Point, expected: Mapping[Knobs, float]) -> float:
+    """The attainment a setting is expected to have; without an expectation, what it measured."""
+    return min(1.0, max(0.0, expected.get(point.knobs, point.attainment)))
+
+
+def _tolerance(a: Point, b: Point, noise: float) -> float:
+    """By how much expected shares may differ and yet be equal: the noise at the ceiling, else one request at most."""
+    if all(p.offered and p.met == p.offered for p in (a, b)):
+        return noise
+    return min(noise, 1 / max(1, min(a.offered, b.offered)))

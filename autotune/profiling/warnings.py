@@ -1,0 +1,62 @@
+"""What makes a profiling run doubtful: a cost model that is rough or saw little, another speed, other programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from autotune.cost.facts import StepPoint
+from autotune.cost.fit import SERVED
+from autotune.cost.model import untold_terms
+from autotune.profiling.findings import Findings
+
+ROUGH = 0.1
+"""Cross-validated error of the cost model from which simulations are doubtful."""
+
+MOVED = 1.25
+"""Factor between the speed of serving and that of the calibration from which they were not of the same machine."""
+
+BUSY = 0.15
+"""Share of the machine's cores that others had, from which what was measured is doubtful."""
+
+
+APART = 1.5
+"""Contexts of a sequence that differ by this factor are two, for the cost of a token of context to be known."""
+
+
+def warnings(found: Findings) -> tuple[str, ...]:
+    """Reasons, each a clause; empty when there are none."""
+    reasons = []
+    if found.cost is not None and found.cost.facts.error > ROUGH:
+        reasons.append(f"the cost model's error is {found.cost.facts.error:.0%}")
+    if found.steps and (missing := unseen(found.steps)):
+        reasons.append(
+            f"the calibration saw {', '.join(missing)}, so what is simulated is guessed there (a longer --budget sees more)"
+        )
+    speed = 1.0 if found.setup is None else found.setup.speed
+    if not 1 / MOVED <= speed <= MOVED:
+        reasons.append(f"the machine served at {speed:.0%} of the speed it was calibrated at")
+    seconds = sum(s for s, _ in found.others)
+    cores = sum(s * c for s, c in found.others) / seconds if seconds else 0.0
+    if cores > BUSY * (os.cpu_count() or 1):
+        reasons.append(f"other programs used {cores:.1f} cores while it was measured")
+    return tuple(reasons)
+
+
+def unseen(points: Sequence[StepPoint]) -> tuple[str, ...]:
+    """What is not among ``points``, a few words each; empty when all of it is there."""
+    alone = [p for p in points if p.decodes and not p.prefill_tokens]
+    batches = {p.decodes for p in alone}
+    contexts = sorted(p.decode_context / p.decodes for p in alone)
+    reasons = []
+    if not any(n > 1 for n in batches):
+        reasons.append("no batch of decodes")
+    elif len(batches) < 2 or contexts[-1] < APART * contexts[0]:
+        reasons.append("less than two batch sizes at two contexts")
+    if not any(p.decodes and p.prefill_tokens for p in points):
+        reasons.append("no prompt beside decodes")
+    if not any(p.prefill_context > p.prefill_tokens for p in points):
+        reasons.append("no chunk behind computed tokens")
+    if not any(p.region == SERVED for p in points):
+        reasons.append("no served load")
+    return tuple(reasons or (f"no steps with more and less {name}" for name in untold_terms(points)))
