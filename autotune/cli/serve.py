@@ -153,7 +153,18 @@ def serve(
             engine.subscribe(log)
         made = None
         if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
-            made = stack.enter_context(attach(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
+            same = start_with is not None and name == start_with.model.name
+            made = stack.enter_context(
+                attach(
+                    engine,
+                    slo=promise,
+                    profile=start_with if same else None,  # what steps of another model take says nothing
+                    start=engine.knobs,
+                    pinned=knobs,
+                    log=decisions,
+                    steer=True,
+                )
+            )
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,

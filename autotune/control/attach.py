@@ -42,7 +42,8 @@ def attach(
     engine: Controllable | Batched,
     *,
     slo: SLO | str | None = None,
-    profile: str | Path | None = None,
+    profile: str | Path | Profile | CallableProfile | None = None,
+    start: Knobs | None = None,
     observe_only: bool = False,
     admission: AdmissionPolicy | bool | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
@@ -52,27 +53,33 @@ def attach(
     controller: Controller | str | None = None,
     steer: bool | str | Path = False,
 ) -> Control:
-    """What :func:`autotune.control` does; its arguments are described there."""
+    """What :func:`autotune.control` does; its arguments are described there.
+
+    ``profile`` may also be one that the caller has loaded, and has checked against this machine: nobody is warned then.
+    ``start``: the knobs to begin with, and to fall back on; the profile's unless given.
+    """
     if isinstance(engine, Batched):  # what @batch makes of a function
         engine = engine.batcher
-    loaded = None if profile is None else _loaded(profile, engine)
+    loaded = _loaded(profile, engine) if isinstance(profile, str | Path) else profile
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
         target = loaded.slo
     if target is None:
         such = "e2e=200ms" if isinstance(engine, TunableBatcher) else "ttft=500ms,tpot=50ms"
         raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
-    if loaded is not None and (doubts := _doubts(engine, loaded)):
+    if loaded is not None and loaded is not profile and (doubts := _doubts(engine, loaded)):
         warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=3)
     guardrails = Guardrails(bounds or {}, pinned or {})
-    start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
+    if start is None and loaded is not None:
+        start = loaded.knobs
+    begin = engine.knobs if start is None else engine.effective_limits.clamp(start)
     if controller is None or isinstance(controller, str):
-        controller = _named(controller, engine, target, start, loaded)
+        controller = _named(controller, engine, target, begin, loaded)
     attached = Control(
         engine,
         controller,
         target,
-        start=start if profile is not None else None,
+        start=None if start is None else begin,
         guardrails=guardrails,
         observe_only=observe_only,
         admission=AdmissionPolicy.of(admission),

@@ -18,13 +18,18 @@ actual/predicted and τ the TPOT target:
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.impossible`: no class
 served can have all that it was promised; what it can still have of it bounds steps as ever, and where nothing does, throughput
-is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for hold,
-those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know). A class that
+is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold, and no step
+has a budget of its own, so that nothing is served less than they would serve). A class that
 cannot have it beside others that can is named in the cause, and nothing goes by it.
 
 Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`.trim`), but for those that nothing keeps.
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
+
+Do no harm. On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
+or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the target, a
+smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the target
+lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
 left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
@@ -51,7 +56,7 @@ from autotune.control.controllers.trusted_model import TrustedModel
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures, StepLearner
+from runtime.step_model import DOUBT, StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
@@ -80,7 +85,6 @@ class PredictiveController:
         self._steps = StepBudget(self._belief, self._traffic, self._promises, self._trim)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
-        self._vouched: Knobs | None = None  # the last setting that the model was trusted with
         self._most = 65536  # sequences at once that kept the pace, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
         self._beyond = False  # whether steps exceed the pace so as to carry the load
@@ -147,7 +151,8 @@ class PredictiveController:
             self._trim.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
 
     def budget(self, view: SchedulerView) -> int:
-        return self._steps.budget(view, held=self.regime != "infeasible" or self.target < math.inf)
+        held = self.regime != "infeasible" or self.target < math.inf
+        return self._steps.budget(view, held=held and self._belief.trusted)
 
     @property
     def prefill_rate(self) -> float:
@@ -165,9 +170,8 @@ class PredictiveController:
         self._decided = now
         evidence = self._evidence()
         if not self._belief.trusted:
-            held = limits.clamp(self._vouched or self.start)
-            what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
-            return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
+            off = f"{self._belief.wrong:.0%} of recent steps took over 1.5 times or under 0.67 of their predicted time"
+            return self._propose("fallback", limits.clamp(self.start), evidence, f"{off}: holding the starting knobs")
         if self.model.ready and self._impossible.judge(lambda: self._alone(1), self._first):
             self._trim.clear()  # it was taught by promises that steps no longer go by, or did not yet
         if self.model.ready and self._promises.all_lost and self.target == math.inf:
@@ -184,7 +188,7 @@ class PredictiveController:
         pace = self.target / self.bias
         self._most = largest(lambda decodes: self._alone(decodes) <= pace, limits.max_batch_size, self._most)
         known = max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))  # beyond that the model only guesses
-        most = max(1, int(min(max(1, self._most), known, self._belief.slow.room)))
+        most = int(max(1, min(max(self._most, self._least(limits)), self._belief.slow.room, known)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
@@ -194,15 +198,31 @@ class PredictiveController:
         if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
             room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
-        budget = min(limits.token_budget, max(_FLOOR, budget))
+        least = self.start.token_budget if self._doubtful else _FLOOR
+        budget = min(limits.token_budget, max(least, budget))
         chunk = min(limits.chunk_size, self._chunks.size(self._promises.firsts, pace, budget))
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
         cause = self._cause(regime, budget, decodes, batch)
-        self._vouched = Knobs(batch, 0.0, budget, chunk)
-        return self._propose("infeasible" if self._promises.all_lost else regime, self._vouched, evidence, cause)
+        wanted = Knobs(batch, 0.0, budget, chunk)
+        return self._propose("infeasible" if self._promises.all_lost else regime, wanted, evidence, cause)
+
+    @property
+    def _doubtful(self) -> bool:
+        """Whether predictions are too far off to cut a knob by."""
+        return self.model.error > DOUBT or self._belief.unsteady > 1
+
+    def _least(self, limits: KnobLimits) -> int:
+        """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no
+        batch meets the target, so that a smaller one gains nothing; else the most that met the target lately."""
+        start = min(self.start.max_batch_size, limits.max_batch_size)
+        if self._most < 1 or self._doubtful:
+            return start
+        if self._most >= start:
+            return 1
+        return min(start, self._traffic.in_time(self.target))
 
     def _ceiling_for(self, decodes: int, pace: float, top: int) -> int:
         """Tokens of a step that fits the pace, or that carries the load where such a one does not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from autotune.control.controllers.recent import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 
@@ -15,6 +17,7 @@ class Traffic:
         self.contexts = Recent(256)  # mean context of a decode, by step
         self.decodes = Recent(256)
         self._decode_times = Recent(64)  # of steps without prompts
+        self._latest: deque[tuple[int, float]] = deque(maxlen=256)  # decodes and seconds of steps
         self.preemptions = 0.0  # decaying count
         self.bound = 0.0  # decaying shares of steps: that anything limited,
         self.slots_bound = 0.0  # that max_batch_size limited,
@@ -31,6 +34,7 @@ class Traffic:
         self.tokens_bound += 0.02 * ((short and record.budget_used >= ceiling) - self.tokens_bound)
         if record.decodes:
             self.decodes.add(record.decodes)
+            self._latest.append((record.decodes, record.duration))
             self.contexts.add(record.decode_context / record.decodes)
             if not record.prefill_tokens:
                 self._decode_times.add(record.duration)
@@ -49,6 +53,10 @@ class Traffic:
     def shortest(self) -> float:
         """The shortest of the latest steps that held decodes alone, s; 0 before there were any."""
         return self._decode_times.quantile(0.0)
+
+    def in_time(self, seconds: float) -> int:
+        """The most decodes that one of the latest steps held and took no more than ``seconds``; 0 if none did."""
+        return max((decodes for decodes, took in self._latest if took <= seconds), default=0)
 
     def request(self, record: RequestRecord) -> None:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
