@@ -60,7 +60,7 @@ class TrustedModel:
         if self.model.ready:
             predicted = self.model.predict(step)
             if predicted > 0:
-                ratio = seconds / predicted
+                ratio = min(max(seconds / predicted, 1e-9), 1e9)  # its logarithm exists, whatever a record claims
                 if (
                     self.slow.saw(record.decodes, ratio) and record.decodes
                 ):  # a cliff: the model is right about the rest
