@@ -225,7 +225,8 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
 def _check_writable(decisions: Path) -> None:
     """Raise one line if the log cannot be written: now, not when the model has been loaded."""
     try:
-        decisions.open("a").close()
+        if not decisions.is_fifo():  # which opens when somebody reads it
+            decisions.open("a").close()
     except OSError as error:
         raise InputError(f"--decisions: {decisions} cannot be written ({error.strerror})") from None
 

@@ -76,7 +76,7 @@ class Control(TellsRates):
         try:
             self._lease: Lease = engine.acquire(f"the {controller.name} controller")
         except AutotuneError:
-            decisions.close()
+            decisions.join()
             raise
         self._wheel = Wheel(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
         engine.set_slo(slo)
@@ -265,11 +265,15 @@ class Control(TellsRates):
             )  # fmt: skip
 
     def close(self) -> None:
-        """Detach. Any number of times. The knobs of its last decision stay, made to hold without budgets of single steps."""
+        """Detach, and wait until the decision log is written. Any number of times.
+
+        The knobs of its last decision stay, made to hold without budgets of single steps.
+        """
         with self._lock:
             if not (self._paused or self._ended):
                 self._stand_alone()
         self._detach("detached; the knobs stay")
+        self._wheel.decisions.join()
         if self._steering is not None:
             self._steering.join()
 
