@@ -77,6 +77,9 @@ def serve(
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
     ] = None,
+    controller: Annotated[
+        str | None, Option(help="Which controller: a name, or module:Class.  (default: predictive)")
+    ] = None,
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
@@ -94,6 +97,10 @@ def serve(
         raise InputError("--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms")
     if controlled and promise is None:
         raise InputError("--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms")
+    if controller is not None:
+        if controlled is False or promise is None:
+            raise InputError(f"--controller is {controller}; it goes with --slo and without --no-control")
+        _check_controller(controller)
     if decisions is not None and (controlled is False or promise is None):
         raise InputError(
             f"--decisions is {decisions}, but nothing decides; it goes with --slo and without --no-control"
@@ -162,6 +169,7 @@ def serve(
                     start=engine.knobs,
                     pinned=knobs,
                     log=decisions,
+                    controller=controller,
                     steer=True,
                 )
             )
@@ -170,7 +178,7 @@ def serve(
             engine,
             served_name=served_model_name,
             keep=keep,
-            regime=None if made is None else lambda: made.status().regime,
+            regime=None if made is None else lambda: made.regime,
         )
 
         def ready() -> None:
@@ -220,6 +228,16 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     knobs = start.with_(**checked_knobs(given))
     top = {spec.name: max(getattr(limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
     return knobs, KnobLimits(**top)
+
+
+def _check_controller(name: str) -> None:
+    """Raise one line if there is no such controller: now, not when the model has been loaded."""
+    from autotune.control.controllers.registry import find
+
+    try:
+        find(name)
+    except ValueError as error:
+        raise InputError(f"--controller: {error}") from None
 
 
 def _check_writable(decisions: Path) -> None:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.control.attached import Control
 from autotune.control.controllers.batching import BatchingController
 from autotune.control.controllers.protocol import Controller
-from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
-from autotune.control.expected import Expected
+from autotune.control.controllers.registry import find
 from autotune.control.guardrails import Guardrails
+from autotune.control.loop import Control
+from autotune.control.profile_drift import ProfileDrift
 from autotune.cost.model import serving_cost, serving_knowledge
 from autotune.engines.controllable import Controllable
 from autotune.profile import Profile
@@ -31,11 +31,11 @@ def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
     return None if known is None else StepLearner.warm_start(known)
 
 
-def _expected(profile: Profile | CallableProfile | None) -> Expected | None:
+def _drift(profile: Profile | CallableProfile | None) -> ProfileDrift | None:
     """What compares steps with those of ``profile``; None when it knows nothing of them."""
     if not isinstance(profile, Profile) or profile.cost_model is None:
         return None
-    return Expected(serving_cost(profile))
+    return ProfileDrift(serving_cost(profile))
 
 
 def attach(
@@ -67,8 +67,8 @@ def attach(
     if target is None:
         such = "e2e=200ms" if isinstance(engine, TunableBatcher) else "ttft=500ms,tpot=50ms"
         raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
-    if loaded is not None and loaded is not profile and (doubts := _doubts(engine, loaded)):
-        warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=3)
+    if loaded is not None and loaded is not profile and (mismatch := _mismatch(engine, loaded)):
+        warnings.warn(f"{mismatch}; the controller starts from its knobs and corrects them", stacklevel=3)
     guardrails = Guardrails(bounds or {}, pinned or {})
     if start is None and loaded is not None:
         start = loaded.knobs
@@ -83,7 +83,7 @@ def attach(
         guardrails=guardrails,
         observe_only=observe_only,
         admission=AdmissionPolicy.of(admission),
-        expected=_expected(loaded),
+        drift=_drift(loaded),
         interval_s=interval_s,
         log_path=log,
     )
@@ -104,10 +104,8 @@ def _named(
         blind = _strategy(engine) in ("dynamic", "static")
         return BatchingController(slo, start, blind=blind, fixed_window=blind and engine.slots == 1)
     name = name or "predictive"
-    if name not in CONTROLLERS:
-        known = ", ".join([*CONTROLLERS, *(OF_BATCHERS if isinstance(engine, TunableBatcher) else [])])
-        raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
-    return CONTROLLERS[name](slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
+    make = find(name, batcher=isinstance(engine, TunableBatcher))
+    return make(slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
 
 
 def _strategy(batcher: TunableBatcher) -> str:
@@ -129,7 +127,7 @@ def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile
     return loaded
 
 
-def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
+def _mismatch(engine: Controllable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
     from autotune.profile.fingerprint import measured_elsewhere
 

@@ -28,8 +28,8 @@ class Decision(NamedTuple):
     """``at``: seconds on the engine's clock; ``wall``: seconds since 1970 when it was logged, None in replays.
 
     ``action``: ``set`` (the knobs changed), ``hold`` (the regime changed, the knobs did not), ``observe`` (would have set),
-    ``note`` (something to know: a promise that changed, a profile that is wrong), or what an operator did: ``pause``, ``resume``,
-    ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
+    ``note`` (something to know: an SLO that changed, a profile that does not fit), or what an operator did: ``pause``,
+    ``resume``, ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
     """
 
     at: float
@@ -59,9 +59,9 @@ class DecisionLog:
     """The latest decisions in memory, ``recent`` (newest last), and all of them in a file, if there is one.
 
     A thread of its own writes the file, so that a slow disk or a pipe that nobody reads does not hold up the engine: :meth:`add`
-    puts a decision into a queue of ``room`` and returns. What a full queue cannot take is counted in ``dropped``, and told in the
-    program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting, :meth:`join` waits until all
-    is written; so does the end of the program.
+    puts a decision into a queue of ``room`` and returns. What a full queue cannot take is counted in ``dropped``, and reported in
+    the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting. :meth:`join` waits until
+    all is written, as does the end of the program.
 
     Raises :class:`InputError` for a file that cannot be opened. One that cannot be written later, because the disk is full,
     ends with a line in the program's log: it must not stop an engine.
@@ -70,7 +70,7 @@ class DecisionLog:
     def __init__(self, path: str | Path | None, *, room: int = 4096) -> None:
         self.recent: deque[Decision] = deque(maxlen=_KEPT)
         self.dropped = 0
-        self._untold = 0  # of those dropped
+        self._unreported = 0  # of those dropped
         self._queue: queue.Queue[Decision | None] = queue.Queue(room)
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
@@ -87,23 +87,23 @@ class DecisionLog:
         if writer is None or self._closing.is_set() or not writer.is_alive():
             return
         try:
-            if self._untold:
-                missing = f"{self._untold} decisions are missing here: the log was written too slowly"
+            if self._unreported:
+                missing = f"{self._unreported} decisions are missing here: the log was written too slowly"
                 self._queue.put_nowait(
                     decision._replace(
                         action="note",
                         old=decision.old,
                         new=decision.old,
                         cause=missing,
-                        evidence={"dropped": self._untold},
+                        evidence={"dropped": self._unreported},
                     )
                 )
-                self._untold = 0
+                self._unreported = 0
             self._queue.put_nowait(decision)
         except queue.Full:
             self.dropped += 1
-            self._untold += 1
-            if self._untold == 1:
+            self._unreported += 1
+            if self._unreported == 1:
                 log.warning("the decision log is written too slowly: dropping decisions from it until there is room")
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class DecisionLog:
             self._queue.put_nowait(None)
 
     def join(self) -> None:
-        """Close, and wait until all is written, five seconds at most; what is not by then is told as lost."""
+        """Close, and wait until all is written, five seconds at most; what is not by then is reported as lost."""
         self.close()
         writer, self._writer = self._writer, None
         if writer is None:

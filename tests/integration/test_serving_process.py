@@ -150,4 +150,6 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
         server.signal()
         assert server.ended() == 0
     decisions = list(read_decisions(tmp_path / "log.jsonl"))
-    assert any("times what the profile says" in d.cause for d in decisions), "it compares steps with the profile's"
+    assert any("times as long as the profile predicts" in d.cause for d in decisions), (
+        "it compares steps with the profile's"
+    )

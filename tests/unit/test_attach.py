@@ -228,11 +228,15 @@ def test_status_is_a_line_and_data() -> None:
         assert "no request has ended yet" in str(attached.status())
         engine.play(LOAD)
         line, data = str(attached.status()), attached.status().as_dict()
-        assert "in SLO" in line and "regime" in line and json.dumps(data)
+        assert "attainment" in line and "regime" in line and json.dumps(data)
         assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)
         assert set(data["classes"]) == {"default"}
         fared = data["classes"]["default"]
-        assert (fared["in_slo"], fared["offered"], fared["slo"]) == (data["in_slo"], data["offered"], data["slo"])
+        assert (fared["attainment"], fared["offered"], fared["slo"]) == (
+            data["attainment"],
+            data["offered"],
+            data["slo"],
+        )
         assert fared["targets_ms"] == {n: ms for n, ms in SLO_.targets_ms.items() if ms is not None}
         for name, found in fared["latencies_ms"].items():
             seen = [getattr(r, name) for r in engine.records if name != "itl" and getattr(r, name) is not None]

@@ -113,7 +113,7 @@ def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
         engine.play(poisson(4, 20, 100, 40, seed=9))
         infeasible = [d for d in attached.decisions if d.regime == "infeasible"]
     assert infeasible and infeasible[0].at < 10
-    assert "decode alone takes 6." in infeasible[0].cause and "4 ms cannot be met" in infeasible[0].cause
+    assert "a single decode takes 6." in infeasible[0].cause and "4 ms cannot be met" in infeasible[0].cause
     assert engine.knobs.max_batch_size == 256
 
 
@@ -126,7 +126,7 @@ def test_names_the_broken_promise_within_seconds_while_nothing_has_ended_yet() -
         assert not engine.records
         said = [d for d in attached.decisions if d.regime == "infeasible"]
     assert said and said[0].at < 3
-    assert re.match(r"decode alone takes 61\.\d ms at batch 1; TPOT 50 ms cannot be met", said[0].cause)
+    assert re.match(r"a single decode takes 61\.\d ms, so TPOT 50 ms cannot be met", said[0].cause)
 
 
 def test_a_promise_just_kept_is_not_called_impossible() -> None:

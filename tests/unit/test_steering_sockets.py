@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from autotune import control
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from autotune.control.steerable import Steering, choose, socket_folder, steerable
 from runtime.errors import InputError
 from runtime.slo import SLO

@@ -1,11 +1,15 @@
-"""What the traffic is like: lengths of requests, sizes of steps, and what holds them back."""
+"""The traffic: lengths of requests, sizes of steps, what limits them, and the demand in prompt tokens a second."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
-from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.running_statistics import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
+
+_MEMORY_S = 5.0
+_GAP_S = 60.0  # a pause longer than that says nothing of the load before it
 
 
 class Traffic:
@@ -66,3 +70,37 @@ class Traffic:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
         self._idle = self.bound < (0.1 if self._idle else 0.01)
         return self._idle
+
+
+class Demand:
+    """Demand in prompt tokens a second: computed, more of them waiting than before, or lost from the queue; with a memory of
+    five seconds. Until so long has passed, the mean so far."""
+
+    __slots__ = ("_last", "_seconds", "_tokens", "_waiting")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._waiting = 0
+        self._last = -math.inf
+
+    def step(self, record: StepRecord) -> None:
+        """A step with sound times has ended."""
+        passed = record.end - self._last
+        if not 0 <= passed <= _GAP_S:
+            passed = min(record.end - record.start, _GAP_S)
+        self._last = record.end
+        keep = math.exp(-passed / _MEMORY_S)
+        self._tokens = (
+            keep * self._tokens + record.prefill_tokens * record.steps + record.waiting_tokens - self._waiting
+        )
+        self._seconds = keep * self._seconds + passed
+        self._waiting = record.waiting_tokens
+
+    def lost(self, record: RequestRecord) -> None:
+        """A request has ended without having begun."""
+        self._tokens += record.prompt_tokens
+
+    @property
+    def per_second(self) -> float:
+        """0 before anything was seen."""
+        return max(0.0, self._tokens) / self._seconds if self._seconds > 0 else 0.0

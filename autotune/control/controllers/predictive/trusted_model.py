@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from autotune.control.controllers.quantile import OnlineQuantile
-from autotune.control.controllers.slow_bands import SlowBands
+from autotune.control.controllers.predictive.slow_bands import SlowBands
+from autotune.control.controllers.running_statistics import OnlineQuantile
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
 
