@@ -67,7 +67,7 @@ class Watchdog:
         """The starting knobs, and what is missing."""
         seconds, steps = self.seconds or 0.0, max(self._begun, self._unusable)
         what = "usable step record" if self._unusable else "step record"
-        why = f"; {self._unusable} records had times that are not numbers" if self._unusable else ""
+        why = ", whose times are not numbers" if self._unusable else ""
         cause = f"no {what} for {seconds:.1f} s ({steps} steps{why}): holding the starting knobs"
         return Proposal(
             start, "fallback", cause, {"overdue_s": round(seconds, 3), "steps": steps, "unusable": self._unusable}
