@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from autotune.control.attached import Control
     from autotune.control.controllers.protocol import Controller
+    from autotune.control.loop import Control
     from autotune.engines import Adaptable
     from autotune.measure.score import Score
     from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
@@ -35,7 +35,7 @@ __all__ = [
 
 _HOMES = {
     "CallableProfile": "autotune.profile.callable",
-    "Control": "autotune.control.attached",
+    "Control": "autotune.control.loop",
     "Profile": "autotune.profile",
     "Score": "autotune.measure.score",
     "load_callable_profile": "autotune.profile.callable",

@@ -293,18 +293,18 @@ class StepLearner:
         self._unit *= factor
 
     def most_prefill(
-        self, decodes: int, context: int, seconds: float, going_on: Iterable[tuple[int, int]] = ()
+        self, decodes: int, context: int, seconds: float, in_progress: Iterable[tuple[int, int]] = ()
     ) -> float:
         """The most prompt tokens that a step may hold beside ``decodes`` (reading ``context`` tokens) to take ``seconds``.
 
-        Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. ``going_on``: (tokens
+        Negative when the decodes alone take longer, inf when prompts cost nothing that has been seen. ``in_progress``: (tokens
         computed, tokens that this step may compute) of prompts that come first; their attention reads what was computed. What
         is left of the time goes to one fresh chunk.
         """
         if not self._unit:
             return math.inf
         if self._more_decode or self._more_mixed:
-            return self._searched(decodes, context, seconds, list(going_on))
+            return self._searched(decodes, context, seconds, list(in_progress))
         room = seconds / self._unit
         if decodes and self._decode.samples:
             d0, d1, d2 = self._decode.coefficients
@@ -320,7 +320,7 @@ class StepLearner:
         read, pair = m3 * self._CONTEXT, m4 * self._PAIRS
         linear, square = m1 * self._TOKENS + read, pair / 2
         first = 0
-        for start, count in going_on:
+        for start, count in in_progress:
             left -= read * start
             each = linear + pair * start
             cost = count * (each + square * count)

@@ -116,11 +116,12 @@ class SchedulerView(NamedTuple):
     """A read-only look at a scheduler, made when asked for.
 
     ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
-    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``pace``: the
-    tightest TPOT target among those, s (inf: none has one).
+    missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``step_time_target``:
+    the tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
-    and not yet computed; ``going_on``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
-    ``dues``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due under it.
+    and not yet computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
+    ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due
+    under it.
     """
 
     now: float
@@ -138,9 +139,9 @@ class SchedulerView(NamedTuple):
     knobs: Knobs
     epoch: int
     effective_limits: KnobLimits
-    pace: float = inf
-    going_on: tuple[tuple[int, int], ...] = ()
-    dues: tuple[tuple[float, float], ...] = ()
+    step_time_target: float = inf
+    in_progress: tuple[tuple[int, int], ...] = ()
+    token_deadlines: tuple[tuple[float, float], ...] = ()
 
     @property
     def running(self) -> int:

@@ -13,7 +13,7 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
-    from autotune.control.attached import Control
+    from autotune.control.loop import Control
     from autotune.engines import Engine
 
 DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)

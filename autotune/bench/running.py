@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from autotune.bench.contenders import Contender
 from autotune.control.attach import attach
-from autotune.control.attached import Control
 from autotune.control.decision_log import Decision
+from autotune.control.loop import Control
 from autotune.engines import Engine
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score

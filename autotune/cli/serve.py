@@ -77,6 +77,9 @@ def serve(
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
     ] = None,
+    controller: Annotated[
+        str | None, Option(help="Which controller: a name, or module:Class.  (default: predictive)")
+    ] = None,
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
@@ -94,6 +97,10 @@ def serve(
         raise InputError("--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms")
     if controlled and promise is None:
         raise InputError("--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms")
+    if controller is not None:
+        if controlled is False or promise is None:
+            raise InputError(f"--controller is {controller}; it goes with --slo and without --no-control")
+        _check_controller(controller)
     if decisions is not None and (controlled is False or promise is None):
         raise InputError(
             f"--decisions is {decisions}, but nothing decides; it goes with --slo and without --no-control"
@@ -150,13 +157,25 @@ def serve(
             engine.subscribe(log)
         made = None
         if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
-            made = stack.enter_context(attach(engine, slo=promise, pinned=knobs, log=decisions, steer=True))
+            same = start_with is not None and name == start_with.model.name
+            made = stack.enter_context(
+                attach(
+                    engine,
+                    slo=promise,
+                    profile=start_with if same else None,  # what steps of another model take says nothing
+                    start=engine.knobs,
+                    pinned=knobs,
+                    log=decisions,
+                    controller=controller,
+                    steer=True,
+                )
+            )
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,
             served_name=served_model_name,
             keep=keep,
-            regime=None if made is None else lambda: made.status().regime,
+            regime=None if made is None else lambda: made.regime,
         )
 
         def ready() -> None:
@@ -208,10 +227,21 @@ def _setting(profile: Profile | None, purpose: str, given: dict[str, float]) -> 
     return knobs, KnobLimits(**top)
 
 
+def _check_controller(name: str) -> None:
+    """Raise one line if there is no such controller: now, not when the model has been loaded."""
+    from autotune.control.controllers.registry import find
+
+    try:
+        find(name)
+    except ValueError as error:
+        raise InputError(f"--controller: {error}") from None
+
+
 def _check_writable(decisions: Path) -> None:
     """Raise one line if the log cannot be written: now, not when the model has been loaded."""
     try:
-        decisions.open("a").close()
+        if not decisions.is_fifo():  # which opens when somebody reads it
+            decisions.open("a").close()
     except OSError as error:
         raise InputError(f"--decisions: {decisions} cannot be written ({error.strerror})") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.rates import check_rate
-from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.controllers.registry import CONTROLLERS, find
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
@@ -30,7 +30,9 @@ KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
     "What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
 )
-CONTROLLER_HELP = f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}."
+CONTROLLER_HELP = (
+    f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}, or module:Class."
+)
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
 
@@ -69,8 +71,8 @@ class Asked:
         from autotune.workload import named_options, parse_workload
         from runtime.slo import SLO
 
-        if controller is not None and controller not in CONTROLLERS:
-            raise InputError(f"--controller is {controller!r}; it must be one of {', '.join(CONTROLLERS)}")
+        if controller is not None:
+            checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
         promise = None if slo is None else checked("--slo", SLO.parse, slo)
         if workload is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autotune.control.remote import Steering
 
 HELP = (
-    "Watch a live controller: its knobs, how many requests keep the SLO, its regime, and its last decisions. Ctrl-C ends "
+    "Watch a live controller: its knobs, attainment, its regime, and its last decisions. Ctrl-C ends "
     "watching, not the process. Exit codes: 0 watched until Ctrl-C or its end; 2 no such process, or several to choose from."
 )
 EXAMPLES = "Examples:  autotune watch  ·  autotune watch 4711 --once --json"
@@ -144,32 +144,32 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     from rich.text import Text
 
     from autotune.control.explain import timeline
-    from autotune.control.status import SILENT_S
+    from autotune.control.status import OVERDUE_S
     from runtime.knobs import KNOBS
 
-    promised = status["slo"].partition("@")[2]
+    wanted = status["slo"].partition("@")[2]
     share = "no request has ended yet"
-    if status["in_slo"] is not None:
-        share = f"{status['in_slo']:.1%} of the last {status['offered']} (promised {promised})"
+    if status["attainment"] is not None:
+        share = f"{status['attainment']:.1%} of the last {status['offered']} (target {wanted})"
     marks = [word for word in ("paused", "observe_only", "ended") if status[word]]
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim")
     facts.add_column()
     facts.add_row("process", Text(f"{status['pid']}, {status['controller']} controller {' '.join(marks)}".rstrip()))
     facts.add_row("SLO", Text(status["slo"]))
-    facts.add_row("in SLO", Text(share))
+    facts.add_row("attainment", Text(share))
     if status["rejections"]:
-        turned_away = ", ".join(f"{count} {cause}" for cause, count in sorted(status["rejections"].items()))
-        facts.add_row("turned away", Text(f"{turned_away} of the last {status['offered']}"))
+        rejected = ", ".join(f"{count} {cause}" for cause, count in sorted(status["rejections"].items()))
+        facts.add_row("rejected", Text(f"{rejected} of the last {status['offered']}"))
     several = len(status["classes"]) > 1
     for name, fared in status["classes"].items():
         if several and fared["offered"]:
-            facts.add_row(name, Text(f"{fared['in_slo']:.1%} of {fared['offered']} within {fared['slo']}"))
+            facts.add_row(name, Text(f"{fared['attainment']:.1%} of {fared['offered']} within {fared['slo']}"))
         for metric, found in fared["latencies_ms"].items():
             facts.add_row(f"{name} {metric}" if several else metric, _latency(found, fared["targets_ms"].get(metric)))
     facts.add_row("regime", Text(status["regime"]))
-    if (status["silent_s"] or 0.0) >= SILENT_S:
-        facts.add_row("silent", Text(f"no usable record for {status['silent_s']:.1f} s", style="red"))
+    if (status["overdue_s"] or 0.0) >= OVERDUE_S:
+        facts.add_row("step records", Text(f"no step record for {status['overdue_s']:.1f} s", style="red"))
     for spec in KNOBS:
         facts.add_row(spec.name, Text(f"{status['knobs'][spec.name]:.10g} {spec.unit}"))
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in timeline(decisions, dates=False)]

@@ -1,4 +1,4 @@
-"""The knobs of an engine in a controller's hands: every turn goes through the guardrails and into the decision log."""
+"""Sets the knobs of an engine for a controller: every change goes through the guardrails and into the decision log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runtime.knobs import Knobs
 from runtime.tunable import Lease, Tunable
 
 
-class Wheel:
-    """The one who sets the knobs and writes the log.
+class Actuator:
+    """Puts proposals in force and logs them.
 
-    ``now``: the engine's time as last known; ``regime``: as of the last turn; ``start``: the knobs that the controller began
-    with, the profile's if there is one; ``turned``: whether any decision has moved the knobs. With ``observe_only`` nothing is
-    set.
+    ``now``: the engine's time as last known, s; ``regime``: that of the last proposal; ``start``: the knobs that the controller
+    began with, the profile's if there is one; ``changed``: whether any proposal has changed the knobs. With ``observe_only``
+    it sets nothing.
     """
 
     def __init__(
@@ -38,26 +38,28 @@ class Wheel:
         self._engine, self._lease, self._guardrails = engine, lease, guardrails
         self._observe_only = observe_only
         self._wall = wall
-        self._last: Knobs | None = None  # what was wanted
-        self._before = engine.knobs  # what to put back
+        self._last: Knobs | None = None  # the last proposal, shaped by the guardrails
+        self._before = engine.knobs  # to be restored
         self.decisions = decisions
         self.now = now
         self.regime = ""
         self._unmet = ""
         self.start = self._before
-        self.turned = False
+        self.changed = False
 
     def begin(self, start: Knobs | None) -> None:
-        """From ``start`` on, and inside what the operator allows, without waiting for evidence."""
+        """Set ``start``, within the operator's bounds and pins, at once."""
         current = self._engine.knobs
         first = self._at_once.apply(start or current, current, self._engine.effective_limits)
         if first != current and not self._observe_only:
             self._engine.set_knobs(first, lease=self._lease)
             self.start = self._engine.knobs
-            self.log("set", "starting knobs of the profile" if start else "the operator's bounds and pins", old=current)
+            self.log(
+                "set", "starting knobs of the profile" if start else "bounds and pins of the operator", old=current
+            )
 
-    def turn(self, proposal: Proposal, *, at_once: bool = False) -> None:
-        """Do what is proposed, ``at_once`` or no faster than the guardrails let one decision go."""
+    def apply(self, proposal: Proposal, *, at_once: bool = False) -> None:
+        """Put ``proposal`` in force: ``at_once``, or no further than the guardrails let one decision go."""
         engine, current = self._engine, self._engine.knobs
         rails = self._at_once if at_once else self._guardrails
         wanted = rails.apply(proposal.knobs, current, engine.effective_limits)
@@ -65,7 +67,7 @@ class Wheel:
         self.regime, self._unmet = proposal.regime, proposal.unmet
         if wanted != current and not self._observe_only:
             engine.set_knobs(wanted, lease=self._lease)
-            self.turned = True
+            self.changed = True
             self.log("set", proposal.cause, proposal.evidence, old=current, new=wanted)
         elif self._observe_only and wanted != current and wanted != self._last:
             self.log("observe", proposal.cause, proposal.evidence, old=current, new=wanted)
@@ -73,10 +75,10 @@ class Wheel:
             self.log("hold", proposal.cause, proposal.evidence)
         self._last = wanted
 
-    def put_back(self, cause: str) -> None:
-        """The knobs of before the attachment."""
+    def restore(self, cause: str) -> None:
+        """Set the knobs from before the controller was attached."""
         current = self._engine.knobs
-        with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to put back
+        with contextlib.suppress(AutotuneError):  # a closed engine has no knobs to restore
             if not self._observe_only:
                 self._engine.set_knobs(self._engine.effective_limits.clamp(self._before), lease=self._lease)
         self.log("kill", cause, old=current)

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.control.attached import Control
 from autotune.control.controllers.batching import BatchingController
 from autotune.control.controllers.protocol import Controller
-from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
-from autotune.control.expected import Expected
+from autotune.control.controllers.registry import find
 from autotune.control.guardrails import Guardrails
+from autotune.control.loop import Control
+from autotune.control.profile_drift import ProfileDrift
 from autotune.engines import Adaptable, adapt
 from autotune.profile import Profile
 from autotune.profile.callable import CallableProfile, load_either
@@ -30,18 +30,19 @@ def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
     return None if known is None else StepLearner.warm_start(known)
 
 
-def _expected(profile: Profile | CallableProfile | None) -> Expected | None:
+def _drift(profile: Profile | CallableProfile | None) -> ProfileDrift | None:
     """What compares steps with those of ``profile``; None when it knows nothing of them."""
     if not isinstance(profile, Profile) or profile.cost_model is None:
         return None
-    return Expected(serving_cost(profile))
+    return ProfileDrift(serving_cost(profile))
 
 
 def attach(
     engine: Adaptable,
     *,
     slo: SLO | str | None = None,
-    profile: str | Path | None = None,
+    profile: str | Path | Profile | CallableProfile | None = None,
+    start: Knobs | None = None,
     observe_only: bool = False,
     admission: AdmissionPolicy | bool | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
@@ -51,30 +52,36 @@ def attach(
     controller: Controller | str | None = None,
     steer: bool | str | Path = False,
 ) -> Control:
-    """What :func:`autotune.control` does; its arguments are described there."""
+    """What :func:`autotune.control` does; its arguments are described there.
+
+    ``profile`` may also be one that the caller has loaded, and has checked against this machine: nobody is warned then.
+    ``start``: the knobs to begin with, and to fall back on; the profile's unless given.
+    """
     engine = adapt(engine)
-    loaded = None if profile is None else _loaded(profile, engine)
+    loaded = _loaded(profile, engine) if isinstance(profile, str | Path) else profile
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
         target = loaded.slo
     if target is None:
         such = "ttft=500ms,tpot=50ms" if engine.facts.callable is None else "e2e=200ms"
         raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
-    if loaded is not None and (doubts := _doubts(engine, loaded)):
-        warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=3)
+    if loaded is not None and loaded is not profile and (mismatch := _mismatch(engine, loaded)):
+        warnings.warn(f"{mismatch}; the controller starts from its knobs and corrects them", stacklevel=3)
     guardrails = Guardrails(bounds or {}, {**_fixed(engine, bounds or {}, pinned or {}), **(pinned or {})})
-    start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
+    if start is None and loaded is not None:
+        start = loaded.knobs
+    begin = engine.knobs if start is None else engine.effective_limits.clamp(start)
     if controller is None or isinstance(controller, str):
-        controller = _named(controller, engine, target, start, loaded)
+        controller = _named(controller, engine, target, begin, loaded)
     attached = Control(
         engine,
         controller,
         target,
-        start=start if profile is not None else None,
+        start=None if start is None else begin,
         guardrails=guardrails,
         observe_only=observe_only,
         admission=AdmissionPolicy.of(admission),
-        expected=_expected(loaded),
+        drift=_drift(loaded),
         interval_s=interval_s,
         log_path=log,
     )
@@ -111,10 +118,8 @@ def _named(
         blind = _strategy(facts.callable) in ("dynamic", "static")
         return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
-    if name not in CONTROLLERS:
-        known = ", ".join([*CONTROLLERS, *([] if facts.callable is None else OF_BATCHERS)])
-        raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
-    return CONTROLLERS[name](slo, start, facts.kv_tokens, facts.block_size, warm_model(profile))
+    make = find(name, batcher=facts.callable is not None)
+    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile))
 
 
 def _strategy(about: CallableInfo) -> str:
@@ -136,7 +141,7 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
     return loaded
 
 
-def _doubts(engine: Tunable, profile: Profile | CallableProfile) -> str:
+def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
     from autotune.profile.fingerprint import measured_elsewhere
 

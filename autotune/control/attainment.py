@@ -1,59 +1,114 @@
-"""What an engine's classes are promised, and how they have fared."""
+"""The SLOs of an engine's request classes, and their attainment over the latest requests."""
 
 from __future__ import annotations
 
-from autotune.control.controllers.protocol import Promised
-from autotune.control.status import Fared
-from autotune.control.verdicts import Verdicts
-from runtime.records import RequestRecord
-from runtime.slo import SLO
+from collections import Counter, deque
+
+from autotune.control.controllers.protocol import SLOAware
+from autotune.control.status import ClassStatus
+from runtime.records import FinishReason, RequestRecord, percentile
+from runtime.slo import METRICS, SLO, Attainment
 from runtime.tunable import Tunable
 
+_KEPT = 1024
 
-class Kept:
-    """``slos``: the promise of each class as of the last :meth:`changed`; ``default`` is for classes not named."""
+
+class AttainmentTracker:
+    """``slos``: the SLO of each class as of the last :meth:`changed`; ``default`` is for classes not named."""
 
     def __init__(self, engine: Tunable, slo: SLO) -> None:
         self.slos: dict[str, SLO] = {"default": slo}
-        self.all = Verdicts()
+        self.all = Outcomes()
         self._engine = engine
-        self._classes: dict[str, Verdicts] = {}
+        self._classes: dict[str, Outcomes] = {}
 
     @property
     def default(self) -> SLO:
         return self.slos["default"]
 
     def changed(self) -> bool:
-        """Whether the engine's promises, which may change at any time, are no longer those of the last time."""
+        """Whether the engine's SLOs, which may change at any time, differ from those of the last call."""
         slos = {"default": self.default, **self._engine.slos}
         before, self.slos = self.slos, slos
         return slos != before
 
     def tell(self, controller: object) -> None:
-        """``controller`` goes by these promises from now on, if it goes by any."""
-        if isinstance(controller, Promised):
-            controller.promise(self.slos)
+        """Give ``controller`` the SLOs in force, if it takes any."""
+        if isinstance(controller, SLOAware):
+            controller.set_slos(self.slos)
 
     def add(self, record: RequestRecord) -> None:
-        """A request has ended; it is judged by what its class is promised now."""
+        """A request has ended. It is judged by the SLO that its class has now."""
         slos = self._engine.slos
         name = record.request_class if record.request_class in slos else "default"
         slo = slos.get(name, self.default)
         self.all.add(record, slo)
         if name not in self._classes:
-            self._classes[name] = Verdicts()
+            self._classes[name] = Outcomes()
         self._classes[name].add(record, slo)
 
-    def fared(self) -> dict[str, Fared]:
-        """How each class has fared lately."""
-        none = Verdicts()
+    def by_class(self) -> dict[str, ClassStatus]:
+        """Attainment and latencies of each class."""
+        none = Outcomes()
         by_class = {name: self._classes.get(name, none) for name in self.slos}
-        return {name: Fared(self.slos[name], v.attainment(), v.latencies_ms()) for name, v in by_class.items()}
+        return {name: ClassStatus(self.slos[name], v.attainment(), v.latencies_ms()) for name, v in by_class.items()}
+
+    def copy(self) -> AttainmentTracker:
+        """Their state as it is now. Quick: :meth:`add` may have to wait for it."""
+        made = AttainmentTracker(self._engine, self.default)
+        made.slos, made.all = self.slos, self.all.copy()
+        made._classes = {name: outcomes.copy() for name, outcomes in self._classes.items()}
+        return made
 
     def as_evidence(self) -> dict[str, dict[str, str]]:
-        """The promises, for the log: a class and its SLO."""
+        """Class → SLO, for the decision log."""
         return {"slos": {name: str(slo) for name, slo in sorted(self.slos.items())}}
 
     def as_text(self) -> str:
         """The same in words."""
         return ", ".join(f"{name} {slo}" for name, slo in sorted(self.slos.items()))
+
+
+class Outcomes:
+    """How the last :data:`_KEPT` requests ended: the targets each missed, and its latencies."""
+
+    def __init__(self) -> None:
+        self._missed: deque[tuple[str, ...] | None] = deque(maxlen=_KEPT)  # None: cancelled
+        self._latencies: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in METRICS}
+        self._rejected: deque[str] = deque(maxlen=_KEPT)  # the cause of those rejected, empty of others
+
+    def add(self, record: RequestRecord, slo: SLO) -> None:
+        self._missed.append(slo.violated(record) if record.offered else None)
+        self._rejected.append(record.cause or "rejected" if record.reason is FinishReason.REJECTED else "")
+        for name, value in (
+            ("ttft", record.ttft),
+            ("tpot", record.tpot),
+            ("itl", record.itl_p99 if slo.itl_ms is not None else None),
+            ("e2e", record.e2e),
+        ):
+            if value is not None and record.completed:
+                self._latencies[name].append(value)
+
+    def copy(self) -> Outcomes:
+        made = Outcomes()
+        made._missed, made._rejected = self._missed.copy(), self._rejected.copy()
+        made._latencies = {name: values.copy() for name, values in self._latencies.items()}
+        return made
+
+    def attainment(self) -> Attainment:
+        missed = [m for m in self._missed if m is not None]
+        met = sum(not m for m in missed)
+        return Attainment(met, len(missed), len(self._missed) - len(missed), Counter(n for m in missed for n in m))
+
+    def rejections(self) -> dict[str, int]:
+        """Rejected requests by cause."""
+        return dict(Counter(cause for cause in self._rejected if cause))
+
+    def latencies_ms(self) -> dict[str, tuple[float, float]]:
+        """(median, 99th percentile) of each metric that any of them has, ms."""
+        found = {}
+        for name, values in self._latencies.items():
+            middle, high = percentile(values, 50), percentile(values, 99)
+            if middle is not None and high is not None:
+                found[name] = 1e3 * middle, 1e3 * high
+        return found

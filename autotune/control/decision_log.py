@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import math
+import queue
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
 VERSION = 1
 _KEPT = 1024  # decisions kept in memory
+_PATIENCE_S = 5.0  # for a writer to write what is left
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +28,8 @@ class Decision(NamedTuple):
     """``at``: seconds on the engine's clock; ``wall``: seconds since 1970 when it was logged, None in replays.
 
     ``action``: ``set`` (the knobs changed), ``hold`` (the regime changed, the knobs did not), ``observe`` (would have set),
-    ``note`` (something to know: a promise that changed, a profile that is wrong), or what an operator did: ``pause``, ``resume``,
-    ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
+    ``note`` (something to know: an SLO that changed, a profile that does not fit), or what an operator did: ``pause``,
+    ``resume``, ``kill``, ``attach``, ``detach``. ``epoch``: the setting in force afterwards.
     """
 
     at: float
@@ -54,34 +58,106 @@ class Decision(NamedTuple):
 class DecisionLog:
     """The latest decisions in memory, ``recent`` (newest last), and all of them in a file, if there is one.
 
+    A thread of its own writes the file, so that a slow disk or a pipe that nobody reads does not hold up the engine: :meth:`add`
+    puts a decision into a queue of ``room`` and returns. What a full queue cannot take is counted in ``dropped``, and reported in
+    the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting. :meth:`join` waits until
+    all is written, as does the end of the program.
+
     Raises :class:`InputError` for a file that cannot be opened. One that cannot be written later, because the disk is full,
     ends with a line in the program's log: it must not stop an engine.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, *, room: int = 4096) -> None:
         self.recent: deque[Decision] = deque(maxlen=_KEPT)
-        self._file = None
+        self.dropped = 0
+        self._unreported = 0  # of those dropped
+        self._queue: queue.Queue[Decision | None] = queue.Queue(room)
+        self._closing = threading.Event()
+        self._writer: threading.Thread | None = None
         if path is not None:
-            try:
-                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed with the log
-            except OSError as error:
-                raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
+            file = open_to_append(path)
+            self._writer = threading.Thread(target=self._write, args=(path, file), name="decision log", daemon=True)
+            self._writer.start()
+            atexit.register(self.join)
 
     def add(self, decision: Decision) -> None:
+        """Never waits."""
         self.recent.append(decision)
-        if self._file is not None:
-            try:
-                self._file.write(decision.as_json() + "\n")
-                self._file.flush()
-            except OSError as error:
-                log.error("the decision log cannot be written and ends here: %s", error)
-                self.close()
+        writer = self._writer
+        if writer is None or self._closing.is_set() or not writer.is_alive():
+            return
+        try:
+            if self._unreported:
+                missing = f"{self._unreported} decisions are missing here: the log was written too slowly"
+                self._queue.put_nowait(
+                    decision._replace(
+                        action="note",
+                        old=decision.old,
+                        new=decision.old,
+                        cause=missing,
+                        evidence={"dropped": self._unreported},
+                    )
+                )
+                self._unreported = 0
+            self._queue.put_nowait(decision)
+        except queue.Full:
+            self.dropped += 1
+            self._unreported += 1
+            if self._unreported == 1:
+                log.warning("the decision log is written too slowly: dropping decisions from it until there is room")
 
     def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        """Add no more to the file; what has been added is still written. Does not wait. Any number of times."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # else the writer sees for itself that it is closing
+            self._queue.put_nowait(None)
+
+    def join(self) -> None:
+        """Close, and wait until all is written, five seconds at most; what is not by then is reported as lost."""
+        self.close()
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        atexit.unregister(self.join)
+        writer.join(_PATIENCE_S)
+        lost = self.dropped + (self._unwritten() if writer.is_alive() else 0)
+        if lost:
+            log.warning("%d decisions are not in the decision log: it was written too slowly", lost)
+
+    def _unwritten(self) -> int:
+        with self._queue.mutex:
+            return sum(decision is not None for decision in self._queue.queue)
+
+    def _write(self, path: str | Path, file: TextIO | None) -> None:
+        """On the writer's thread."""
+        try:
+            with file or open(path, "a", encoding="utf-8") as out:  # a pipe opens when somebody reads it
+                while (decision := self._next()) is not None:
+                    out.write(decision.as_json() + "\n")
+                    if self._queue.empty():
+                        out.flush()
+        except OSError as error:
+            log.error("the decision log cannot be written and ends here: %s", error)
+
+    def _next(self) -> Decision | None:
+        """The next to write; None when all is written and no more will come."""
+        while True:
+            try:
+                decision = self._queue.get(timeout=None if not self._closing.is_set() else 0)
+            except queue.Empty:
+                return None
+            if decision is not None:
+                return decision
+
+
+def open_to_append(path: str | Path) -> TextIO | None:
+    """The file at ``path``; None for a pipe, which can only be opened once somebody reads it. Raises :class:`InputError`."""
+    try:
+        if Path(path).is_fifo():
+            return None
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
 
 
 def read_decisions(path: str | Path) -> Iterator[Decision]:

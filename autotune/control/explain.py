@@ -1,4 +1,4 @@
-"""A decision log told to a person: one line a decision, and what it came to."""
+"""A decision log as text: one line a decision, and a summary."""
 
 from __future__ import annotations
 

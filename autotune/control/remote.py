@@ -35,7 +35,7 @@ import psutil
 from runtime.errors import AutotuneError, InputError
 
 if TYPE_CHECKING:
-    from autotune.control.attached import Control
+    from autotune.control.loop import Control
 
 log = logging.getLogger(__name__)
 

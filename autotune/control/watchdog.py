@@ -1,7 +1,7 @@
-"""Whether the engine still says how long its steps take: without that, what a controller knows only grows older.
+"""Watches for missing step records: without them a controller goes by what it knew before.
 
-An engine with nothing to do is silent and sound. So silence counts from the first step that is known to have been begun, by the
-budget asked for it or by a record that cannot be used, and ends with the next record that can.
+An engine with nothing to do sends no records and is healthy. So time counts from the first step that is known to have begun (the
+engine asked for its budget, or sent a record that cannot be used) and ends with the next usable record.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from runtime.knobs import Knobs
 from runtime.records import StepRecord
 from runtime.tunable import SchedulerView, Tunable
 
-_STEPS = 8  # steps in a row, and
-_SECONDS = 2.0  # seconds, that are silence
+_STEPS = 8  # steps without a record, and
+_SECONDS = 2.0  # seconds, after which the records count as missing
 
 
-class Silence:
-    """Of ``engine``; seconds are on its clock. ``told``: whether somebody has been told of this silence;
-    ``latest``: when a step was last known to begin in it."""
+class Watchdog:
+    """Seconds are on the clock of ``engine``. ``raised``: whether the controller has fallen back since records are missing;
+    ``latest``: when a step was last known to begin."""
 
     def __init__(self, engine: Tunable) -> None:
-        self.told = False
+        self.raised = False
         self.latest = engine.view().now
         self._engine = engine
         self._since: float | None = None
@@ -31,43 +31,44 @@ class Silence:
         self._served = 0  # requests there were at the last step, and have not ended
 
     def begins(self, view: SchedulerView) -> bool:
-        """A step begins. True if those before it have been silent for long."""
+        """A step begins. True if records are missing."""
         self._begun += 1
         self._served = view.running + view.waiting
         return self._lasts(view.now)
 
     def ends(self) -> None:
-        """A request has ended. After the last one no step is due any more."""
+        """A request has ended. After the last one no record is due."""
         self._served -= 1
         if self._served == 0:
             self._since, self._begun, self._unusable = None, 0, 0
 
-    def hear(self, record: StepRecord) -> bool:
-        """False for a record that cannot be used, and that :meth:`cannot_use` is to be told of."""
+    def check(self, record: StepRecord) -> bool:
+        """Whether ``record`` is usable; if not, call :meth:`unusable` next."""
         if not (math.isfinite(record.start) and math.isfinite(record.end)):
             return False
-        self._since, self._begun, self._unusable, self.told = None, 0, 0, False
+        self._since, self._begun, self._unusable, self.raised = None, 0, 0, False
         return True
 
-    def cannot_use(self) -> bool:
-        """A record has come that cannot be used, and this is the engine's thread. True if there have been no others for long."""
+    def unusable(self) -> bool:
+        """A record was not usable. True if usable ones are missing. Call it on the engine's thread."""
         self._unusable += 1
         return self._lasts(self._engine.view().now)
 
     @property
     def seconds(self) -> float | None:
-        """How long a step's record has been due; None while none is. Does not wait for the engine."""
+        """Seconds for which a step's record has been due; None while none is. Does not wait for the engine."""
         if self._since is None:
             return None
         return max(0.0, self._engine.clock.now() - self._since)
 
     def proposal(self, start: Knobs) -> Proposal:
-        """The knobs to hold meanwhile."""
+        """The starting knobs, and what is missing."""
         seconds, steps = self.seconds or 0.0, max(self._begun, self._unusable)
-        what = f"{self._unusable} records had times that are no numbers" if self._unusable else "no record came"
-        cause = f"{steps} steps in {seconds:.1f} s were not heard of: {what}; starting knobs hold"
+        what = "usable step record" if self._unusable else "step record"
+        why = ", whose times are not numbers" if self._unusable else ""
+        cause = f"no {what} for {seconds:.1f} s ({steps} steps{why}): holding the starting knobs"
         return Proposal(
-            start, "fallback", cause, {"silent_s": round(seconds, 3), "steps": steps, "unusable": self._unusable}
+            start, "fallback", cause, {"overdue_s": round(seconds, 3), "steps": steps, "unusable": self._unusable}
         )
 
     def _lasts(self, now: float) -> bool:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
-from autotune.measure.score import Score, deadline, score
+from autotune.measure.score import Score, deadline, score, slo_for
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
 from runtime.clock import Clock
@@ -82,7 +82,7 @@ def evaluate(
     engine: Engine,
     setting: Knobs | None,
     workload: Workload,
-    slo: SLO,
+    slo: SLO | Mapping[str, SLO],
     *,
     vocab_size: int,
     seed: int,
@@ -95,6 +95,7 @@ def evaluate(
 ) -> Score:
     """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
 
+    ``slo``: one for all requests, or one for each class (an engine's ``slos``), with ``default`` for classes not named.
     ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
     measurements may have the same load and yet share no cached prefix. ``keep`` is given the records behind the score, in the
     order of their arrivals (which are when they were due).
@@ -197,7 +198,7 @@ class _Sender:
         self,
         recorder: Recorder,
         report: ReplayReport,
-        slo: SLO,
+        slo: SLO | Mapping[str, SLO],
         clock: Clock,
         stop: Callable[[], bool] | None,
     ) -> None:
@@ -214,9 +215,9 @@ class _Sender:
         if missing:
             raise EvaluationError(f"{len(missing)} requests never ended, although cancelled; the engine hangs")
 
-    def _last_deadline(self, report: ReplayReport, slo: SLO) -> float:
+    def _last_deadline(self, report: ReplayReport, slo: SLO | Mapping[str, SLO]) -> float:
         sent = self._arrivals[: report.sent]
-        last = max((a.time + deadline(slo, a.output_tokens) for a in sent), default=0.0)
+        last = max((a.time + deadline(slo_for(slo, a.request_class), a.output_tokens) for a in sent), default=0.0)
         if last == math.inf:
             last = self._arrivals[-1].time + MAX_DRAIN_S
         return report.start + last
@@ -260,7 +261,7 @@ class _VirtualSender(_Sender):
         self,
         recorder: Recorder,
         report: ReplayReport,
-        slo: SLO,
+        slo: SLO | Mapping[str, SLO],
         clock: Clock,
         stop: Callable[[], bool] | None,
     ) -> None:

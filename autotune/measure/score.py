@@ -46,6 +46,18 @@ class StepStats(BaseModel):
     limited_by: dict[str, float]
 
 
+class ClassScore(BaseModel):
+    """How the requests of one class fared against their own SLO. ``goodput``: requests/s that met all its targets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    slo: str
+    offered: int
+    met: int
+    attainment: float
+    goodput: float
+    violations: dict[str, int]
+
+
 class Score(BaseModel):
     """What one setting did under one load.
 
@@ -54,7 +66,8 @@ class Score(BaseModel):
     ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
     window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
     met) of each second of the window (of longer parts where it has more than 10,000), for intervals that respect bursts.
-    ``lateness_p99_ms``: how late the sender was.
+    ``lateness_p99_ms``: how late the sender was. Each request is judged by the SLO of its class; ``classes`` has each class by
+    itself, and is empty where there is one SLO for all (and in scores of earlier versions).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,6 +95,15 @@ class Score(BaseModel):
     sender_busy: float
     steps: StepStats
     wall_s: float
+    classes: dict[str, ClassScore] = {}
+
+
+def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
+    """The SLO of a class: its own, or that of ``default``. Raises ``ValueError`` where there is neither."""
+    slo = slos if isinstance(slos, SLO) else slos.get(request_class, slos.get("default"))
+    if slo is None:
+        raise ValueError(f"no SLO for class {request_class}, and no default")
+    return slo
 
 
 def deadline(slo: SLO, output_tokens: int) -> float:
@@ -94,7 +116,7 @@ def deadline(slo: SLO, output_tokens: int) -> float:
 
 def score(
     records: Sequence[RequestRecord],
-    slo: SLO,
+    slo: SLO | Mapping[str, SLO],
     *,
     setting: Knobs,
     epoch: int,
@@ -107,7 +129,8 @@ def score(
     report: ReplayReport,
     wall_s: float,
 ) -> Score:
-    """Pure arithmetic from records (arrival = when due) to a :class:`Score`."""
+    """Pure arithmetic from records (arrival = when due) to a :class:`Score`. ``slo``: one for all, or one for each class, with
+    ``default`` for those not named."""
     kept = attainment(records, slo)
     low, high = wilson_interval(kept.met, kept.offered)
     width = max(1.0, duration / _MOST_BLOCKS)
@@ -115,7 +138,8 @@ def score(
     for record in records:
         at = min(len(blocks) - 1, max(0, int((record.arrival - start) / width)))
         offered, met = blocks[at]
-        blocks[at] = (offered + record.offered, met + (record.offered and slo.met(record)))
+        good = record.offered and slo_for(slo, record.request_class).met(record)
+        blocks[at] = (offered + record.offered, met + good)
     return Score(
         setting=setting.as_dict(),
         epoch=epoch,
@@ -141,7 +165,21 @@ def score(
         sender_busy=report.busy / max(report.end - report.start, 1e-9),
         steps=step_stats(steps),
         wall_s=wall_s,
+        classes={} if isinstance(slo, SLO) else _by_class(records, slo, duration),
     )
+
+
+def _by_class(records: Sequence[RequestRecord], slos: Mapping[str, SLO], duration: float) -> dict[str, ClassScore]:
+    found = {}
+    for name, slo in slos.items():
+        kept = attainment(
+            [r for r in records if (r.request_class if r.request_class in slos else "default") == name], slo
+        )
+        found[name] = ClassScore(
+            slo=str(slo), offered=kept.offered, met=kept.met, attainment=kept.share, goodput=kept.met / duration,
+            violations=dict(kept.violations),
+        )  # fmt: skip
+    return found if len(found) > 1 else {}
 
 
 def step_stats(steps: Sequence[StepRecord]) -> StepStats:

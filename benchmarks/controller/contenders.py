@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autotune import control
-from autotune.control.attached import Control
 from autotune.control.controllers.protocol import Budgeted, Controller
 from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.loop import Control
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.run import Driver
 from benchmarks.controller.scenarios import COLD

@@ -138,7 +138,7 @@ class Judge:
 
     def __init__(self, scenario: Scenario) -> None:
         self._starts = scenario.starts
-        self._promises = [{**scenario.classes, "default": phase.slo} for phase in scenario.phases]
+        self._targets = [{**scenario.classes, "default": phase.slo} for phase in scenario.phases]
         self._phases = [[0, 0] for _ in scenario.phases]
         self._bins = [[0, 0] for _ in range(int(scenario.seconds / BIN_S))]
         self._rejected = 0
@@ -153,7 +153,7 @@ class Judge:
 
     def on_request(self, record: RequestRecord) -> None:
         phase = bisect_right(self._starts, record.arrival) - 1
-        met = self._promises[phase][record.request_class].met(record)
+        met = self._targets[phase][record.request_class].met(record)
         for count in (self._phases[phase], self._bins[min(int(record.arrival / BIN_S), len(self._bins) - 1)]):
             count[0] += 1
             count[1] += met

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autotune import control
 from autotune.bench.contenders import DEFAULTS, Contender
-from autotune.control.attached import Control
 from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.loop import Control
 from autotune.engines import Engine
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from autotune import control
-from autotune.control.attached import Control
 from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.loop import Control
 from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore

@@ -135,26 +135,26 @@ class Admission:
     def _weight(self, sequence: Sequence) -> float:
         return self._weights.get(sequence.request.request_class, 1.0)
 
-    def before(self, own: int, going_on: Seq[int]) -> int:
-        """Tokens of prompts in progress that are computed before ``own`` others are; ``going_on``: what is left of each.
+    def before(self, own: int, in_progress: Seq[int]) -> int:
+        """Tokens of prompts in progress that are computed before ``own`` others are; ``in_progress``: what is left of each.
 
         All of them, unless a step has room for one more beside them: then they go on side by side, and each is before the
         others with as many tokens as those have at most.
         """
-        if self.policy.reject and len(going_on) < self.rate.abreast:
-            return sum(min(left, own) for left in going_on)
-        return sum(going_on)
+        if self.policy.reject and len(in_progress) < self.rate.abreast:
+            return sum(min(left, own) for left in in_progress)
+        return sum(in_progress)
 
-    def turn(self, sequence: Sequence, now: float, going_on: Seq[int]) -> Verdict | None:
+    def turn(self, sequence: Sequence, now: float, in_progress: Seq[int]) -> Verdict | None:
         """Whether to end ``sequence``, whose turn it is to begin, beside prompts in progress with so many tokens left."""
         if not self.policy.reject or sequence.generated:
             return None
-        verdict = self._judge(sequence, now, self.before(sequence.pending, going_on))
+        verdict = self._judge(sequence, now, self.before(sequence.pending, in_progress))
         if verdict is None:
             self._let_in = now
         return verdict
 
-    def going_on(self, sequence: Sequence, now: float, others: Seq[int]) -> Verdict | None:
+    def in_progress(self, sequence: Sequence, now: float, others: Seq[int]) -> Verdict | None:
         """Whether to end ``sequence``, whose prompt is being computed, behind others with so many tokens left."""
         if not self.policy.reject or sequence.generated or sequence is self._probe:
             return None

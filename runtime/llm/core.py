@@ -159,17 +159,18 @@ class EngineCore:
         if not slack.following:  # nobody asks in every step: followed for this look alone
             slack = scheduler.followed(SlackTracker(slack.slos))
         oldest = waiting.oldest()
-        going_on = (
+        in_progress = (
             tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
         )
         last_end = decodes.last_end
-        dues = slack.dues(now, decodes.step, now if last_end is None else last_end)
-        decode_slack = min([left for _, left in dues]) if dues else inf
+        token_deadlines = slack.token_deadlines(now, decodes.step, now if last_end is None else last_end)
+        decode_slack = min([left for _, left in token_deadlines]) if token_deadlines else inf
         epoch, knobs = self.settings.current
         return SchedulerView(
-            now, len(decodes.members), len(going_on), waiting.count, waiting.tokens, sum([left for _, left in going_on]),
+            now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
-            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits, slack.pace, going_on, dues,
+            min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits,
+            slack.step_time_target, in_progress, token_deadlines,
         )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:

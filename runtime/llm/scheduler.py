@@ -160,7 +160,7 @@ class Scheduler:
         left = most - len(self.decodes.members)
         limited = LimitedBy.DEMAND
         admission, waiting = self.admission, self.waiting
-        going_on = [] if admission is None else self._end_late_prompts(admission, now)
+        in_progress = [] if admission is None else self._end_late_prompts(admission, now)
         for sequence in self.prefills:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
@@ -176,12 +176,12 @@ class Scheduler:
                 return LimitedBy.SLOTS, inf
             if left <= 0:
                 return LimitedBy.BUDGET, inf
-            if admission is not None and (verdict := admission.turn(head, now, going_on)) is not None:
+            if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
                 self._turn_away(head, verdict, now)
                 continue
             if not self._admit(head, now):
                 return LimitedBy.KV, inf
-            going_on.append(head.target - head.computed)
+            in_progress.append(head.target - head.computed)
             slots -= 1
             left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
         return limited, inf
@@ -196,13 +196,13 @@ class Scheduler:
 
     def _end_late_prompts(self, admission: Admission, now: float) -> list[int]:
         """End prompts in progress that come too late; returns the tokens left of each of the others."""
-        going_on: list[int] = []
+        in_progress: list[int] = []
         for sequence in tuple(self.prefills):
-            if (verdict := admission.going_on(sequence, now, going_on)) is not None:
+            if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
                 self._turn_away(sequence, verdict, now)
             else:
-                going_on.append(sequence.target - sequence.computed)
-        return going_on
+                in_progress.append(sequence.target - sequence.computed)
+        return in_progress
 
     def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
         sequence.retry_after = verdict.retry_after_s

@@ -1,4 +1,4 @@
-"""How long until the first promise is broken, kept in heaps that change only when a sequence does.
+"""How long until the first SLO target is missed, kept in heaps that change only when a sequence does.
 
 The next token of a decoding sequence with a TPOT target τ is due at ``first token + τ · tokens so far``. All decodes
 advance together, so that is ``key + τ · g`` with the scheduler's step index g and a key that stands still: one heap for
@@ -62,12 +62,12 @@ class SlackTracker:
     TTFT and E2E are due at fixed times; TPOT as above; an ITL target is due at the last step's end plus the target.
     """
 
-    __slots__ = ("_fixed", "_gap", "_gaps", "_pace", "following", "slos")
+    __slots__ = ("_fixed", "_gap", "_gaps", "_tpot", "following", "slos")
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self.slos = dict(slos)
         self._fixed = _Earliest()
-        self._pace: dict[float, _Earliest] = {}
+        self._tpot: dict[float, _Earliest] = {}
         self._gaps: dict[float, int] = {}  # ITL target -> decodes that have it
         self._gap: dict[Sequence, float] = {}
         self.following = False
@@ -76,7 +76,7 @@ class SlackTracker:
         return self.slos.get(sequence.request.request_class) or self.slos.get("default")
 
     def follow(self, queued: Iterable[Sequence], decoding: Iterable[Sequence]) -> None:
-        """Begin, with those that wait for their first or next token and those that decode, by the promises of now."""
+        """Begin, with those that wait for their first or next token and those that decode, by the SLOs of now."""
         self.following = True
         for sequence in queued:
             self.queued(sequence)
@@ -87,7 +87,7 @@ class SlackTracker:
         """Forget all of them."""
         self.following = False
         self._fixed = _Earliest()
-        self._pace, self._gaps, self._gap = {}, {}, {}
+        self._tpot, self._gaps, self._gap = {}, {}, {}
 
     def queued(self, sequence: Sequence) -> None:
         """``sequence`` waits for its first token, or, if preempted, for its next one."""
@@ -118,9 +118,9 @@ class SlackTracker:
         if slo.e2e_ms is not None:
             self._fixed.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)
         if slo.tpot_ms is not None:
-            pace = slo.tpot_ms / 1e3
-            key = sequence.token_times[0] + pace * (sequence.generated - sequence.joined)
-            self._pace.setdefault(pace, _Earliest()).add(key, sequence)
+            target = slo.tpot_ms / 1e3
+            key = sequence.token_times[0] + target * (sequence.generated - sequence.joined)
+            self._tpot.setdefault(target, _Earliest()).add(key, sequence)
         if slo.itl_ms is not None:
             gap = slo.itl_ms / 1e3
             self._gap[sequence] = gap
@@ -131,7 +131,7 @@ class SlackTracker:
         if not self.following:
             return
         self._fixed.drop(sequence)
-        for heap in self._pace.values():
+        for heap in self._tpot.values():
             heap.drop(sequence)
         gap = self._gap.pop(sequence, None)
         if gap is not None:
@@ -140,29 +140,29 @@ class SlackTracker:
                 del self._gaps[gap]
 
     @property
-    def pace(self) -> float:
+    def step_time_target(self) -> float:
         """The tightest TPOT target of those that decode, s; inf if none has one."""
         tightest = inf
-        for pace, heap in self._pace.items():
-            if pace < tightest and len(heap):
-                tightest = pace
+        for target, heap in self._tpot.items():
+            if target < tightest and len(heap):
+                tightest = target
         return tightest
 
     def fixed(self, now: float) -> float:
         """Seconds from ``now`` until the first TTFT or E2E target is missed; negative if one is, inf if there is none."""
         return self._fixed.least() - now
 
-    def dues(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
+    def token_deadlines(self, now: float, step: int, last_end: float) -> tuple[tuple[float, float], ...]:
         """(target, seconds until the first next token is due under it) for each TPOT and ITL target of those that decode.
 
         One that is further behind than :data:`GIVE_UP` token times no longer counts: it is late whatever is done, and
         would hold up all others.
         """
         found = []
-        for pace, heap in self._pace.items():
-            due = heap.least(now - pace * (step + GIVE_UP)) + pace * step
+        for target, heap in self._tpot.items():
+            due = heap.least(now - target * (step + GIVE_UP)) + target * step
             if due < inf:
-                found.append((pace, due - now))
+                found.append((target, due - now))
         if self._gaps:
             found.extend((gap, last_end + gap - now) for gap in self._gaps)
         return tuple(found)

@@ -45,6 +45,7 @@ async def completed(streams: Sequence[Stream], receive: Receive) -> list[Complet
         work.cancel()
         for stream in streams:
             stream.cancel()
+        await asyncio.gather(gone, work, return_exceptions=True)  # else asyncio logs that nobody heard how it ended
 
 
 class EventStream(Response):

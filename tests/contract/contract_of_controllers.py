@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from autotune.control.attached import Control
 from autotune.control.controllers.protocol import Controller
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
+from autotune.control.loop import Control
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.unit.control_world import VLLM, poisson

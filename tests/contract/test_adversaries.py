@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from autotune import control
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO, attainment

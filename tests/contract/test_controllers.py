@@ -12,7 +12,7 @@ import pytest
 from autotune import control
 from autotune.control import controllers
 from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.protocol import Controller, Promised, Proposal
+from autotune.control.controllers.protocol import Controller, Proposal, SLOAware
 from runtime.ceilings import Load
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
@@ -35,7 +35,7 @@ def test_every_controller_is_in_the_registry() -> None:
     found.discard(Controller)
     assert {type(make(name)) for name in ALL} == found
     assert all(make(name).name == name for name in ALL)
-    with pytest.raises(ValueError, match="controller is 'pid'; it must be one of predictive, static"):
+    with pytest.raises(ValueError, match="controller is 'pid'; it must be one of aimd, bisection"):
         control(SimulatedEngine(h200), slo=SLOS[0], controller="pid")
 
 
@@ -167,7 +167,7 @@ def test_turns_its_knob_and_says_why(name: str) -> None:
         explained(attached)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(make(name), Promised)])
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(make(name), SLOAware)])
 def test_goes_by_the_promise_in_force(name: str) -> None:
     """Tightened in mid-run, through the engine: the steps of a controller that is told of it grow shorter."""
     engine = SimulatedEngine(h200)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.control.controllers.protocol import Controller, Promised
+from autotune.control.controllers.protocol import Controller, SLOAware
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -78,8 +78,8 @@ def test_any_history_gives_a_proposal_inside_the_limits_and_a_budget_that_lets_w
             made.observe_step(record)
         elif isinstance(record, RequestRecord):
             made.observe_request(record)
-        elif isinstance(made, Promised):
-            made.promise({"default": record, "other": slo})
+        elif isinstance(made, SLOAware):
+            made.set_slos({"default": record, "other": slo})
         check(made, seen, limits)
     for i in range(20):
         made.observe_step(sound(i))

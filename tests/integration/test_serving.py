@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
+import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -192,6 +196,41 @@ async def test_a_client_that_leaves_frees_its_blocks(
     finally:
         stop()
         engine.set_knobs(before)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+async def test_a_client_that_hangs_up_leaves_no_traceback(
+    small: SmallModel,
+    engine: Engine,
+    live: tuple[Api, str],
+    streamed: bool,
+    after_s: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Politely or with a reset, before the first token or between two."""
+    url = httpx.URL(live[1])
+    body = {"prompt": [[1, 2, 3]] * 2, "max_tokens": 180, "ignore_eos": True, "stream": streamed}
+    text = json.dumps(body).encode()
+    heard = Heard(time.monotonic())
+    stop = engine.subscribe(heard)
+    try:
+        with forward_of(small.loaded, Slow(0.02)):
+            for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
+                with socket.create_connection((url.host, url.port)) as raw:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                    raw.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+                    await until(lambda: engine.view().running + engine.view().waiting > 0)
+                    await asyncio.sleep(after_s)
+                await until(lambda: not live[0].lifecycle.active)
+                await until(lambda: engine.view().running + engine.view().waiting == 0)
+        assert {heard.request().reason for _ in range(4)} == {FinishReason.CANCELLED}
+    finally:
+        stop()
+    gc.collect()  # asyncio tells of a future whose end nobody heard when it goes
+    await asyncio.sleep(0.1)
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR], caplog.text
 
 
 async def test_a_reader_that_stalls_holds_nobody_up(small: SmallModel, live: tuple[Api, str]) -> None:

@@ -12,12 +12,15 @@ import httpx
 import pytest
 
 from autotune.control.decision_log import read_decisions
+from autotune.cost.model import fit_cost_model
 from autotune.profile import save_profile
 from runtime.records import FinishReason
 from runtime.serving.record_log import read_records
 from runtime.slo import SLO
 from tests.integration.live_server import ServerProcess, in_process
+from tests.unit.control_world import h200
 from tests.unit.profiles import profile
+from tests.unit.test_cost_model import measured
 
 pytestmark = pytest.mark.slow
 SMALL = ("tiny", "--kv-tokens", "32768", "--threads", "1")
@@ -122,13 +125,31 @@ def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
 
 def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     made = profile(slo=SLO(ttft_ms=60_000))
+    too_fast = fit_cost_model(measured(lambda step: h200(step) / 100)).facts
+    made = made.model_copy(update={"cost_model": too_fast})
     save_profile(made, tmp_path / "mine.yaml")
-    words = ("--profile", "mine.yaml", "--anyway", "--chunk-size", "77", "--dtype", "float32")
+    words = (
+        "--profile",
+        "mine.yaml",
+        "--anyway",
+        "--chunk-size",
+        "77",
+        "--dtype",
+        "float32",
+        "--decisions",
+        "log.jsonl",
+    )
     with in_process(tmp_path, *words) as server:
         assert "note: profile was measured on A CPU, this machine has " in server.output
         knobs = made.settings["balanced"].knobs.with_(chunk_size=77)
         assert f"serving tiny at {server.url} · SLO ttft=60000ms@99%, controlled · {knobs}" in server.output
         told = httpx.get(f"{server.url}/metrics", timeout=30).text
         assert f"autotune_kv_blocks_total {made.engine.kv_pool.blocks}.0" in told
+        asked = {"prompt": "a b c d", "max_tokens": 60, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code == 200
         server.signal()
         assert server.ended() == 0
+    decisions = list(read_decisions(tmp_path / "log.jsonl"))
+    assert any("times as long as the profile predicts" in d.cause for d in decisions), (
+        "it compares steps with the profile's"
+    )

@@ -17,9 +17,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from autotune.control.attached import Control
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.guardrails import Guardrails
+from autotune.control.loop import Control
 from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord

@@ -6,7 +6,7 @@ import threading
 from typing import Any, cast
 
 import autotune
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from runtime.batching.accounts import call_record, item_record
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune import control
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from autotune.profiling.findings import Findings
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from autotune import control, save_profile
+from autotune.control.attach import attach
+from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.decision_log import Decision, describe, read_decisions
+from autotune.cost.model import fit_cost_model
 from runtime.errors import AutotuneError, InputError, LeaseError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -21,6 +24,7 @@ from runtime.tunable import SchedulerView
 from tests.building import request_record
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
+from tests.unit.test_cost_model import measured
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
 LOAD = poisson(15, 10, 1000, 200, seed=1)
@@ -85,6 +89,20 @@ def test_a_profile_says_where_to_start(tmp_path: Path) -> None:
     assert engine.knobs == engine.limits.clamp(VLLM), "what it had before, not the profile's"
     with control(engine, slo=SLO_, profile=path, observe_only=True):
         assert engine.knobs == engine.limits.clamp(VLLM)
+
+
+def test_a_profile_that_was_loaded_already_warms_the_controller_and_leaves_the_knobs_given() -> None:
+    """What ``autotune serve --profile`` does: it chooses among the profile's settings itself."""
+    loaded = sample_profile({"balanced": Knobs(24, 0, 192, 128)})
+    loaded = loaded.model_copy(update={"cost_model": fit_cost_model(measured(lambda step: h200(step) / 5)).facts})
+    engine, given = SimulatedEngine(h200), Knobs(64, 0, 512, 512)
+    engine.set_knobs(given)
+    with attach(engine, slo=SLO_, profile=loaded, start=given) as attached:
+        assert isinstance(attached.controller, PredictiveController)
+        assert engine.knobs == given and attached.controller.model.ready, "it knows the steps before the first"
+        engine.play(LOAD)
+        notes = [d.cause for d in attached.decisions if d.action == "note"]
+        assert any("steps take 5" in note for note in notes), "and says that the profile is of a faster machine"
 
 
 def test_observing_sets_nothing_but_says_what_it_would() -> None:
@@ -210,11 +228,15 @@ def test_status_is_a_line_and_data() -> None:
         assert "no request has ended yet" in str(attached.status())
         engine.play(LOAD)
         line, data = str(attached.status()), attached.status().as_dict()
-        assert "in SLO" in line and "regime" in line and json.dumps(data)
+        assert "attainment" in line and "regime" in line and json.dumps(data)
         assert data["knobs"] == engine.knobs.as_dict() and data["offered"] == len(LOAD)
         assert set(data["classes"]) == {"default"}
         fared = data["classes"]["default"]
-        assert (fared["in_slo"], fared["offered"], fared["slo"]) == (data["in_slo"], data["offered"], data["slo"])
+        assert (fared["attainment"], fared["offered"], fared["slo"]) == (
+            data["attainment"],
+            data["offered"],
+            data["slo"],
+        )
         assert fared["targets_ms"] == {n: ms for n, ms in SLO_.targets_ms.items() if ms is not None}
         for name, found in fared["latencies_ms"].items():
             seen = [getattr(r, name) for r in engine.records if name != "itl" and getattr(r, name) is not None]

@@ -112,7 +112,7 @@ def test_a_promise_that_one_item_breaks_is_said() -> None:
     batcher.serve(poisson(150, 10, seed=2))
     assert batcher.control is not None and batcher.knobs.max_batch_size > 4
     (told, *_) = [d.cause for d in batcher.control.decisions if d.regime == "infeasible"]
-    assert told.startswith("one item alone takes 2") and told.endswith("ms, and 15 ms are promised: throughput instead")
+    assert told.startswith("an item alone takes 2") and told.endswith("ms, and 15 ms are promised: throughput instead")
 
 
 def test_operators_have_the_last_word() -> None:
@@ -129,7 +129,7 @@ def test_which_controller_a_batcher_gets() -> None:
     with autotune.control(batcher, controller="predictive") as control:
         assert isinstance(control.controller, PredictiveController)
     with pytest.raises(
-        ValueError, match=r"controller is 'best'; it must be one of predictive, .*, batching, or a Controller"
+        ValueError, match=r"controller is 'best'; it must be one of aimd, .*, batching, module:Class, or a Controller"
     ):
         autotune.control(batcher, controller="best")
 

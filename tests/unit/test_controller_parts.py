@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.control.controllers.galloping import largest
-from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.running_statistics import Recent
 from autotune.control.controllers.step_window import StepWindow
-from autotune.control.controllers.targets import Promises
+from autotune.control.controllers.targets import SLOTargets
 from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 
@@ -44,7 +44,7 @@ def test_the_largest_that_fits_from_any_guess(fitting: int, top: int, guess: int
 
 def test_the_tightest_of_the_classes_that_are_served() -> None:
     chat, code = SLO(ttft_ms=500, tpot_ms=30), SLO(ttft_ms=2000, tpot_ms=100)
-    promises = Promises({"default": code, "chat": chat})
+    promises = SLOTargets({"default": code, "chat": chat})
     assert (promises.step, promises.first) == (0.03, 0.5), "before any request, all of them"
     assert promises.tightest(0.03) == "TPOT 30 ms of class chat"
     for _ in range(300):
@@ -63,17 +63,17 @@ def test_the_tightest_of_the_classes_that_are_served() -> None:
 
 def test_all_four_metrics_say_something_of_a_step() -> None:
     outputs = Recent(10)
-    promises = Promises({"default": SLO(itl_ms=40, tpot_ms=50)})
+    promises = SLOTargets({"default": SLO(itl_ms=40, tpot_ms=50)})
     assert (promises.step, promises.gap, promises.first) == (0.04, 0.04, math.inf)
-    promises = Promises({"default": SLO(e2e_ms=6000)})
+    promises = SLOTargets({"default": SLO(e2e_ms=6000)})
     assert (promises.step, promises.gap, promises.first) == (math.inf, math.inf, 6.0)
-    assert promises.pace_of(outputs) == math.inf, "nothing is known of outputs yet"
+    assert promises.step_time_for_e2e(outputs) == math.inf, "nothing is known of outputs yet"
     for n in (10, 20, 100):
         outputs.add(n)
-    assert promises.pace_of(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
+    assert promises.step_time_for_e2e(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
     assert promises.tightest(0.04) == "E2E 6000 ms"
-    both = Promises({"default": SLO(e2e_ms=6000, tpot_ms=50)})
-    assert (both.step, both.pace_of(outputs)) == (0.05, pytest.approx(0.04)), (
+    both = SLOTargets({"default": SLO(e2e_ms=6000, tpot_ms=50)})
+    assert (both.step, both.step_time_for_e2e(outputs)) == (0.05, pytest.approx(0.04)), (
         "kept jointly: the tighter one bounds a step"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from autotune.measure.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
-from autotune.workload import parse_workload
+from autotune.workload import Arrival, parse_workload
 from autotune.workload.replay import ReplayReport
 from runtime.ceilings import Load
 from runtime.knobs import Knobs
@@ -221,3 +222,41 @@ class Steady:
 
 
 ROOMY = Knobs(512, 0, 8192, 8192)
+
+
+class TwoClasses:
+    """Short chat answers and long batch answers by turns, ten of each a second."""
+
+    rate = 20.0
+    description = "two classes"
+
+    def arrivals(self, seed: int, *, duration: float) -> Iterator[Arrival]:
+        for number in range(int(20 * duration)):
+            name, output = ("chat", 2) if number % 2 else ("batch", 20)
+            yield Arrival(number / 20, 10, output, ((number, 10),), name)
+
+
+def test_each_request_is_judged_by_the_slo_of_its_class() -> None:
+    """Steps of 90 ms: chat gets its TTFT, batch would never; by its own SLO it is in time, whatever chat asks for."""
+    slos = {"default": SLO(ttft_ms=1), "chat": SLO(ttft_ms=200), "batch": SLO(e2e_ms=4000)}
+    workload: Any = TwoClasses()
+
+    def found(slo: SLO | dict[str, SLO]) -> Score:
+        engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+        return evaluate(engine, ROOMY, workload, slo, vocab_size=10, seed=0, duration=4.0)
+
+    score = found(slos)
+    assert score.attainment == 1 and score.met == score.offered == 80 and not score.violations
+    assert {name: (c.offered, c.met) for name, c in score.classes.items()} == {
+        "default": (0, 0), "chat": (40, 40), "batch": (40, 40),
+    }  # fmt: skip
+    assert score.classes["batch"].slo == "e2e=4000ms@99%" and score.classes["chat"].goodput == 10
+    tight = found(slos | {"batch": SLO(e2e_ms=400)})
+    assert (tight.attainment, tight.met, tight.violations) == (0.5, 40, {"e2e": 40})
+    assert tight.classes["batch"].violations == {"e2e": 40} and tight.classes["chat"].attainment == 1
+    assert sum(met for _, met in tight.blocks) == 40
+    alone = found(SLO(e2e_ms=4000))
+    assert alone.attainment == 1 and not alone.classes, "one SLO for all has no classes"
+    assert found({"default": SLO(e2e_ms=4000)}) == alone.model_copy(update={"wall_s": found(SLO(e2e_ms=4000)).wall_s})
+    with pytest.raises(ValueError, match="no SLO for class batch, and no default"):
+        found({"chat": SLO(ttft_ms=200)})

@@ -11,7 +11,7 @@ import pytest
 
 from autotune import control
 from autotune.cli.main import run
-from autotune.control.decision_log import Decision
+from autotune.control.decision_log import Decision, read_decisions
 from autotune.control.explain import summarize, timeline
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -162,3 +162,20 @@ def test_what_is_no_log_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_empty_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", write(tmp_path / "run.jsonl", [])]) == 0
     assert "holds no decision" in capsys.readouterr().out
+
+
+OLD = Path(__file__).parent / "data" / "decisions-before-0.2.jsonl"
+"""Written by the version before this one: an SLO that changes twice, a pause, a machine that stalls."""
+
+
+def test_a_log_of_the_version_before_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By explain, and by the report; what was said then is shown as it was."""
+    decisions = list(read_decisions(OLD))
+    assert len(decisions) == 28 and "trim" in decisions[1].evidence
+    found = summarize(decisions)
+    assert found.changes["token_budget"] == (19, 2048, 64) and found.seconds.keys() > {"paused", "infeasible"}
+    assert run(["explain", str(OLD)]) == 0
+    shown = capsys.readouterr().out
+    assert "promised from now on: default ttft=3000ms,tpot=4ms@99%" in shown and "token_budget 19 (2048 → 64)" in shown
+    assert run(["report", str(OLD), "--out", str(tmp_path / "page.html")]) == 0
+    assert "tpot=4ms" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -18,8 +18,12 @@ SLOS = {
 
 def told(slack: SlackTracker, world: World) -> tuple[object, ...]:
     decodes = world.scheduler.decodes
-    dues = slack.dues(world.now, decodes.step, decodes.last_end or world.now)
-    return round(slack.fixed(world.now), 9), slack.pace, sorted((target, round(left, 9)) for target, left in dues)
+    token_deadlines = slack.token_deadlines(world.now, decodes.step, decodes.last_end or world.now)
+    return (
+        round(slack.fixed(world.now), 9),
+        slack.step_time_target,
+        sorted((target, round(left, 9)) for target, left in token_deadlines),
+    )
 
 
 def test_who_asks_late_is_told_what_who_asked_all_along_is_told() -> None:
@@ -49,26 +53,28 @@ def test_only_who_asks_in_every_step_has_them_followed() -> None:
     first = world.add([1] * 4, 90)
     world.step()
     slack, before = world.scheduler.slack, world.core.view(world.now)
-    assert before.decode_slack < 1 and before.pace == 0.5, "who looks now and then is told all the same"
+    assert before.decode_slack < 1 and before.step_time_target == 0.5, "who looks now and then is told all the same"
     assert not slack.following
     world.core.policy = Whole()
     world.step()
     world.add([2] * 4, 90, request_class="gaps")
     world.step()
-    assert slack.following and slack.pace == 0.5
+    assert slack.following and slack.step_time_target == 0.5
     followed = world.core.view(world.now)
     world.core.policy = None
     world.step()
-    assert not slack.following and slack.pace == inf and not slack.dues(world.now, 0, 0.0), "nothing is kept of them"
+    assert not slack.following and slack.step_time_target == inf and not slack.token_deadlines(world.now, 0, 0.0), (
+        "nothing is kept of them"
+    )
     assert (
-        {target for target, _ in world.core.view(world.now).dues}
-        == {target for target, _ in followed.dues}
+        {target for target, _ in world.core.view(world.now).token_deadlines}
+        == {target for target, _ in followed.token_deadlines}
         == {0.5, 0.03}
     )
     world.cancel(first)
-    assert [target for target, _ in world.core.view(world.now).dues] == [0.03]
+    assert [target for target, _ in world.core.view(world.now).token_deadlines] == [0.03]
     world.core.policy = Whole()
     world.step()
-    assert slack.following and slack.pace == inf
+    assert slack.following and slack.step_time_target == inf
     world.drain()
     assert world.core.view(world.now).least_slack == inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autotune.control.controllers.slow_bands import SlowBands
+from autotune.control.controllers.predictive.slow_bands import SlowBands
 
 
 def walk(bands: SlowBands, decodes: list[int], ratio: float = 1.0, cliff: range = range(0)) -> None:

@@ -32,7 +32,7 @@ def test_what_it_leaves_keeps_the_promise(how: str) -> None:
         last, said = list(attached.decisions)[-2:]
         assert said.action == {"pause": "pause", "close": "detach"}[how]
         assert last.action == "set" and last.evidence and last.regime
-        assert last.cause.startswith("knobs that hold without budgets of single steps: ")
+        assert last.cause.startswith("no per-step budgets from here on, so the knobs alone must hold: ")
         assert engine.knobs == Knobs.from_mapping(last.new) and engine.knobs.token_budget < ceilings.token_budget
         assert share_from_here(engine) > 0.98
     alone = SimulatedEngine(h200, knobs=ceilings)

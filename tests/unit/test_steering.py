@@ -16,7 +16,7 @@ import pytest
 
 from autotune import control
 from autotune.control import remote
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS, Steering
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
@@ -58,7 +58,7 @@ def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control,
     status = steering.ask("status")["status"]
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
     assert status["knobs"] == steered_engine.knobs.as_dict() and status["line"] == str(steered.status())
-    assert status["offered"] == len(steered_engine.records) and status["in_slo"] > 0.5
+    assert status["offered"] == len(steered_engine.records) and status["attainment"] > 0.5
     decisions = steering.ask("decisions", last=3)["decisions"]
     assert decisions == [json.loads(d.as_json()) for d in list(steered.decisions)[-3:]]
 

@@ -19,7 +19,7 @@ import pytest
 from autotune import control
 from autotune.cli.main import run
 from autotune.cli.set_knobs import parse_settings
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import SLO
@@ -108,14 +108,14 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
     assert run(["watch", "--once"]) == 0
     shown = capsys.readouterr().out
     assert f"process         {os.getpid()}, predictive controller" in shown
-    assert re.search(r"in SLO +\d+\.\d% of the last \d+ \(promised 99%\)", shown)
+    assert re.search(r"attainment +\d+\.\d% of the last \d+ \(target 99%\)", shown)
     for spec in KNOBS:
         assert f"{engine.knobs.as_dict()[spec.name]:.10g} {spec.unit}" in shown
     assert "→" in shown and "demand" in shown
     status = attached.status().as_dict()["classes"]["default"]
     for name, target in status["targets_ms"].items():
         assert f"p50 {status['latencies_ms'][name]['p50']:.4g} ms" in shown and f"target {target:g} ms" in shown
-    assert "turned away" not in shown
+    assert "rejected" not in shown
     assert run(["watch", "--once", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["status"]["knobs"] == engine.knobs.as_dict()
@@ -125,8 +125,8 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
 def test_markup_in_a_cause_is_shown_as_it_is(
     attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attached._wheel.regime = "[red]"
-    attached._wheel.log("hold", "[/bold] [link=x]")
+    attached._actuator.regime = "[red]"
+    attached._actuator.log("hold", "[/bold] [link=x]")
     assert run(["watch", "--once"]) == 0
     assert "[/bold] [link=x] [[red]]" in capsys.readouterr().out
 

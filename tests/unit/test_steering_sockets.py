@@ -16,7 +16,7 @@ import pytest
 
 from autotune import control
 from autotune.control import remote
-from autotune.control.attached import Control
+from autotune.control.loop import Control
 from autotune.control.remote import Steering, choose, socket_folder, steerable
 from runtime.errors import InputError
 from runtime.slo import SLO

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from autotune.control.controllers.step_budget import StepBudget
-from autotune.control.controllers.targets import Promises
-from autotune.control.controllers.traffic import Traffic
-from autotune.control.controllers.trim import Trim
-from autotune.control.controllers.trusted_model import TrustedModel
+from autotune.control.controllers.predictive.feedback import FeedbackGain
+from autotune.control.controllers.predictive.step_budget import StepBudget
+from autotune.control.controllers.predictive.traffic import Traffic
+from autotune.control.controllers.predictive.trusted_model import TrustedModel
+from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
@@ -31,7 +31,7 @@ def learned() -> StepLearner:
 
 
 def made() -> StepBudget:
-    return StepBudget(TrustedModel(learned()), Traffic(), Promises({"default": PROMISE}), Trim())
+    return StepBudget(TrustedModel(learned()), Traffic(), SLOTargets({"default": PROMISE}), FeedbackGain())
 
 
 def view(
@@ -56,7 +56,7 @@ def test_the_attention_of_a_prompt_far_along_is_paid_for() -> None:
 
 def test_where_prompts_come_together_a_step_holds_all_or_none_of_a_lump() -> None:
     steps = made()
-    steps.lump = 1500  # 39 ms here
+    steps.prefill_quantum = 1500  # 39 ms here
     assert steps.budget(view(0.05), held=True) == 10 + 1500
     assert steps.budget(view(0.035), held=True) == 10, "slack that does not pay for it yet"
     assert steps.budget(view(math.inf), held=True) == 10 + 1500, "nobody whose pace it could break"
@@ -64,14 +64,14 @@ def test_where_prompts_come_together_a_step_holds_all_or_none_of_a_lump() -> Non
 
 def test_one_behind_its_schedule_does_not_hold_back_a_queue_that_would_be_late() -> None:
     steps = made()
-    steps.lump = 1500
+    steps.prefill_quantum = 1500
     assert steps.budget(view(0.01, oldest=9.99, tokens=1000), held=True) == 10, "the queue has time"
     assert steps.budget(view(0.01, oldest=9.55, tokens=6000), held=True) == 10 + 1500
 
 
 def test_the_rate_of_prompts_counts_the_steps_between_lumps() -> None:
     steps = made()
-    steps.lump = 1500
+    steps.prefill_quantum = 1500
     steps.budget(view(0.05), held=True)
     rate = steps.prefill_rate
     whole = h200(StepFeatures(10, 9000, 1500, 1500, 1500 * 1501 // 2))

@@ -111,8 +111,8 @@ def test_impossible_times_are_ignored(bad: float) -> None:
     assert learner.samples == 0 and learner.predict(StepFeatures(4, 400, 0, 0, 0)) == 0
 
 
-@pytest.mark.parametrize("going_on", [[], [(3000, 64)], [(0, 100), (4096, 256)], [(2048, 10_000)]])
-def test_the_most_prompt_tokens_are_those_whose_step_takes_the_time(going_on: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("in_progress", [[], [(3000, 64)], [(0, 100), (4096, 256)], [(2048, 10_000)]])
+def test_the_most_prompt_tokens_are_those_whose_step_takes_the_time(in_progress: list[tuple[int, int]]) -> None:
     dice = random.Random(2)
     learner = StepLearner()
     for _ in range(400):
@@ -120,9 +120,9 @@ def test_the_most_prompt_tokens_are_those_whose_step_takes_the_time(going_on: li
         learner.observe(step, additive(step))
     decodes, context = 16, 16 * 700
     seconds = 3 * learner.predict(StepFeatures(decodes, context, 64, 64, 64 * 65 // 2))
-    most = learner.most_prefill(decodes, context, seconds, going_on)
+    most = learner.most_prefill(decodes, context, seconds, in_progress)
     parts, left = [], int(most)
-    for start, count in [*going_on, (0, left)]:
+    for start, count in [*in_progress, (0, left)]:
         parts.append((start, min(count, left)))
         left -= parts[-1][1]
     parts = [(start, count) for start, count in parts if count]
@@ -130,7 +130,7 @@ def test_the_most_prompt_tokens_are_those_whose_step_takes_the_time(going_on: li
     reads = sum(start + count for start, count in parts)
     pairs = sum(count * start + count * (count + 1) // 2 for start, count in parts)
     assert learner.predict(StepFeatures(decodes, context, tokens, reads, pairs)) == pytest.approx(seconds, rel=0.02)
-    if going_on and going_on[-1][0]:
+    if in_progress and in_progress[-1][0]:
         assert most < learner.most_prefill(decodes, context, seconds), "its attention reads what was computed before"
 
 

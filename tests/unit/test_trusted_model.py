@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autotune.control.controllers.trusted_model import TrustedModel
+from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from runtime.records import LimitedBy, StepRecord
 from runtime.step_model import StepFeatures
 from tests.unit.control_world import h200

@@ -42,9 +42,9 @@ def served(profile: Path, controller: str = "predictive") -> tuple[float, list[D
 @pytest.mark.parametrize(
     ("hardware", "knobs", "says"),
     [
-        (lambda step: h200(step) / 5, VLLM, "steps take 5.0 times what the profile says"),
-        (lambda step: h200(step) * 5, Knobs(4, 0, 64, 64), "steps take 0.2 times what the profile says"),
-        (slow_cpu, Knobs(1, 50, 32, 32), "times what the profile says, by what they hold"),
+        (lambda step: h200(step) / 5, VLLM, "steps take 5.0 times as long as the profile predicts"),
+        (lambda step: h200(step) * 5, Knobs(4, 0, 64, 64), "steps take 0.2 times as long as the profile predicts"),
+        (slow_cpu, Knobs(1, 50, 32, 32), "times as long as the profile predicts, by what they hold"),
     ],
     ids=["too fast", "too slow", "wrong shape"],
 )
@@ -63,7 +63,7 @@ def test_a_right_one_is_not_called_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_whoever_controls(name: str, tmp_path: Path) -> None:
     _, notes = served(profile_of(lambda step: h200(step) / 5, VLLM, tmp_path / "wrong.yaml"), name)
-    assert [d.cause for d in notes] == ["steps take 5.0 times what the profile says"]
+    assert [d.cause for d in notes] == ["steps take 5.0 times as long as the profile predicts"]
 
 
 def test_a_machine_that_gets_slower_and_recovers(tmp_path: Path) -> None:
@@ -73,4 +73,7 @@ def test_a_machine_that_gets_slower_and_recovers(tmp_path: Path) -> None:
             engine.formula.hardware = lambda step, factor=factor: factor * h200(step)  # type: ignore[misc]
             engine.play(poisson(4, 10, 800, 100, seed=1, start=engine.now))
         said = [d.cause for d in attached.decisions if d.action == "note"]
-    assert said == ["steps take 3.0 times what the profile says", "steps take about what the profile says"]
+    assert said == [
+        "steps take 3.0 times as long as the profile predicts",
+        "steps take about as long as the profile predicts",
+    ]

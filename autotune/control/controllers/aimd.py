@@ -9,7 +9,7 @@ Units: tokens; seconds. It goes by step time, not by end-to-end latency: that ho
 queue grows is a spiral. Regimes: ``decrease``, ``increase``, ``hold`` (in time, and nothing binds: a limit that does not bind
 says nothing), ``learning`` (no step yet), ``throughput`` (no target bounds a step).
 
-Failure mode: it finds a limit by breaking the promise, again and again; from a start far too high it takes some 20 decisions, and
+Failure mode: it finds a limit by missing the target, again and again; from a start far too high it takes some 20 decisions, and
 every decrease is one violated window. A mix of long and short prompts moves it all the time, for a step's time depends on more
 than its tokens. Below the time of the decodes alone it is stuck at its floor.
 
@@ -24,6 +24,7 @@ import math
 from collections.abc import Mapping
 
 from autotune.control.controllers.protocol import Proposal
+from autotune.control.controllers.registry import register
 from autotune.control.controllers.step_window import StepWindow
 from autotune.control.controllers.targets import step_target
 from runtime.knobs import KnobLimits, Knobs
@@ -36,6 +37,7 @@ _MORE = 64  # tokens
 _FLOOR = 64  # tokens
 
 
+@register
 class AimdController:
     """See the module."""
 
@@ -47,7 +49,7 @@ class AimdController:
         self._target = step_target({"default": slo})
         self._window = StepWindow()
 
-    def promise(self, slos: Mapping[str, SLO]) -> None:
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
         self._target = step_target(slos)
 
     def observe_step(self, record: StepRecord) -> None:
@@ -63,17 +65,26 @@ class AimdController:
         evidence = window.evidence()
         took = f"steps take {1e3 * window.seconds:.1f} ms"
         if target == math.inf:
-            self.limit, regime, cause = limits.token_budget, "throughput", "no target bounds a step"
+            self.limit, regime, cause = limits.token_budget, "throughput", "no target bounds a step: opening the budget"
         elif not len(window):
-            regime, cause = "learning" if not window.seen else "hold", "no step with decodes since the last decision"
+            regime, cause = (
+                "learning" if not window.seen else "hold",
+                "no step with decodes since the last decision: holding the limit",
+            )
         elif window.seconds > target:
             self.limit = max(_BACK * self.limit, window.decodes, _FLOOR)
-            regime, cause = "decrease", f"{took} (target {1e3 * target:g}): a tenth back to {self.limit:.0f} tokens"
+            regime, cause = (
+                "decrease",
+                f"{took} (target {1e3 * target:g} ms): lowering the limit by a tenth to {self.limit:.0f} tokens",
+            )
         elif window.bound > 0 or 2 * window.tokens >= self.limit:
             self.limit += _MORE
-            regime, cause = "increase", f"{took} (target {1e3 * target:g}): {_MORE} more, {self.limit:.0f} tokens"
+            regime, cause = (
+                "increase",
+                f"{took} (target {1e3 * target:g} ms): raising the limit by {_MORE} to {self.limit:.0f} tokens",
+            )
         else:
-            cause = f"{took} (target {1e3 * target:g}), and nothing binds"
+            cause = f"{took} (target {1e3 * target:g} ms), and the limit does not bind: holding it"
         self.limit = min(max(self.limit, 1), limits.token_budget)
         window.clear()
         budget = int(self.limit)

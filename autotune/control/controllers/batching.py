@@ -1,9 +1,9 @@
-"""The controller of a batcher: learn what a call costs, and keep the ceilings of its size where a call fits the promise.
+"""The controller of a batcher: learn what a call costs, and keep the ceilings of its size where a call meets the target.
 
 Formula. With t = a + b·n + d·c the learned time of a call of n items that cost c together (non-negative, fitted to relative
 errors, from what varies only), m the 90% quantile of actual/predicted, c̄ the mean cost of an item and T the tightest E2E target:
 
-- an item waits for the call before its own, so a size serves all comers only if two calls fit the promise: m·t ≤ T/2;
+- an item waits for the call before its own, so a size serves all comers only if two calls fit the target: m·t ≤ T/2;
 - ``max_batch_size``, ``token_budget``: where one of them cuts calls short it is doubled, up to the largest size with m·t ≤ T/2,
   and no further than twice the largest call seen, for beyond that the model only guesses. Where calls that it cuts short take
   longer than T/2 it goes down to that size; so it does with a strategy that does not look at deadlines (``blind``) where any call
@@ -15,7 +15,7 @@ errors, from what varies only), m the 90% quantile of actual/predicted, c̄ the 
 - ``chunk_size`` says nothing to a batcher.
 
 Units: seconds, items, cost units. Regimes: ``learning`` (too few calls), ``demand-limited`` (nothing binds), ``compute-limited``
-(T/2 bounds the calls), ``throughput`` (no promise bounds them), ``infeasible`` (one item alone takes longer than T:
+(T/2 bounds the calls), ``throughput`` (no target bounds them), ``infeasible`` (one item alone takes longer than T:
 no size is too large then), ``fallback`` (calls have not followed the model: the starting knobs hold).
 
 E2E times contain queueing and are not looked at, so nothing is left over from a burst.
@@ -32,9 +32,9 @@ from typing import Any
 
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.protocol import Proposal
-from autotune.control.controllers.quantile import OnlineQuantile
-from autotune.control.controllers.recent import Recent
-from autotune.control.controllers.targets import Promises
+from autotune.control.controllers.registry import register_for_batchers
+from autotune.control.controllers.running_statistics import OnlineQuantile, Recent
+from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -49,6 +49,7 @@ _BINDS = 0.05  # share of calls cut short from which on a ceiling binds
 _DISTRUST, _TRUST = 0.5, 0.25  # mean relative error that ends the trust in the model, and that restores it
 
 
+@register_for_batchers
 class BatchingController:
     """See the module. ``start``: the knobs to fall back on."""
 
@@ -59,7 +60,7 @@ class BatchingController:
         self.regime = "learning"
         self._blind = blind
         self._fixed_window = fixed_window
-        self._promises = Promises({"default": slo})
+        self._targets = SLOTargets({"default": slo})
         self._fit = RecursiveLeastSquares(3)
         self._units: tuple[float, float, float] | None = None  # seconds, items, cost of the first call
         self._margin = OnlineQuantile(0.9, 1.1, low=1.0, high=2.0)
@@ -70,9 +71,9 @@ class BatchingController:
         self._bound = {LimitedBy.SLOTS: 0.0, LimitedBy.BUDGET: 0.0}
         self._ceilings = start.max_batch_size, start.token_budget  # as of the last decision
 
-    def promise(self, slos: Mapping[str, SLO]) -> None:
-        """What is promised to each class from now on."""
-        self._promises.change(slos)
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
+        """The SLO of each class from now on."""
+        self._targets.change(slos)
 
     def observe_step(self, record: StepRecord) -> None:
         seconds, n, c = record.duration, record.chunks, record.prefill_tokens
@@ -96,7 +97,7 @@ class BatchingController:
         self._trusted = self._fit.spread < (_DISTRUST if self._trusted else _TRUST)
 
     def observe_request(self, record: RequestRecord) -> None:
-        self._promises.saw(record.request_class)
+        self._targets.saw(record.request_class)
 
     def budget(self, view: SchedulerView) -> int:
         return view.knobs.token_budget
@@ -112,18 +113,22 @@ class BatchingController:
         del now  # nothing here depends on the time of day, only on what was seen
         self._ceilings = knobs.max_batch_size, knobs.token_budget
         if self._calls < _READY or self._units is None:
-            return self._propose("learning", knobs, f"{self._calls} calls seen: too few to judge")
+            return self._propose(
+                "learning", knobs, f"{self._calls} calls measured: too few to predict; holding the knobs"
+            )
         if not self._trusted:
             return self._propose(
-                "fallback", limits.clamp(self.start), "calls have not followed the model; starting knobs hold"
+                "fallback",
+                limits.clamp(self.start),
+                f"call times are {self._fit.spread:.0%} off their predictions: holding the starting knobs",
             )
         if self._fixed_window:
             knobs = knobs.with_(max_wait_ms=0.0)
-        promised = min(self._promises.first, self._promises.whole)
+        target = min(self._targets.first, self._targets.whole)
         each = self._costs.mean / self._items.mean
         one = self.predict(1, each)
-        hopeless = one > promised
-        room = math.inf if hopeless else promised / 2 / self._margin.value
+        hopeless = one > target
+        room = math.inf if hopeless else target / 2 / self._margin.value
         size = self._turned(
             LimitedBy.SLOTS, knobs.max_batch_size, self._items.quantile(1), lambda n: self.predict(n, n * each) <= room
         )
@@ -134,11 +139,11 @@ class BatchingController:
             max_batch_size=min(size, limits.max_batch_size), token_budget=min(budget, limits.token_budget)
         )
         if hopeless:
-            told = (
-                f"one item alone takes {one * 1e3:.3g} ms, and {promised * 1e3:.3g} ms are promised: throughput instead"
+            cause = (
+                f"an item alone takes {one * 1e3:.3g} ms, so {target * 1e3:.3g} ms cannot be met: maximizing throughput"
             )
-            return self._propose("infeasible", wanted, told)
-        return self._propose(self._regime(promised), wanted, self._cause(wanted, each, promised))
+            return self._propose("infeasible", wanted, cause)
+        return self._propose(self._regime(target), wanted, self._cause(wanted, each, target))
 
     def _turned(self, bound: LimitedBy, value: int, seen: float, fits: Callable[[int], bool]) -> int:
         """Where a ceiling at ``value`` should be; ``seen``: the largest call it has let through lately."""
@@ -150,19 +155,19 @@ class BatchingController:
             return max(value, largest(fits, most, most))
         return max(1, largest(fits, value, value // 2))
 
-    def _regime(self, promised: float) -> str:
+    def _regime(self, target: float) -> str:
         if max(self._bound.values()) < _BINDS:
             return "demand-limited"
-        return "throughput" if promised == math.inf else "compute-limited"
+        return "throughput" if target == math.inf else "compute-limited"
 
-    def _cause(self, knobs: Knobs, each: float, promised: float) -> str:
+    def _cause(self, knobs: Knobs, each: float, target: float) -> str:
         n = max(1, min(knobs.max_batch_size, int(knobs.token_budget / each), int(2 * self._items.quantile(1))))
-        told = f"a call of {n} takes {self.predict(n, n * each) * 1e3:.3g} ms"
-        if promised < math.inf:
-            told += f", and two of them are to fit the {promised * 1e3:.3g} ms promised"
+        text = f"a call of {n} takes {self.predict(n, n * each) * 1e3:.3g} ms"
+        if target < math.inf:
+            text += f", and two of them must fit the target of {target * 1e3:.3g} ms"
         names = {LimitedBy.SLOTS: "max_batch_size", LimitedBy.BUDGET: "token_budget"}
         binding = [names[bound] for bound, share in self._bound.items() if share >= _BINDS]
-        return f"{told}; {' and '.join(binding) or 'nothing'} cuts calls short"
+        return f"{text}; {' and '.join(binding) or 'nothing'} cuts calls short"
 
     def _propose(self, regime: str, knobs: Knobs, cause: str) -> Proposal:
         self.regime = regime

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from autotune.control.controllers.protocol import Proposal
+from autotune.control.controllers.registry import register
 from autotune.control.controllers.step_window import StepWindow
 from autotune.control.controllers.targets import step_target
 from runtime.knobs import KnobLimits, Knobs
@@ -39,6 +40,7 @@ _TOLERANCE = 0.05
 _LEAST = {"max_batch_size": 1, "token_budget": 32}
 
 
+@register
 class BisectionController:
     """See the module."""
 
@@ -54,7 +56,7 @@ class BisectionController:
         self._target = step_target({"default": slo})
         self._window = StepWindow()
 
-    def promise(self, slos: Mapping[str, SLO]) -> None:
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
         self._target = step_target(slos)
 
     def observe_step(self, record: StepRecord) -> None:
@@ -69,15 +71,15 @@ class BisectionController:
         least = min(least, most)
         if self._target == math.inf:
             self.low = self.high = most
-            regime, cause = "throughput", "no target bounds a step"
+            regime, cause = "throughput", "no target bounds a step: opening the knob"
         elif not len(window):
-            regime, cause = "learning", "no step with decodes since the last decision"
+            regime, cause = "learning", "no step with decodes since the last decision: holding the limit"
         else:
             regime = self._move(window, least, most)
             size = window.decodes if self.knob == "max_batch_size" else window.tokens
             cause = (
-                f"steps of {size:.0f} take {1e3 * window.seconds:.1f} ms (target {1e3 * self._target:g}): "
-                f"between {self.low:.0f} and {self.high:.0f}"
+                f"steps of {size:.0f} take {1e3 * window.seconds:.1f} ms (target {1e3 * self._target:g} ms): "
+                f"searching between {self.low:.0f} and {self.high:.0f}"
             )
         evidence = {**window.evidence(), "low": round(self.low, 1), "high": round(self.high, 1)}
         window.clear()

@@ -1,4 +1,4 @@
-"""Knobs from average lengths by a table: what TensorRT-LLM's DynamicBatchTuner does. It looks at no clock and no promise.
+"""Knobs from average lengths by a table: what TensorRT-LLM's DynamicBatchTuner does. It looks at no clock and no SLO.
 
 Formula. With p and o the mean prompt and output length of the last 128 requests and c = KV tokens / (p + o) the sequences the
 pool holds: ``max_batch_size`` is the entry of the first row of the table whose bound lies above c; beyond the table c itself,
@@ -8,7 +8,7 @@ p/o > 2, 4096 for p/o > ½, 2048 otherwise. ``chunk_size`` is the whole budget, 
 
 Units: sequences, tokens. Regimes: ``context-heavy``, ``balanced``, ``generation-heavy``; ``learning`` before the first request.
 
-Failure mode: by design, it fills the machine; a TPOT target is kept only where full steps happen to keep it.
+Failure mode: by design, it fills the machine; a TPOT target is met only where full steps happen to meet it.
 
 Source: TensorRT-LLM, ``DynamicBatchConfig`` and the tuner behind it: the means, the window, the table and its bounds are facts
 of its documentation and defaults. On that project's newer backend the tuner does nothing.
@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 
 from autotune.control.controllers.protocol import Proposal
-from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.registry import register
+from autotune.control.controllers.running_statistics import Recent
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView
@@ -32,6 +33,7 @@ _TOKENS = ((2.0, "context-heavy", 8192), (0.5, "balanced", 4096), (0.0, "generat
 """Prompt tokens for each output token above → name → tokens of a step, at least."""
 
 
+@register
 class LengthTableController:
     """See the module."""
 
@@ -60,7 +62,9 @@ class LengthTableController:
             "output": round(self._outputs.mean, 1),
         }
         if not len(self._prompts):
-            return Proposal(limits.clamp(self.start), "learning", "no request has ended yet", evidence)
+            return Proposal(
+                limits.clamp(self.start), "learning", "no request has ended yet: holding the starting knobs", evidence
+            )
         holds = int(self._kv_tokens / max(1.0, prompt + output))
         batch = max(1, _batch_for(holds))
         flow = batch * prompt / output + batch

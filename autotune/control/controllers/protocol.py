@@ -17,7 +17,7 @@ from runtime.tunable import SchedulerView
 
 class Proposal(NamedTuple):
     """What a controller wants. ``cause`` is one sentence for a person; ``evidence`` the figures behind it; ``unmet`` names the
-    promises that no knobs can keep, and is told in the log when it changes although nothing else does."""
+    targets that no knobs can meet; a change of it alone is logged as well."""
 
     knobs: Knobs
     regime: str
@@ -29,7 +29,7 @@ class Proposal(NamedTuple):
 class Controller(Protocol):
     """One algorithm. Calls come from one thread, in the order in which things happened.
 
-    Three more are used of a controller that has them: :class:`Promised`, :class:`Budgeted` and
+    Three more are used of a controller that has them: :class:`SLOAware`, :class:`Budgeted` and
     :class:`runtime.llm.prefill_rate.RateSource`.
     """
 
@@ -50,17 +50,17 @@ class Controller(Protocol):
 
 
 @runtime_checkable
-class Promised(Protocol):
-    """A controller that goes by what is promised, and so is told when that changes."""
+class SLOAware(Protocol):
+    """A controller that works towards the SLOs, and so must know when they change."""
 
-    def promise(self, slos: Mapping[str, SLO]) -> None:
-        """From now on the promises are ``slos``, one for each request class; ``default`` is for classes not named."""
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
+        """From now on the SLOs are ``slos``, one for each request class; ``default`` is for classes not named."""
         ...
 
 
 @runtime_checkable
 class Budgeted(Protocol):
-    """A controller that turns knobs otherwise where they are all it has."""
+    """A controller that sets other knobs where no step goes by its budget."""
 
     def budgets_apply(self, applied: bool) -> None:
         """Whether each step goes by :meth:`Controller.budget`, as it does unless this says otherwise."""

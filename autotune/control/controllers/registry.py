@@ -1,20 +1,29 @@
-"""The controllers by name: those of an engine, and those of a batcher alone. The contract suite runs over all of them."""
+"""The controllers by name. ``@register`` adds one, and the contract suite then runs over it.
+
+A controller in one file: a class with the methods of :class:`~autotune.control.controllers.protocol.Controller`, a ``name``, and
+``@register`` above it, in any module of this package. One that lives elsewhere needs no registration: ``module:Class`` names it.
+
+What a class needs to know it takes by name in its ``__init__``: ``slo`` (the SLO of class ``default``), ``start`` (the knobs to
+begin with and to fall back on), ``kv_tokens`` and ``block_size`` (of the KV pool), ``model`` (a
+:class:`~runtime.step_model.StepLearner` that knows the hardware already, or None).
+"""
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final, Protocol, TypeVar
 
-from autotune.control.controllers.aimd import AimdController
-from autotune.control.controllers.batching import BatchingController
-from autotune.control.controllers.bisection import BisectionController
-from autotune.control.controllers.gradient import GradientController
-from autotune.control.controllers.length_table import LengthTableController
-from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.protocol import Controller
-from autotune.control.controllers.static import StaticController
+from autotune.control.controllers.protocol import Controller, check_controller
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
+
+C = TypeVar("C", bound=type[Controller])
+TAKES: Final = ("slo", "start", "kv_tokens", "block_size", "model")
 
 
 class Make(Protocol):
@@ -25,55 +34,67 @@ class Make(Protocol):
     ) -> Controller: ...
 
 
-def _predictive(
-    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
-) -> Controller:
-    return PredictiveController(slo, start, kv_tokens=kv_tokens, block_size=block_size, model=model)
+CONTROLLERS: Final[dict[str, Make]] = {}
+"""Name → what makes one, for engines."""
+
+OF_BATCHERS: Final[dict[str, Make]] = {}
+"""Those that know what a call of a batcher is, and no more."""
 
 
-def _static(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
-    del slo, kv_tokens, block_size, model
-    return StaticController(start)
+def register(made: C) -> C:
+    """Add the class ``made`` under its ``name``."""
+    return _register(made, CONTROLLERS)
 
 
-def _aimd(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
-    del kv_tokens, block_size, model
-    return AimdController(slo, start)
+def register_for_batchers(made: C) -> C:
+    """Add the class ``made``, which is of use to batchers alone, under its ``name``."""
+    return _register(made, OF_BATCHERS)
 
 
-def _gradient(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
-    del slo, kv_tokens, block_size, model
-    return GradientController(start)
+def find(name: str, *, batcher: bool = False) -> Make:
+    """What makes the controller called ``name``, for an engine or a batcher: one that is registered, or ``module:Class``.
+
+    The module is searched for in the working directory too. Raises ``ValueError`` for a name that is not known, or a class
+    that cannot be imported or is no controller.
+    """
+    there = CONTROLLERS | OF_BATCHERS if batcher else CONTROLLERS
+    if name in there:
+        return there[name]
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        known = ", ".join(there)
+        raise ValueError(f"controller is {name!r}; it must be one of {known}, module:Class, or a Controller")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(import_module(module), attribute)
+    except Exception as error:
+        raise ValueError(f"controller is {name}; it cannot be imported: {type(error).__name__}: {error}") from error
+    return maker(made, name)
 
 
-def _bisection(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
-    del kv_tokens, block_size, model
-    return BisectionController(slo, start)
+def maker(made: Callable[..., Controller], name: str) -> Make:
+    """What makes ``made`` of those of :data:`TAKES` that it takes. Raises ``ValueError`` if it needs others."""
+    if not callable(made):
+        raise ValueError(f"controller is {name}; it must be a class, not a {type(made).__name__}")
+    parameters = inspect.signature(made).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unknown := [p for p in needed if p not in TAKES]:
+        raise ValueError(f"controller is {name}; it needs {unknown[0]}, but a controller is given {', '.join(TAKES)}")
+    takes = [p.name for p in parameters if p.name in TAKES]
+
+    def make(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
+        given: dict[str, Any] = dict(zip(TAKES, (slo, start, kv_tokens, block_size, model), strict=True))
+        controller = made(**{parameter: given[parameter] for parameter in takes})
+        check_controller(controller)
+        return controller
+
+    return make
 
 
-def _length_table(
-    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
-) -> Controller:
-    del slo, block_size, model
-    return LengthTableController(start, kv_tokens=kv_tokens)
-
-
-def _batching(
-    slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None
-) -> BatchingController:
-    del kv_tokens, block_size, model
-    return BatchingController(slo, start)
-
-
-CONTROLLERS: Final[dict[str, Make]] = {
-    "predictive": _predictive,
-    "static": _static,
-    "aimd": _aimd,
-    "gradient": _gradient,
-    "bisection": _bisection,
-    "length_table": _length_table,
-}
-"""Name → what makes one."""
-
-OF_BATCHERS: Final[dict[str, Make]] = {"batching": _batching}
-"""Those that know what a call is, and no more."""
+def _register(made: C, where: dict[str, Make]) -> C:
+    name = made.name
+    if not isinstance(name, str) or ":" in name or name in CONTROLLERS or name in OF_BATCHERS:
+        raise ValueError(f"{made.__qualname__}.name is {name!r}; it must be text without a colon that no other has")
+    where[name] = maker(made, name)
+    return made

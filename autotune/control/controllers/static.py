@@ -6,11 +6,13 @@ Formula: knobs = start, budget = ``token_budget``. Regime: ``static``. Failure m
 from __future__ import annotations
 
 from autotune.control.controllers.protocol import Proposal
+from autotune.control.controllers.registry import register
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.tunable import SchedulerView
 
 
+@register
 class StaticController:
     """Holds ``start``: attainment, log and steering as with any other controller, and no knob turned but by an operator."""
 
@@ -28,7 +30,7 @@ class StaticController:
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         del now, knobs
-        return Proposal(limits.clamp(self.start), "static", "the starting knobs hold", {"steps": self._steps})
+        return Proposal(limits.clamp(self.start), "static", "holding the starting knobs", {"steps": self._steps})
 
     def budget(self, view: SchedulerView) -> int:
         return view.knobs.token_budget

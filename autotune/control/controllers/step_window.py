@@ -10,7 +10,7 @@ _LONGEST_S = 3600.0  # a step that claims more counts as that
 
 
 class StepWindow:
-    """Means over the steps that held decodes: only those can break a promise about token times.
+    """Means over the steps that held decodes: only those can miss a target for token times.
 
     A step whose time is no positive number, or that failed, is left out. ``bound`` is the share of all steps that something
     other than demand kept from holding more.

@@ -1,4 +1,4 @@
-"""The promises a controller keeps: those of the request classes that are served, and what they say of a step."""
+"""The targets a controller works towards: those of the request classes that are served, and what they say of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Self
 
-from autotune.control.controllers.recent import Recent
+from autotune.control.controllers.running_statistics import Recent
 from runtime.records import RequestRecord
 from runtime.slo import SLO
 
@@ -18,13 +18,13 @@ _FEW = 4  # outputs of a class below which those of all say more of it
 
 
 def step_target(slos: Mapping[str, SLO]) -> float:
-    """Seconds that a step with decodes may take on average for the tightest TPOT or ITL promised; inf without either."""
+    """Seconds that a step with decodes may take on average for the tightest TPOT or ITL target; inf without either."""
     targets = (t for slo in slos.values() for t in (slo.tpot_ms, slo.itl_ms) if t is not None)
     return min(targets, default=math.inf) / 1e3
 
 
 class Targets(NamedTuple):
-    """What of an SLO can be kept, ms; inf where nothing is promised, or nothing can keep it."""
+    """The feasible targets of an SLO, ms; inf where there is none, or it is infeasible."""
 
     ttft: float
     tpot: float
@@ -39,15 +39,15 @@ class Targets(NamedTuple):
 assert Targets._fields == tuple(SLO(ttft_ms=1).targets_ms)
 
 
-class Promises:
+class SLOTargets:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
     ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
-    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where nothing is promised.
+    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target.
 
-    A class with a promise that nothing can keep (:meth:`give_up`) is left out of all of them: its requests are lost whatever
-    is done, and those of others would be lost for it. Only where no other is served do its other promises count.
-    ``lost``: such promises of the classes served; ``left_out``: targets for token times, s, that steps do not go by.
+    A class with an infeasible target (:meth:`give_up`) is left out of all of them: its requests are lost whatever
+    is done, and those of others would be lost for it. Only where no other is served do its other targets count.
+    ``lost``: infeasible targets of the classes served; ``left_out``: targets for token times, s, that steps do not go by.
     """
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
@@ -62,15 +62,15 @@ class Promises:
         return self._slos.get(request_class) or self._slos.get("default")
 
     def name_of(self, request_class: str) -> str:
-        """The name under which its promise goes."""
+        """The class whose SLO applies: its own name, or ``default``."""
         return request_class if request_class in self._slos else "default"
 
     def targets(self, request_class: str) -> Targets | None:
-        """What is to be kept of the promise to this class; None if it is left out, or nothing is promised to it."""
+        """The feasible targets of this class; None if it is left out, or has no SLO."""
         return self._counted.get(self.name_of(request_class))
 
     def change(self, slos: Mapping[str, SLO]) -> bool:
-        """Promise ``slos`` from now on. False if that is what was promised."""
+        """Take ``slos`` from now on. False if they are the same as before."""
         if dict(slos) == self._slos:
             return False
         self._slos = dict(slos)
@@ -79,7 +79,7 @@ class Promises:
         return True
 
     def give_up(self, metrics: Mapping[str, frozenset[str]]) -> bool:
-        """Nothing can keep these metrics of these classes, for now. False if that is what was known."""
+        """These metrics of these classes are infeasible, for now. False if that was known."""
         if metrics == self._given_up:
             return False
         self._given_up = dict(metrics)
@@ -87,7 +87,7 @@ class Promises:
         return True
 
     def saw(self, request_class: str, output_tokens: int | None = None) -> None:
-        """A request of this class has ended, completed if its tokens are told."""
+        """A request of this class has ended, completed if its tokens are given."""
         name = self.name_of(request_class)
         if len(self._slos) == 1:
             return
@@ -110,8 +110,8 @@ class Promises:
             slos = self._slos
         self.lost = {name: given_up[name] for name in slos if name in given_up}
         self.all_lost = len(self.lost) == len(slos) > 0
-        kept = slos if self.all_lost else {name: slo for name, slo in slos.items() if name not in given_up}
-        self._counted = {name: Targets.of(slo, given_up.get(name, ())) for name, slo in kept.items()}
+        counted_slos = slos if self.all_lost else {name: slo for name, slo in slos.items() if name not in given_up}
+        self._counted = {name: Targets.of(slo, given_up.get(name, ())) for name, slo in counted_slos.items()}
         counted = self._counted.values()
         self.step = min((min(t.tpot, t.itl) for t in counted), default=math.inf) / 1e3
         self.gap = min((t.itl for t in counted), default=math.inf) / 1e3
@@ -123,26 +123,26 @@ class Promises:
         self._said = sorted(_said(self._counted))
 
     def tightest(self, seconds: float) -> str:
-        """The promise because of which a step may take no more than ``seconds``, in words."""
+        """The target because of which a step may take no more than ``seconds``, in words."""
         named = next((text for ms, text in self._said if ms / 1e3 <= seconds * (1 + 1e-9)), "")
         return named or f"E2E {1e3 * self.whole:g} ms"
 
-    def pace_of(self, outputs: Recent) -> float:
+    def step_time_for_e2e(self, outputs: Recent) -> float:
         """Seconds a step may take so that of each class nine outputs in ten are whole in time, with a third of it left for the
-        queue and the prompt; inf where no E2E is promised, or no output has been seen. ``outputs``: those of all classes.
+        queue and the prompt; inf where there is no E2E target, or no output has been seen. ``outputs``: those of all classes.
 
-        It holds beside a TPOT as well, for promises are kept jointly: a loose TPOT says nothing of the answer's end, and one
-        that is tighter than this pace is what steps go by anyway.
+        It holds beside a TPOT as well, for targets are met jointly: a loose TPOT says nothing of the answer's end, and one
+        that is tighter than this is what steps go by anyway.
         """
         if not self._wholes:  # it is asked for every step
             return math.inf
-        return min(self.pace_for(name, outputs) for name in self._wholes)
+        return min(self.step_time_for_class(name, outputs) for name in self._wholes)
 
-    def pace_for(self, name: str, outputs: Recent) -> float:
+    def step_time_for_class(self, name: str, outputs: Recent) -> float:
         """The same for the class of this name alone."""
         if name not in self._wholes or not len(lengths := self._lengths(name, outputs)):
             return math.inf
-        return _pace(self._wholes[name], lengths)
+        return _step_time(self._wholes[name], lengths)
 
     def _lengths(self, name: str, outputs: Recent) -> Recent:
         own = self._outputs.get(name)
@@ -150,36 +150,36 @@ class Promises:
 
     def slow(self, record: RequestRecord, outputs: Recent) -> bool:
         """Whether the tokens of ``record`` took longer than its TPOT, or so long that its E2E was missed for them."""
-        promised, tpot, e2e = self.targets(record.request_class), record.tpot, record.e2e
-        if promised is None or tpot is None or e2e is None:
+        targets, tpot, e2e = self.targets(record.request_class), record.tpot, record.e2e
+        if targets is None or tpot is None or e2e is None:
             return False
-        if 1e3 * tpot > promised.tpot or 1e3 * e2e <= promised.e2e:
-            return 1e3 * tpot > promised.tpot
-        return tpot > self.pace_for(self.name_of(record.request_class), outputs)
+        if 1e3 * tpot > targets.tpot or 1e3 * e2e <= targets.e2e:
+            return 1e3 * tpot > targets.tpot
+        return tpot > self.step_time_for_class(self.name_of(record.request_class), outputs)
 
-    def paces(self, outputs: Recent) -> Iterator[tuple[str, str, float]]:
-        """Class, metric, and the seconds a step may take for it, of all that is promised of token times and ends."""
+    def step_times(self, outputs: Recent) -> Iterator[tuple[str, str, float]]:
+        """Class, metric, and the seconds a step may take for it, of all targets for token times and ends."""
         for name, slo in self._slos.items():
-            promised = Targets.of(slo)
-            yield name, "tpot", promised.tpot / 1e3
-            yield name, "itl", promised.itl / 1e3
+            targets = Targets.of(slo)
+            yield name, "tpot", targets.tpot / 1e3
+            yield name, "itl", targets.itl / 1e3
             if len(lengths := self._lengths(name, outputs)) >= _FEW:
-                yield name, "e2e", _pace(promised.e2e / 1e3, lengths)
+                yield name, "e2e", _step_time(targets.e2e / 1e3, lengths)
 
     def first_targets(self) -> Iterator[tuple[str, str, float]]:
-        """Class, metric, and the seconds until which a first token must have come for it, of all that is promised."""
+        """Class, metric, and the seconds until which a first token must have come for it, of all targets."""
         for name, slo in self._slos.items():
-            promised = Targets.of(slo)
-            yield name, "ttft", promised.ttft / 1e3
-            yield name, "e2e", promised.e2e / 1e3
+            targets = Targets.of(slo)
+            yield name, "ttft", targets.ttft / 1e3
+            yield name, "e2e", targets.e2e / 1e3
 
     def named(self, name: str, metrics: Collection[str]) -> str:
-        """These of the promises to a class, in words."""
+        """These targets of a class, in words."""
         said = (f"{m.upper()} {ms:g} ms" for m, ms in Targets.of(self._slos[name])._asdict().items() if m in metrics)
         return " and ".join(said) + _of(name)
 
 
-def _pace(whole: float, outputs: Recent) -> float:
+def _step_time(whole: float, outputs: Recent) -> float:
     return whole * _DECODING / max(1.0, outputs.quantile(0.9))
 
 

@@ -1,4 +1,4 @@
-"""Promises that no setting can keep: they are named, and cost nobody else anything."""
+"""SLOTargets that no setting can keep: they are named, and cost nobody else anything."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from autotune import control, simulate
-from autotune.control.attached import Control
 from autotune.control.controllers.predictive import PredictiveController
-from autotune.control.controllers.recent import Recent
-from autotune.control.controllers.targets import Promises
+from autotune.control.controllers.running_statistics import Recent
+from autotune.control.controllers.targets import SLOTargets
+from autotune.control.loop import Control
 from autotune.workload import Arrival
 from runtime.records import RequestRecord
 from runtime.slo import SLO, RequestClass, attainment
@@ -57,10 +57,10 @@ def said(attached: Control) -> list[str]:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (SLO(ttft_ms=1000, tpot_ms=2), "decode alone takes 4.7 ms at batch 1; TPOT 2 ms of class other cannot be met"),
-        (SLO(itl_ms=2, tpot_ms=30), "decode alone takes 4.7 ms at batch 1; ITL 2 ms of class other cannot be met"),
-        (SLO(e2e_ms=60), "decode alone takes 4.7 ms at batch 1; E2E 60 ms of class other cannot be met"),
-        (SLO(ttft_ms=2, tpot_ms=8), "ms or more alone; TTFT 2 ms of class other cannot be met"),
+        (SLO(ttft_ms=1000, tpot_ms=2), "a single decode takes 4.7 ms, so TPOT 2 ms of class other cannot be met"),
+        (SLO(itl_ms=2, tpot_ms=30), "a single decode takes 4.7 ms, so ITL 2 ms of class other cannot be met"),
+        (SLO(e2e_ms=60), "a single decode takes 4.7 ms, so E2E 60 ms of class other cannot be met"),
+        (SLO(ttft_ms=2, tpot_ms=8), "ms or more alone, so TTFT 2 ms of class other cannot be met"),
     ],
     ids=["tpot", "itl", "e2e", "ttft"],
 )
@@ -109,7 +109,7 @@ def test_a_first_token_that_cannot_come_in_time_is_said_and_leaves_the_pace_of_t
         records = engine.play(poisson(6, 20, 1500, 150, seed=4))
         found = [d for d in attached.decisions if d.regime == "infeasible"]
         assert found and found[0].at < 3
-        assert "TTFT 3 ms cannot be met; TPOT 30 ms is held nevertheless" in found[0].cause
+        assert "TTFT 3 ms cannot be met; TPOT 30 ms is still the target" in found[0].cause
         assert attached.controller.target <= 0.03, "such misses do not loosen it"  # type: ignore[attr-defined]
         assert attached.status().regime == "infeasible"
     assert attainment(records, SLO(tpot_ms=30)).share > 0.99
@@ -120,7 +120,7 @@ def test_a_first_token_that_cannot_come_in_time_alone_opens_the_step() -> None:
     with control(engine, slo=SLO(ttft_ms=3), admission=True) as attached:  # nearly all of them are turned away
         engine.play(poisson(6, 20, 1500, 150, seed=4))
         found = [d for d in attached.decisions if d.regime == "infeasible"]
-    assert found and "TTFT 3 ms cannot be met: throughput instead" in found[0].cause
+    assert found and "TTFT 3 ms cannot be met: maximizing throughput" in found[0].cause
     assert engine.knobs.token_budget == engine.limits.token_budget
 
 
@@ -130,7 +130,7 @@ def test_an_end_that_cannot_come_in_time_is_said_beside_a_pace_that_can_be_kept(
         records = engine.play(poisson(6, 10, 1500, 150, seed=4))
         found = [d for d in attached.decisions if d.regime == "infeasible"]
     assert found and found[0].at < 3
-    assert "E2E 50 ms cannot be met; TPOT 30 ms is held nevertheless" in found[0].cause
+    assert "E2E 50 ms cannot be met; TPOT 30 ms is still the target" in found[0].cause
     assert attainment(records, SLO(tpot_ms=30)).share > 0.99
 
 
@@ -145,7 +145,7 @@ def test_of_a_loose_pace_and_a_tight_end_both_are_kept() -> None:
 
 def test_promises_leave_out_what_cannot_be_kept_and_take_it_back() -> None:
     fast, chat = SLO(ttft_ms=500, tpot_ms=2, itl_ms=30), SLO(ttft_ms=1000, tpot_ms=20, itl_ms=60)
-    promises = Promises({"default": chat, "fast": fast})
+    promises = SLOTargets({"default": chat, "fast": fast})
     assert promises.give_up({"fast": frozenset({"tpot"})}) and not promises.give_up({"fast": frozenset({"tpot"})})
     assert (promises.step, promises.gap, promises.first) == (0.02, 0.06, 1.0)
     assert promises.left_out == {0.002, 0.03} and not promises.all_lost
@@ -160,13 +160,13 @@ def test_promises_leave_out_what_cannot_be_kept_and_take_it_back() -> None:
 
 def test_ends_go_by_the_answers_of_their_own_class() -> None:
     outputs = Recent(64)
-    promises = Promises({"default": SLO(tpot_ms=30), "short": SLO(e2e_ms=600)})
+    promises = SLOTargets({"default": SLO(tpot_ms=30), "short": SLO(e2e_ms=600)})
     for _ in range(40):
         promises.saw("short", 10)
         promises.saw("default", 1000)
         outputs.add(10)
         outputs.add(1000)
-    assert promises.pace_of(outputs) == pytest.approx(0.04), "and not 0.4 ms"
+    assert promises.step_time_for_e2e(outputs) == pytest.approx(0.04), "and not 0.4 ms"
 
 
 def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> None:
@@ -175,16 +175,16 @@ def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> Non
         engine.offer(Arrival(0.0, 50, 100, ((number, 50),), name), name, due=0.0, shared=False)
     engine.run_until(0.03)
     view = engine.view()
-    assert view.decoding == 2 and view.pace == 0.002
-    assert {target for target, _ in view.dues} == {0.02, 0.002, 0.003}
-    assert view.decode_slack == min(left for _, left in view.dues) < 0
+    assert view.decoding == 2 and view.step_time_target == 0.002
+    assert {target for target, _ in view.token_deadlines} == {0.02, 0.002, 0.003}
+    assert view.decode_slack == min(left for _, left in view.token_deadlines) < 0
     made = PredictiveController(CHAT, VLLM, kv_tokens=10_000)
-    made.promise({"default": CHAT, "other": SLO(tpot_ms=2, itl_ms=3)})
-    steps, promises = made._steps, made._promises
-    assert steps._of_those_that_count(view) is view
+    made.set_slos({"default": CHAT, "other": SLO(tpot_ms=2, itl_ms=3)})
+    steps, promises = made._steps, made._targets
+    assert steps._without_infeasible(view) is view
     promises.give_up({"other": frozenset({"tpot", "itl"})})
-    counted = steps._of_those_that_count(view)
-    assert counted.pace == 0.02 and counted.decode_slack == dict(view.dues)[0.02] > 0
+    counted = steps._without_infeasible(view)
+    assert counted.step_time_target == 0.02 and counted.decode_slack == dict(view.token_deadlines)[0.02] > 0
     promises.give_up({"other": frozenset({"tpot"}), "default": frozenset({"ttft"})})
-    assert steps._of_those_that_count(view).pace == 0.003, "of those lost, what can be kept"
+    assert steps._without_infeasible(view).step_time_target == 0.003, "of those lost, what can be kept"
     assert math.isfinite(made.target)

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from autotune.control.controllers.chunks import Chunks
-from autotune.control.controllers.demand import Demand
-from autotune.control.controllers.full_step import full_step
+from autotune.control.controllers.predictive.step_size import Chunks, full_step
+from autotune.control.controllers.predictive.traffic import Demand
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 
 LINEAR = 0.002, 25e-6  # s, s a token

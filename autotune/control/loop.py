@@ -1,7 +1,7 @@
-"""A controller at work on a live engine; :func:`autotune.control` makes one.
+"""The control loop on a live engine; :func:`autotune.control` makes one.
 
-It listens to the engine's records on the engine's own thread, gives each step its budget, and every ``interval_s`` asks its
-controller for a setting, which the guardrails shape before it is put in force. Every change, and every change of regime, is a
+It receives the engine's records on the engine's own thread, gives each step its budget, and every ``interval_s`` asks the
+controller for knobs, which the guardrails shape before they are set. Every change of the knobs or the regime is a
 :class:`~autotune.control.decision_log.Decision`.
 """
 
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from autotune.control.actuator import Wheel
-from autotune.control.admission_adapter import Gate, TellsRates
-from autotune.control.attainment import Kept
+from autotune.control.actuator import Actuator
+from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates
+from autotune.control.attainment import AttainmentTracker
 from autotune.control.controllers.protocol import Budgeted, Controller, check_controller
 from autotune.control.decision_log import Decision, DecisionLog
-from autotune.control.expected import Expected
 from autotune.control.guardrails import Guardrails
+from autotune.control.profile_drift import ProfileDrift
 from autotune.control.remote import SteeringServer
 from autotune.control.status import Status
-from autotune.control.watchdog import Silence
+from autotune.control.watchdog import Watchdog
 from runtime.errors import AutotuneError, EngineClosedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -37,8 +37,9 @@ from runtime.tunable import Lease, SchedulerView, Tunable
 log = logging.getLogger(__name__)
 
 
-class Control(TellsRates):
-    """A controller at work. Use as a context manager; leaving it gives the engine back, with knobs that hold by themselves."""
+class Control(ReportsRates):
+    """A controller attached to an engine. Use as a context manager; leaving it detaches the controller and leaves knobs that
+    hold by themselves."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Control(TellsRates):
         guardrails: Guardrails,
         observe_only: bool = False,
         admission: AdmissionPolicy | None = None,
-        expected: Expected | None = None,
+        drift: ProfileDrift | None = None,
         interval_s: float = 0.25,
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
@@ -62,35 +63,35 @@ class Control(TellsRates):
         self.controller = controller
         self.observe_only = observe_only
         self._engine = engine
-        self._gate = Gate(engine, admission)
+        self._admission = AdmissionAdapter(engine, admission)
         self._interval, self._next = interval_s, -math.inf
         self._lock = threading.RLock()
-        self._kept = Kept(engine, slo)
-        self._expected = expected
-        self._silence = Silence(engine)
+        self._attainment = AttainmentTracker(engine, slo)
+        self._drift = drift
+        self._watchdog = Watchdog(engine)
         self._paused = self._ended = False
-        self._broken: Exception | None = None  # what a budget raised
+        self._failure: Exception | None = None  # what a budget raised
         self._steering: SteeringServer | None = None
         decisions, now = DecisionLog(log_path), engine.view().now
         try:
             self._lease: Lease = engine.acquire(f"the {controller.name} controller")
         except AutotuneError:
-            decisions.close()
+            decisions.join()
             raise
-        self._wheel = Wheel(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
+        self._actuator = Actuator(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
         engine.set_slo(slo)
-        self._kept.changed()
-        self._kept.tell(controller)
+        self._attainment.changed()
+        self._attainment.tell(controller)
         self._budgets_apply(True)
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             if engine.capabilities.step_budgets:
                 engine.set_step_policy(self, lease=self._lease)
-            self._gate.shut(self, self._lease)
-        self._wheel.log(
-            "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._kept.as_evidence()}
+            self._admission.install(self, self._lease)
+        self._actuator.log(
+            "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._attainment.as_evidence()}
         )
-        self._wheel.begin(start)
+        self._actuator.begin(start)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -99,73 +100,77 @@ class Control(TellsRates):
             if self._ended:
                 return
             try:
-                if self._broken is not None:
-                    raise self._broken
+                if self._failure is not None:
+                    raise self._failure
                 self.controller.observe_step(record)
-                if not self._silence.hear(record):
-                    if self._silence.cannot_use():
+                if not self._watchdog.check(record):
+                    if self._watchdog.unusable():
                         self._fall_back()
                     return
-                self._wheel.now = record.end
-                if self._expected is not None and (found := self._expected.observe(record)) is not None:
-                    self._wheel.log("note", found.cause, found.evidence)
-                # time that jumps back must not silence the controller, nor time that stands still make it busy
+                self._actuator.now = record.end
+                if self._drift is not None and (found := self._drift.observe(record)) is not None:
+                    self._actuator.log("note", found.cause, found.evidence)
+                # time that jumps back must not stop the controller, nor time that stands still make it busy
                 if record.end >= self._next or record.end < self._next - 2 * self._interval:
                     self._next = record.end + self._interval
-                    self._heed_promises()
+                    self._follow_slos()
                     if not self._paused:
                         self._decide(record.end)
             except EngineClosedError:  # it drains what it had accepted, and its knobs no longer move
-                self._detach("the engine was closed")
+                self._detach("detached: the engine was closed")
             except Exception as error:
                 self._give_up(error)
 
     def on_request(self, record: RequestRecord) -> None:
         with self._lock:
             if not self._ended:
-                self._kept.add(record)
-                self._silence.ends()
+                self._attainment.add(record)
+                self._watchdog.ends()
                 try:
                     self.controller.observe_request(record)
                 except Exception as error:
                     self._give_up(error)
 
     def budget(self, view: SchedulerView) -> int:
-        if self._paused or self._ended or self._broken:
+        if self._paused or self._ended or self._failure:
             return view.knobs.token_budget
         try:
-            if view.decoding and self._silence.begins(view):  # never so in a batcher's view
+            if view.decoding and self._watchdog.begins(view):  # never so in a batcher's view
                 self._fall_back()
-            return int(self.controller.budget(view))  # what is no number is this controller's fault, and told as such
+            return int(
+                self.controller.budget(view)
+            )  # what is not a number is this controller's fault, and reported as such
         except Exception as error:
-            self._broken = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
+            self._failure = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
             return view.knobs.token_budget
 
     def _fall_back(self) -> None:
-        """The starting knobs, until there is a record again to go by."""
+        """Hold the starting knobs until a usable record comes."""
         with self._lock:
-            if not (self._silence.told or self._paused or self._ended):
-                self._silence.told = True
-                self._wheel.now = self._silence.latest
-                self._wheel.turn(self._silence.proposal(self._wheel.start), at_once=True)
+            if not (self._watchdog.raised or self._paused or self._ended):
+                self._watchdog.raised = True
+                self._actuator.now = self._watchdog.latest
+                self._actuator.apply(self._watchdog.proposal(self._actuator.start), at_once=True)
 
-    def _heed_promises(self) -> None:
-        if self._kept.changed():
-            self._kept.tell(self.controller)
-            self._wheel.log("note", "promised from now on: " + self._kept.as_text(), self._kept.as_evidence())
+    def _follow_slos(self) -> None:
+        if self._attainment.changed():
+            self._attainment.tell(self.controller)
+            self._actuator.log("note", "the SLO is now " + self._attainment.as_text(), self._attainment.as_evidence())
 
     def _give_up(self, error: Exception) -> None:
-        """The controller is broken: back to the knobs it started from, and out of the way."""
+        """The controller failed: restore the knobs from before it and detach."""
         if not self._ended:
-            log.error("the %s controller failed; its starting knobs hold now", self.controller.name, exc_info=error)
-            self._wheel.put_back(f"the controller failed: {type(error).__name__}: {error}")
-        self._detach("detached; the starting knobs hold")
+            log.error(
+                "the %s controller failed: the knobs from before it are restored", self.controller.name, exc_info=error
+            )
+            self._actuator.restore(f"the controller failed: {type(error).__name__}: {error}")
+        self._detach("detached: the knobs from before are restored")
 
     def _decide(self, now: float) -> None:
-        self._wheel.turn(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
+        self._actuator.apply(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
 
     def _budgets_apply(self, applied: bool) -> bool:
-        """Tell the controller whether steps go by its budgets. False if that makes no difference to it."""
+        """Tell the controller whether its per-step budgets are used. False if that makes no difference to it."""
         can = self._engine.capabilities.step_budgets and not self.observe_only
         if isinstance(self.controller, Budgeted):
             self.controller.budgets_apply(can and applied)
@@ -173,13 +178,13 @@ class Control(TellsRates):
         return False
 
     def _stand_alone(self) -> None:
-        """A last decision: its knobs were ceilings above the budgets of single steps, and must hold without these."""
-        if not self._budgets_apply(False) or not self._wheel.turned or self._silence.told:
+        """One last decision: its knobs were ceilings above the per-step budgets, and must hold without them."""
+        if not self._budgets_apply(False) or not self._actuator.changed or self._watchdog.raised:
             return
         try:
-            last = self.controller.decide(self._wheel.now, self._engine.knobs, self._engine.effective_limits)
-            last = last._replace(cause=f"knobs that hold without budgets of single steps: {last.cause}")
-            self._wheel.turn(last, at_once=True)
+            last = self.controller.decide(self._actuator.now, self._engine.knobs, self._engine.effective_limits)
+            last = last._replace(cause=f"no per-step budgets from here on, so the knobs alone must hold: {last.cause}")
+            self._actuator.apply(last, at_once=True)
         except EngineClosedError:
             pass
         except Exception as error:
@@ -188,7 +193,7 @@ class Control(TellsRates):
     # -- for the operator, from any thread ----------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Leave the knobs alone until :meth:`resume`; it goes on learning. Budgets of single steps are off meanwhile, so a last
+        """Leave the knobs alone until :meth:`resume`, and keep learning. Per-step budgets are off meanwhile, so one last
         decision sets knobs that hold without them."""
         with self._lock:
             self._check_attached()
@@ -196,7 +201,7 @@ class Control(TellsRates):
                 self._paused = True
                 self._stand_alone()
                 if not self._ended:
-                    self._wheel.log("pause", "paused by the operator")
+                    self._actuator.log("pause", "paused by the operator")
 
     def resume(self) -> None:
         with self._lock:
@@ -204,14 +209,14 @@ class Control(TellsRates):
             if self._paused:
                 self._paused = False
                 self._budgets_apply(True)
-                self._wheel.log("resume", "resumed by the operator")
+                self._actuator.log("resume", "resumed by the operator")
 
     def kill(self) -> None:
-        """Off at once: the knobs of before the attachment are put back, and nothing is decided any more."""
+        """Restore the knobs from before the controller was attached, and detach it, at once."""
         with self._lock:
             if not self._ended:
-                self._wheel.put_back("switched off by the operator")
-            self._detach("detached; the starting knobs hold")
+                self._actuator.restore("switched off by the operator")
+            self._detach("detached: the knobs from before are restored")
 
     def set(self, /, **knobs: float) -> Knobs:
         """Set knobs by hand and pause, so that the controller does not undo it. Returns the knobs in force."""
@@ -221,18 +226,18 @@ class Control(TellsRates):
             self._engine.set_knobs(current.with_(**knobs), lease=self._lease)
             self._paused = True
             self._budgets_apply(False)
-            self._wheel.log("pause", "knobs set by the operator", old=current)
+            self._actuator.log("pause", "knobs set by the operator", old=current)
             return self._engine.knobs
 
     @property
     def slo(self) -> SLO:
-        """What is promised to requests of no class of their own."""
-        return self._kept.default
+        """The SLO of requests of no class of their own."""
+        return self._attainment.default
 
     @property
     def decisions(self) -> deque[Decision]:
         """The latest decisions, newest last; :meth:`latest` copies them while the engine runs."""
-        return self._wheel.decisions.recent
+        return self._actuator.decisions.recent
 
     def latest(self, count: int) -> list[Decision]:
         """The last ``count`` decisions, newest last."""
@@ -257,19 +262,31 @@ class Control(TellsRates):
         return self._steering.path
 
     def status(self) -> Status:
+        """How it stands now. Steps do not wait for it: it copies under their lock, and computes outside."""
         with self._lock:
-            return Status(
-                self._engine.knobs, self._wheel.regime or "learning", self._kept.all.attainment(), self.slo, self._paused,
-                self.observe_only, self._ended, self._kept.fared(), self._kept.all.rejections(),
-                None if self._ended else self._silence.seconds,
-            )  # fmt: skip
+            regime, paused, ended = self.regime, self._paused, self._ended
+            knobs, seen = self._engine.knobs, self._attainment.copy()
+            overdue = None if ended else self._watchdog.seconds
+        return Status(
+            knobs, regime, seen.all.attainment(), seen.default, paused, self.observe_only, ended, seen.by_class(),
+            seen.all.rejections(), overdue,
+        )  # fmt: skip
+
+    @property
+    def regime(self) -> str:
+        """The regime of the last proposal. Takes no lock and computes nothing."""
+        return self._actuator.regime or "learning"
 
     def close(self) -> None:
-        """Detach. Any number of times. The knobs of its last decision stay, made to hold without budgets of single steps."""
+        """Detach, and wait until the decision log is written. Any number of times.
+
+        The knobs of its last decision stay, made to hold without per-step budgets.
+        """
         with self._lock:
             if not (self._paused or self._ended):
                 self._stand_alone()
-        self._detach("detached; the knobs stay")
+        self._detach("detached: the knobs stay")
+        self._actuator.decisions.join()
         if self._steering is not None:
             self._steering.join()
 
@@ -277,15 +294,15 @@ class Control(TellsRates):
         with self._lock:
             if self._ended:
                 return
-            self._wheel.log("detach", cause)
+            self._actuator.log("detach", cause)
             self._ended = True
         with contextlib.suppress(AutotuneError):
             if not self.observe_only:
                 self._engine.set_step_policy(None, lease=self._lease)
-                self._gate.put_back(self._lease)
+                self._admission.restore(self._lease)
         self._unsubscribe()
         self._lease.release()
-        self._wheel.decisions.close()
+        self._actuator.decisions.close()
         if self._steering is not None:
             self._steering.stop()
 

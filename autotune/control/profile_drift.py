@@ -1,6 +1,6 @@
-"""What steps take, compared with what the profile that a controller began with says of them.
+"""Compares step times with those that the profile predicts, and says when the profile is wrong.
 
-A controller outgrows a wrong profile by itself; this is for the operator, who should know that it is one.
+The controller corrects itself; this is for the operator, who should know that the profile does not fit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Finding(NamedTuple):
     evidence: Mapping[str, float]
 
 
-class Expected:
-    """``model`` is the profile's. :meth:`observe` answers when there is something new to say, and is done once the profile was
-    found wrong in a way that no speed of the machine explains."""
+class ProfileDrift:
+    """``model`` is the profile's. :meth:`observe` returns a finding when there is something new to say. It stops once the
+    profile is wrong in a way that no speed of the machine explains."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self._ratios: list[float] = []
         self._seen = 0
-        self._said = 1.0  # times what the profile says, as last told
+        self._said = 1.0  # times the predicted time, as last reported
         self._apart = 0  # judgements in a row that no one speed explains
-        self._over = False  # no speed makes the profile right, and that has been told
+        self._over = False  # no speed makes the profile right, and that has been reported
 
     def observe(self, record: StepRecord) -> Finding | None:
         self._seen += 1
@@ -51,20 +51,22 @@ class Expected:
             return None
         low, middle, high = (percentile(self._ratios, q) or 1.0 for q in (10, 50, 90))
         self._ratios.clear()
-        return self._told(low, middle, high)
+        return self._finding(low, middle, high)
 
-    def _told(self, low: float, middle: float, high: float) -> Finding | None:
+    def _finding(self, low: float, middle: float, high: float) -> Finding | None:
         speed = middle if not 1 / _OFF < middle < _OFF else 1.0
         self._apart = self._apart + 1 if high / low > _APART else 0
         self._over = self._apart > 1  # one may have begun before a change of speed and ended after it
         if self._over:
-            cause = f"steps take {_times(low)} to {_times(high)} times what the profile says, by what they hold"
+            cause = (
+                f"steps take {_times(low)} to {_times(high)} times as long as the profile predicts, by what they hold"
+            )
         elif self._apart or 1 / _NEWS < speed / self._said < _NEWS:
             return None
         elif speed == 1:
-            cause = "steps take about what the profile says"
+            cause = "steps take about as long as the profile predicts"
         else:
-            cause = f"steps take {_times(middle)} times what the profile says"
+            cause = f"steps take {_times(middle)} times as long as the profile predicts"
         self._said = speed
         ratios = {"ratio_p10": low, "ratio_p50": middle, "ratio_p90": high}
         return Finding(cause, {"steps": self._seen, **{name: round(ratio, 3) for name, ratio in ratios.items()}})

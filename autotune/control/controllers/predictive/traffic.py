@@ -1,9 +1,15 @@
-"""What the traffic is like: lengths of requests, sizes of steps, and what holds them back."""
+"""The traffic: lengths of requests, sizes of steps, what limits them, and the demand in prompt tokens a second."""
 
 from __future__ import annotations
 
-from autotune.control.controllers.recent import Recent
+import math
+from collections import deque
+
+from autotune.control.controllers.running_statistics import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
+
+_MEMORY_S = 5.0
+_GAP_S = 60.0  # a pause longer than that says nothing of the load before it
 
 
 class Traffic:
@@ -15,6 +21,7 @@ class Traffic:
         self.contexts = Recent(256)  # mean context of a decode, by step
         self.decodes = Recent(256)
         self._decode_times = Recent(64)  # of steps without prompts
+        self._latest: deque[tuple[int, float]] = deque(maxlen=256)  # decodes and seconds of steps
         self.preemptions = 0.0  # decaying count
         self.bound = 0.0  # decaying shares of steps: that anything limited,
         self.slots_bound = 0.0  # that max_batch_size limited,
@@ -31,6 +38,7 @@ class Traffic:
         self.tokens_bound += 0.02 * ((short and record.budget_used >= ceiling) - self.tokens_bound)
         if record.decodes:
             self.decodes.add(record.decodes)
+            self._latest.append((record.decodes, record.duration))
             self.contexts.add(record.decode_context / record.decodes)
             if not record.prefill_tokens:
                 self._decode_times.add(record.duration)
@@ -50,6 +58,10 @@ class Traffic:
         """The shortest of the latest steps that held decodes alone, s; 0 before there were any."""
         return self._decode_times.quantile(0.0)
 
+    def in_time(self, seconds: float) -> int:
+        """The most decodes that one of the latest steps held and took no more than ``seconds``; 0 if none did."""
+        return max((decodes for decodes, took in self._latest if took <= seconds), default=0)
+
     def request(self, record: RequestRecord) -> None:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
         self.outputs.add(record.output_tokens)
@@ -58,3 +70,37 @@ class Traffic:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
         self._idle = self.bound < (0.1 if self._idle else 0.01)
         return self._idle
+
+
+class Demand:
+    """Demand in prompt tokens a second: computed, more of them waiting than before, or lost from the queue; with a memory of
+    five seconds. Until so long has passed, the mean so far."""
+
+    __slots__ = ("_last", "_seconds", "_tokens", "_waiting")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._waiting = 0
+        self._last = -math.inf
+
+    def step(self, record: StepRecord) -> None:
+        """A step with sound times has ended."""
+        passed = record.end - self._last
+        if not 0 <= passed <= _GAP_S:
+            passed = min(record.end - record.start, _GAP_S)
+        self._last = record.end
+        keep = math.exp(-passed / _MEMORY_S)
+        self._tokens = (
+            keep * self._tokens + record.prefill_tokens * record.steps + record.waiting_tokens - self._waiting
+        )
+        self._seconds = keep * self._seconds + passed
+        self._waiting = record.waiting_tokens
+
+    def lost(self, record: RequestRecord) -> None:
+        """A request has ended without having begun."""
+        self._tokens += record.prompt_tokens
+
+    @property
+    def per_second(self) -> float:
+        """0 before anything was seen."""
+        return max(0.0, self._tokens) / self._seconds if self._seconds > 0 else 0.0

@@ -78,7 +78,7 @@ def test_the_log_tells_every_promise_and_when_it_changed(files: tuple[Path, Path
     ]  # fmt: skip
     assert changed <= told[1][0] < changed + 1
     (note,) = [d for d in read_decisions(log) if d.action == "note"]
-    assert note.cause == f"promised from now on: {ODD} {BATCH}, default {TIGHT}"
+    assert note.cause == f"the SLO is now {ODD} {BATCH}, default {TIGHT}"
 
 
 def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
@@ -134,7 +134,7 @@ def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFi
         for name, promise in (("default", CHAT), (ODD, BATCH)):
             mine = [r for r in kept.records if r.request_class == name]
             fared, (met, offered) = status["classes"][name], share(mine, {"default": promise})
-            assert (fared["in_slo"], fared["offered"], fared["slo"]) == (met / offered, offered, str(promise))
+            assert (fared["attainment"], fared["offered"], fared["slo"]) == (met / offered, offered, str(promise))
             late = max(1e3 * r.ttft for r in mine if r.ttft is not None)
             assert fared["latencies_ms"]["ttft"]["p99"] == pytest.approx(late, rel=0.5)
             assert fared["targets_ms"] == {"ttft": promise.ttft_ms, "tpot": promise.tpot_ms}
@@ -143,5 +143,5 @@ def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFi
     shown = " ".join(capsys.readouterr().out.split())
     for name, promise in (("default", CHAT), (ODD, BATCH)):
         fared = status["classes"][name]
-        assert f"{name} {fared['in_slo']:.1%} of {fared['offered']} within {promise}" in shown
+        assert f"{name} {fared['attainment']:.1%} of {fared['offered']} within {promise}" in shown
         assert f"{name} ttft p50 {fared['latencies_ms']['ttft']['p50']:.4g} ms" in shown

@@ -1,4 +1,4 @@
-"""The predictive controller: learn what a step costs, and solve for the largest one that keeps the promise.
+"""The predictive controller: learn what a step costs, and solve for the largest one that meets the targets.
 
 Formula. With t(D, C, P) the learned time of a step of D decodes reading C tokens beside P prompt tokens, b the mean of
 actual/predicted and τ the TPOT target:
@@ -10,21 +10,26 @@ actual/predicted and τ the TPOT target:
   queue whenever the machine is slow for a moment, and sequences at once are what makes it fast;
 - ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
   budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
-  fits τ, or what carries the load (:mod:`.full_step`);
+  fits τ, or what carries the load (:mod:`.step_size`);
 - ``chunk_size``: the whole budget, or part of it where some class's long prompts may come late and another's short ones may
-  not (:mod:`.chunks`);
+  not (:mod:`.step_size`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
-raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.impossible`: no class
-served can have all that it was promised; what it can still have of it bounds steps as ever, and where nothing does, throughput
-is all there is to win, so the knobs open), ``fallback`` (the model has been wrong for long: the last knobs it vouched for hold,
-those it started from if there are none; steps still get a budget, for slack corrects what a model cannot know). A class that
-cannot have it beside others that can is named in the cause, and nothing goes by it.
+raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.infeasible`: every class
+served has a target that nothing meets; its other targets bound steps as ever, and where none does, throughput is all there is to
+win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold, and no step
+has a budget of its own, so that nothing is served less than they would serve). A class
+with an infeasible target beside others without is named in the cause, and its targets do not count.
 
-Feedback. ``trim`` scales τ by the promises kept and broken (:mod:`.trim`), but for those that nothing keeps.
+Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`.feedback`), infeasible ones left out.
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
+
+Do no harm. On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
+or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the target, a
+smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the target
+lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
 left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
@@ -36,22 +41,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotune.control.controllers.chunks import Chunks
-from autotune.control.controllers.demand import Demand
-from autotune.control.controllers.full_step import full_step
 from autotune.control.controllers.galloping import largest
-from autotune.control.controllers.impossible import Impossible
+from autotune.control.controllers.predictive.feedback import FeedbackGain
+from autotune.control.controllers.predictive.infeasible import InfeasibleTargets
+from autotune.control.controllers.predictive.step_budget import StepBudget
+from autotune.control.controllers.predictive.step_size import Chunks, full_step
+from autotune.control.controllers.predictive.traffic import Demand, Traffic
+from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
-from autotune.control.controllers.quantile import OnlineQuantile
-from autotune.control.controllers.step_budget import StepBudget
-from autotune.control.controllers.targets import Promises
-from autotune.control.controllers.traffic import Traffic
-from autotune.control.controllers.trim import Trim
-from autotune.control.controllers.trusted_model import TrustedModel
+from autotune.control.controllers.registry import register
+from autotune.control.controllers.running_statistics import OnlineQuantile
+from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.step_model import StepFeatures, StepLearner
+from runtime.step_model import DOUBT, StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
@@ -61,6 +65,7 @@ _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumpe
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 
 
+@register
 class PredictiveController:
     """See the module. ``start`` are the knobs to fall back on; ``model`` may be one that has learned already."""
 
@@ -71,85 +76,85 @@ class PredictiveController:
     ) -> None:
         self.start = start
         self.regime = "learning"
-        self._trim = Trim()
+        self._gain = FeedbackGain()
         self._budgeted = True  # whether each step goes by `budget`
-        self._belief = TrustedModel(model)
+        self._trusted_model = TrustedModel(model)
         self._traffic = Traffic()
         self._demand = Demand()
         self._chunks = Chunks()
-        self._promises = Promises({"default": slo})
-        self._impossible = Impossible(self._promises, self._traffic)
-        self._steps = StepBudget(self._belief, self._traffic, self._promises, self._trim)
+        self._targets = SLOTargets({"default": slo})
+        self._infeasible = InfeasibleTargets(self._targets, self._traffic)
+        self._steps = StepBudget(self._trusted_model, self._traffic, self._targets, self._gain)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
-        self._vouched: Knobs | None = None  # the last setting that the model was trusted with
-        self._most = 65536  # sequences at once that kept the pace, as of the last decision
+        self._most = 65536  # sequences at once that met the target, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
-        self._beyond = False  # whether steps exceed the pace so as to carry the load
-        self._full = 8192  # tokens of a step that keeps the pace, as of the last decision
+        self._beyond = False  # whether steps exceed the target to carry the load
+        self._full = 8192  # tokens of a step that meets the target, as of the last decision
         self._decided = math.inf  # when it last did
 
     @property
     def model(self) -> StepLearner:
-        return self._belief.model
+        return self._trusted_model.model
 
     @property
     def margin(self) -> OnlineQuantile:
-        return self._belief.margin
+        return self._trusted_model.margin
 
     @property
     def bias(self) -> float:
-        return self._belief.bias
+        return self._trusted_model.bias
 
     @property
-    def trim(self) -> float:
-        return self._trim.value
+    def gain(self) -> float:
+        return self._gain.value
 
     @property
     def target(self) -> float:
         """Seconds that a step may take on average, for the tightest of the classes served lately; inf when nothing bounds it."""
         return self._steps.target
 
-    def promise(self, slos: Mapping[str, SLO]) -> None:
-        """What is promised to each class from now on. What the old promise had taught the trim is no longer so."""
-        if self._promises.change(slos):
-            self._trim.clear()
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
+        """The SLO of each class from now on. What the old SLOs taught the feedback gain is forgotten."""
+        if self._targets.change(slos):
+            self._gain.clear()
 
     def budgets_apply(self, applied: bool) -> None:
         self._budgeted = applied
 
     def observe_step(self, record: StepRecord) -> None:
-        if self._belief.observe(record):
+        if self._trusted_model.observe(record):
             self._traffic.step(record, self._ceiling)
             self._demand.step(record)
 
     def observe_request(self, record: RequestRecord) -> None:
-        self._promises.saw(record.request_class, record.output_tokens if record.completed else None)
-        self._impossible.saw(record)
+        self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
+        self._infeasible.saw(record)
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
             return
         self._traffic.request(record)
-        self._chunks.saw(self._promises.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
-        slo, asked = self._promises.of(record.request_class), self._promises.targets(record.request_class)
+        self._chunks.saw(self._targets.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
+        slo, targets = self._targets.of(record.request_class), self._targets.targets(record.request_class)
         gaps = (
-            not self._budgeted and asked is not None and asked.itl < math.inf
+            not self._budgeted and targets is not None and targets.itl < math.inf
         )  # nothing else holds a single step then
-        if slo is None or asked is None or not (asked.tpot < math.inf or gaps) or record.tpot is None:
+        if slo is None or targets is None or not (targets.tpot < math.inf or gaps) or record.tpot is None:
             return
-        slow = self._promises.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
-        slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > asked.itl
-        late = record.ttft is not None and 1e3 * record.ttft > asked.ttft
+        slow = self._targets.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
+        slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > targets.itl
+        late = record.ttft is not None and 1e3 * record.ttft > targets.ttft
         loaded = self._traffic.bound > 0.1
         if self._budgeted:
-            self._trim.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment)
+            self._gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment)
         else:
             relief = self._relief if late else 0.0
-            self._trim.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
+            self._gain.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)
 
     def budget(self, view: SchedulerView) -> int:
-        return self._steps.budget(view, held=self.regime != "infeasible" or self.target < math.inf)
+        held = self.regime != "infeasible" or self.target < math.inf
+        return self._steps.budget(view, held=held and self._trusted_model.trusted)
 
     @property
     def prefill_rate(self) -> float:
@@ -163,65 +168,78 @@ class PredictiveController:
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         if self._traffic.idle():
-            self._trim.rest(min(max(0.0, now - self._decided), _LONG_S))
+            self._gain.rest(min(max(0.0, now - self._decided), _LONG_S))
         self._decided = now
         evidence = self._evidence()
-        if not self._belief.trusted:
-            held = limits.clamp(self._vouched or self.start)
-            what = "the last knobs it vouched for hold" if self._vouched else "starting knobs hold"
-            return self._propose("fallback", held, evidence, f"step times have not followed the model; {what}")
-        if self.model.ready and self._impossible.judge(lambda: self._alone(1), self._first):
-            self._trim.clear()  # it was taught by promises that steps no longer go by, or did not yet
-        if self.model.ready and self._promises.all_lost and self.target == math.inf:
+        if not self._trusted_model.trusted:
+            off = f"{self._trusted_model.wrong:.0%} of recent steps took over 1.5 times or under 0.67 of their predicted time"
+            return self._propose("fallback", limits.clamp(self.start), evidence, f"{off}: holding the starting knobs")
+        if self.model.ready and self._infeasible.judge(lambda: self._alone(1), self._first):
+            self._gain.clear()  # it was taught by targets that no longer bound steps, or did not yet
+        if self.model.ready and self._targets.all_lost and self.target == math.inf:
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
             return self._propose("infeasible", opened, evidence, "")
         if not self.model.ready or (self._budgeted and len(self._traffic.outputs) < 4):
-            seen = f"{self.model.samples} steps seen: too few to judge"
+            seen = f"{self.model.samples} steps measured: too few to predict; holding the knobs"
             return self._propose("learning", limits.clamp(knobs), evidence, seen)
         if self.target == math.inf:
             opened = _opened(limits, limits.max_batch_size)
-            return self._propose(
-                "throughput", opened, evidence, "no target bounds a step, so nothing needs to be held back"
-            )
-        pace = self.target / self.bias
-        self._most = largest(lambda decodes: self._alone(decodes) <= pace, limits.max_batch_size, self._most)
+            return self._propose("throughput", opened, evidence, "no target bounds a step: opening the knobs")
+        target = self.target / self.bias
+        self._most = largest(lambda decodes: self._alone(decodes) <= target, limits.max_batch_size, self._most)
         known = max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))  # beyond that the model only guesses
-        most = max(1, int(min(max(1, self._most), known, self._belief.slow.room)))
+        most = int(max(1, min(max(self._most, self._least(limits)), self._trusted_model.slow.room, known)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
             batch = min(batch, knobs.max_batch_size)
         decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
-        budget = self._ceiling_for(decodes, pace, limits.token_budget)
+        budget = self._ceiling_for(decodes, target, limits.token_budget)
         if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
-            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * pace)
+            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * target)
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
-        budget = min(limits.token_budget, max(_FLOOR, budget))
-        chunk = min(limits.chunk_size, self._chunks.size(self._promises.firsts, pace, budget))
+        least = self.start.token_budget if self._doubtful else _FLOOR
+        budget = min(limits.token_budget, max(least, budget))
+        chunk = min(limits.chunk_size, self._chunks.size(self._targets.firsts, target, budget))
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:
             budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
         self._ceiling = budget
         cause = self._cause(regime, budget, decodes, batch)
-        self._vouched = Knobs(batch, 0.0, budget, chunk)
-        return self._propose("infeasible" if self._promises.all_lost else regime, self._vouched, evidence, cause)
+        wanted = Knobs(batch, 0.0, budget, chunk)
+        return self._propose("infeasible" if self._targets.all_lost else regime, wanted, evidence, cause)
 
-    def _ceiling_for(self, decodes: int, pace: float, top: int) -> int:
-        """Tokens of a step that fits the pace, or that carries the load where such a one does not."""
+    @property
+    def _doubtful(self) -> bool:
+        """Whether predictions are too far off to cut a knob by."""
+        return self.model.error > DOUBT or self._trusted_model.unsteady > 1
+
+    def _least(self, limits: KnobLimits) -> int:
+        """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no
+        batch meets the target, so that a smaller one gains nothing; else the most that met the target lately."""
+        start = min(self.start.max_batch_size, limits.max_batch_size)
+        if self._most < 1 or self._doubtful:
+            return start
+        if self._most >= start:
+            return 1
+        return min(start, self._traffic.in_time(self.target))
+
+    def _ceiling_for(self, decodes: int, target: float, top: int) -> int:
+        """Tokens of a step that fits the target, or that carries the load where such a one does not."""
         demand = self._demand.per_second
         if (
-            self._promises.gap < math.inf and not self._budgeted
+            self._targets.gap < math.inf and not self._budgeted
         ):  # a gap is a single step, the fullest one too, and no mean
-            pace = min(pace, min(self.trim, 1.0) * self._promises.gap / self.margin.value)
+            target = min(target, min(self.gain, 1.0) * self._targets.gap / self.margin.value)
             decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
         if self._budgeted:
-            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), pace)
-            if room >= demand * pace:  # nearly always, and cheaper to find out than how large a step may be
-                self._beyond, self._steps.lump = False, 0
+            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
+            if room >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
+                self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        size, self._full = full_step(lambda n: self._step_of(decodes, n), decodes, pace, demand, top, self._full)
+        size, self._full = full_step(lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full)
         self._beyond = size > self._full
-        self._steps.lump = size - decodes if self._beyond and self._promises.gap == math.inf else 0
+        self._steps.prefill_quantum = size - decodes if self._beyond and self._targets.gap == math.inf else 0
         return max(size, decodes + 16)
 
     def _step_of(self, decodes: int, tokens: int) -> float:
@@ -245,13 +263,16 @@ class PredictiveController:
         return min(max(rate, 0.0), 1.0)
 
     def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
-        pace = self.target * 1e3
+        target = self.target * 1e3
         full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
-        text = f"{decodes} decodes and {budget - decodes} prompt tokens take {full:.0f} ms (target {pace:.0f})"
-        steady = f"{batch} decodes alone take {self._alone(batch) * 1e3:.0f} ms"
+        text = (
+            f"predicted {full:.0f} ms for {decodes} decodes and {budget - decodes} prompt tokens "
+            f"(step-time target {target:.0f} ms)"
+        )
+        steady = f"{self._alone(batch) * 1e3:.0f} ms for {batch} decodes alone"
         if regime == "kv-limited":
             steady = f"the KV pool holds {batch} sequences of this length"
-        return f"{text}; {steady}"
+        return f"{text}, {steady}"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
         return StepFeatures(
@@ -274,19 +295,19 @@ class PredictiveController:
 
     def _propose(self, regime: str, knobs: Knobs, evidence: dict[str, float], cause: str) -> Proposal:
         self.regime = regime
-        told = self._impossible.told(cause, self.target / self.trim)
+        cause = self._infeasible.explain(cause, self.target / self.gain)
         if _LEFT_ALONE:
             knobs = knobs.with_(**{name: getattr(self.start, name) for name in _LEFT_ALONE})
-        return Proposal(knobs, regime, told, evidence, self._impossible.unmet)
+        return Proposal(knobs, regime, cause, evidence, self._infeasible.unmet)
 
     def _evidence(self) -> dict[str, float]:
         return {
-            "steps": self._belief.steps,
+            "steps": self._trusted_model.steps,
             "model_error": round(self.model.error, 4),
             "bias": round(self.bias, 4),
             "margin": round(self.margin.value, 4),
-            "trim": round(self.trim, 4),
-            "changes": self._belief.changes,
+            "gain": round(self.gain, 4),
+            "changes": self._trusted_model.changes,
             "decodes": self._traffic.decodes.quantile(0.5),
             "context": round(self._traffic.contexts.mean, 1),
             "prompt": round(self._traffic.prompts.mean, 1),

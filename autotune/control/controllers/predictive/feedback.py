@@ -1,17 +1,17 @@
-"""A factor on the pace of steps, moved by the promises that were kept and broken: what no model can know.
+"""Feedback: a gain on the step-time target, moved by the targets that requests met and missed. It corrects what no model knows.
 
 Formula. Each request that ends, and has a TPOT target, moves the factor k by a share of itself (``_RATE``):
 
 - where each step has a budget of its own: up by 1 for a TTFT that was missed, else down by 1 for a TPOT. A request lost to its
-  queue is as lost as one that decoded too slowly, and the budgets already hold every step to the pace;
+  queue is as lost as one that decoded too slowly, and the budgets already hold every step to its target;
 - where knobs alone hold: down by 1 for a TPOT missed, or an ITL. A TTFT missed moves it up by ``relief`` (0 to 1), how much
   faster, as a share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help
   no queue;
 - either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a twentieth with budgets and a
-  hundredth without, where a step at the pace is one at the limit.
+  hundredth without, where a step at the target is one at the limit.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
-k stays in 0.6 to 4. Failure mode: a pace that cannot be had whatever the setting. Then it sinks to its bound, which costs what
+k stays in 0.6 to 4. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
 a step of 0.6 of the target costs in throughput, and no more.
 """
 
@@ -24,7 +24,7 @@ _RATE = 0.02
 _LEAST, _MOST = 0.6, 4.0
 
 
-class Trim:
+class FeedbackGain:
     """``value`` is k. See the module."""
 
     __slots__ = ("value",)
@@ -33,11 +33,11 @@ class Trim:
         self.value = 1.0
 
     def clear(self) -> None:
-        """What an old promise had taught is no longer so."""
+        """Forget what the old SLOs taught."""
         self.value = 1.0
 
     def rest(self, seconds: float) -> None:
-        """So long nothing but demand has been the limit."""
+        """Demand alone has been the limit for so long, s."""
         if self.value > 1:
             self.value = 1 + (self.value - 1) * math.exp(-seconds / _REST_S)
 
@@ -50,7 +50,7 @@ class Trim:
         self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, 0.01)))
 
     def _back(self, loaded: bool, by: float) -> float:
-        # without load, a kept promise says nothing about the limit
+        # without load, a target that is met says nothing about the limit
         return by if loaded and self.value < 1 else 0.0
 
     def _move(self, by: float) -> None:

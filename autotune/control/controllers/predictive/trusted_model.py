@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from autotune.control.controllers.quantile import OnlineQuantile
-from autotune.control.controllers.slow_bands import SlowBands
+from autotune.control.controllers.predictive.slow_bands import SlowBands
+from autotune.control.controllers.running_statistics import OnlineQuantile
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
 
@@ -20,6 +20,7 @@ _DRIFT, _ALARM = (
 )  # of the logarithm of actual/predicted: what is no change, and how much of more adds up to one
 _LOUDEST = 0.7  # what a single step may add: a stall of ten times is no more than one twice too long
 _LATEST = 5  # steps whose middle ratio says how much has changed
+_UNSTEADY = 500  # steps after which a change of speed is forgotten
 _CHANGED = 0.15  # change of speed that is worth acting on, relative
 
 
@@ -38,7 +39,10 @@ class TrustedModel:
         self.trusted = True
         self.steps = 0
         self.slow = SlowBands()
-        self._wrong = 0.0  # decaying share of wrong predictions
+        self.wrong = 0.0
+        """Decaying share of wrong predictions."""
+        self.unsteady = 0.0
+        """Decaying count of changes of speed, a loss of trust counting as two."""
         self._untrusted = 0  # steps since it was
         self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
         self._noise = 0.0  # mean of the logarithm's size
@@ -56,7 +60,7 @@ class TrustedModel:
         if self.model.ready:
             predicted = self.model.predict(step)
             if predicted > 0:
-                ratio = seconds / predicted
+                ratio = min(max(seconds / predicted, 1e-9), 1e9)  # its logarithm exists, whatever a record claims
                 if (
                     self.slow.saw(record.decodes, ratio) and record.decodes
                 ):  # a cliff: the model is right about the rest
@@ -67,8 +71,10 @@ class TrustedModel:
                 # a stall speaks as loud as a step four times too long, no louder
                 self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
-            self._wrong += 0.02 * (wrong - self._wrong)
-            self.trusted = self._wrong < (_DISTRUST if self.trusted else _TRUST)
+            self.wrong += 0.02 * (wrong - self.wrong)
+            trusted = self.wrong < (_DISTRUST if self.trusted else _TRUST)
+            self.unsteady += (trusted != self.trusted) * 2 - self.unsteady / _UNSTEADY
+            self.trusted = trusted
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % _RELEARN == 0:
             self.model = StepLearner(warm_up=0)
@@ -93,5 +99,6 @@ class TrustedModel:
             self.slow.rescaled(middle)
             self.bias = _RESERVE[0]
             self.changes += 1
+            self.unsteady += 1
             self._latest.clear()
         self._longer = self._shorter = 0.0

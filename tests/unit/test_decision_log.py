@@ -1,0 +1,144 @@
+"""The decision log's file: written beside the engine, never in its way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune import control
+from autotune.control import decision_log
+from autotune.control.decision_log import Decision, DecisionLog, read_decisions
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from tests.unit.control_world import SimulatedEngine, h200, poisson
+
+KNOBS = Knobs().as_dict()
+
+
+def decision(number: int, note: str = "") -> Decision:
+    return Decision(float(number), "note", "learning", KNOBS, KNOBS, 0, note or f"number {number}", {"n": number})
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Wait until ``what()`` is true."""
+    for _ in range(3000):
+        if what():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never was")
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["nobody opened it", "it is full"])
+def test_an_engine_goes_on_beside_a_pipe_that_nobody_reads(
+    pipe: Path, opened: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decision_log, "_PATIENCE_S", 0.1)
+    ends = []
+    if opened:
+        ends = [os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)]
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(ends[1], bytes(65536))
+    engine = SimulatedEngine(h200)
+    served = threading.Thread(target=lambda: _serve(engine, pipe), daemon=True)
+    served.start()
+    served.join(60)
+    assert not served.is_alive(), "it waits for somebody to read its log"
+    assert all(record.completed for record in engine.records) and len(engine.records) > 50
+    assert "decisions are not in the decision log: it was written too slowly" in caplog.text
+    for end in ends:
+        os.close(end)
+
+
+def _serve(engine: SimulatedEngine, log: Path) -> None:
+    with control(engine, slo=SLO(ttft_ms=500, tpot_ms=30), log=log):
+        engine.play(poisson(15, 6, 1000, 200, seed=1))
+
+
+def test_what_a_full_queue_cannot_take_is_counted_and_told(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = DecisionLog(pipe, room=8)
+    long = "x" * 8000  # a pipe holds eight of them
+    with caplog.at_level(logging.WARNING):
+        for number in range(40):
+            log.add(decision(number, long))
+    assert log.dropped > 10 and len(log.recent) == 40, "in memory are all of them"
+    assert caplog.text.count("dropping decisions") == 1
+    read = bytearray()
+    until(lambda: _drain(reader, read) and b'"n":7' in read)
+    until(lambda: _drain(reader, read) and log._queue.empty())
+    log.add(decision(40))
+    log.close()
+    until(lambda: _drain(reader, read) and b"number 40" in read)
+    log.join()
+    _drain(reader, read)
+    os.close(reader)
+    found = [json.loads(line) for line in read.decode().splitlines()]
+    missing = [d for d in found if "missing here" in d["cause"]]
+    assert [d["evidence"]["dropped"] for d in missing] == [log.dropped]
+    assert len(found) == 40 - log.dropped + 2 and found.index(missing[0]) == len(found) - 2
+    assert f"{log.dropped} decisions are not in the decision log" in caplog.text
+
+
+def _drain(reader: int, read: bytearray) -> bool:
+    try:
+        while chunk := os.read(reader, 65536):
+            read += chunk
+    except BlockingIOError:
+        pass
+    return True
+
+
+def test_all_is_written_when_it_is_closed(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "log.jsonl")
+    for number in range(3000):
+        log.add(decision(number))
+    log.join()
+    assert [d.evidence["n"] for d in read_decisions(tmp_path / "log.jsonl")] == list(range(3000))
+    log.add(decision(-1))
+    log.join()
+    assert len(list(read_decisions(tmp_path / "log.jsonl"))) == 3000, "it is closed"
+
+
+_PROGRAM = """
+import sys, time
+from autotune.control.decision_log import DecisionLog
+from tests.unit.test_decision_log import decision
+
+log = DecisionLog(sys.argv[1])
+for number in range(3000):
+    log.add(decision(number))
+print("added", flush=True)
+if sys.argv[2] == "interrupted":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["interrupted", "ended"])
+def test_all_is_written_when_the_program_ends_without_closing_it(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "log.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(path), how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as program:
+        assert program.stdout is not None and program.stdout.readline() == "added\n"
+        if how == "interrupted":
+            program.send_signal(signal.SIGINT)
+        program.wait(60)
+    assert len(list(read_decisions(path))) == 3000

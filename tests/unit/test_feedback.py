@@ -1,0 +1,77 @@
+"""The gain: which way each kind of miss moves it, how far, and when it comes back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autotune.control.controllers.predictive.feedback import FeedbackGain
+
+
+def unbudgeted(
+    gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True, relief: float = 0.0
+) -> float:
+    before = gain.value
+    gain.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=0.99, relief=relief)
+    return gain.value / before - 1
+
+
+def budgeted(gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True) -> float:
+    before = gain.value
+    gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=0.99)
+    return gain.value / before - 1
+
+
+def test_where_steps_have_budgets_a_late_first_token_outweighs_a_slow_pace() -> None:
+    assert budgeted(FeedbackGain(), late=True) == pytest.approx(0.02)
+    assert budgeted(FeedbackGain(), slow=True) == pytest.approx(-0.02)
+    assert budgeted(FeedbackGain(), slow=True, late=True) == pytest.approx(0.02)
+
+
+def test_where_knobs_alone_hold_a_slow_pace_outweighs_and_lateness_counts_as_far_as_larger_steps_help() -> None:
+    assert unbudgeted(FeedbackGain(), slow=True, late=True, relief=1.0) == pytest.approx(-0.02)
+    assert unbudgeted(FeedbackGain(), late=True, relief=0.0) == 0
+    assert unbudgeted(FeedbackGain(), late=True, relief=0.5) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("move", [budgeted, unbudgeted])
+def test_it_comes_back_under_load_and_no_further_than_where_it_began(move: object) -> None:
+    gain = FeedbackGain()
+    for _ in range(10):
+        move(gain, slow=True)  # type: ignore[operator]
+    low = gain.value
+    move(gain, loaded=False)  # type: ignore[operator]
+    assert gain.value == low < 0.9
+    for _ in range(3000):
+        move(gain)  # type: ignore[operator]
+    assert gain.value == pytest.approx(1, abs=0.002)
+
+
+@pytest.mark.parametrize("move", [budgeted, unbudgeted])
+def test_it_stays_in_its_bounds(move: object) -> None:
+    gain = FeedbackGain()
+    for _ in range(1000):
+        move(gain, slow=True)  # type: ignore[operator]
+    assert gain.value == 0.6
+    for _ in range(1000):
+        gain.budgeted(slow=False, late=True, loaded=True, attainment=0.99)
+    assert gain.value == 4.0
+    gain.clear()
+    assert gain.value == 1.0
+
+
+def test_what_a_burst_taught_is_forgotten_at_rest_and_what_slowness_taught_is_not() -> None:
+    gain = FeedbackGain()
+    for _ in range(200):
+        budgeted(gain, late=True)
+    assert gain.value == 4.0
+    gain.rest(10)
+    assert gain.value == pytest.approx(1 + 3 / math.e)
+    gain.rest(100)
+    assert gain.value == pytest.approx(1.0, abs=1e-3)
+    for _ in range(10):
+        budgeted(gain, slow=True)
+    low = gain.value
+    gain.rest(100)
+    assert gain.value == low < 1

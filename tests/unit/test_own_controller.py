@@ -1,0 +1,97 @@
+"""A controller of one's own in one file: the one that docs/how-to/control.md shows, by name and as an object."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune import control, save_profile
+from autotune.cli.main import run
+from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS, find, register
+from autotune.control.controllers.static import StaticController
+from autotune.control.decision_log import read_decisions
+from runtime.errors import InputError
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from tests.unit.control_world import VLLM, SimulatedEngine, poisson, slow_cpu
+from tests.unit.simulated_profile import profiled
+
+PAGE = Path(__file__).parents[2] / "docs" / "control.md"
+CHAT = SLO(ttft_ms=3000, tpot_ms=60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with the page's file in it."""
+    found = re.search(r"`my_controller.py`:\n\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    (tmp_path / "my_controller.py").write_text(found[1], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("my_controller", None)
+
+
+def test_it_turns_the_knobs_of_an_engine(folder: Path) -> None:
+    engine = SimulatedEngine(slow_cpu, knobs=VLLM)
+    with control(engine, slo=CHAT, controller="my_controller:Halving", log=folder / "run.jsonl") as attached:
+        engine.play(poisson(8, 20, 400, 40, seed=1))
+        assert not attached.status().ended and attached.controller.name == "halving"
+    decisions = [d for d in read_decisions(folder / "run.jsonl") if d.action == "set"]
+    assert min(d.new["token_budget"] for d in decisions) < 1024 and {d.regime for d in decisions} == {"slow", "fast"}
+    assert all(d.cause.startswith("steps take") for d in decisions)
+    assert run(["explain", str(folder / "run.jsonl")]) == 0
+
+
+def test_it_is_simulated_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(profiled(), folder / "mine.yaml")
+    words = ["simulate", "mine.yaml", "--seeds", "1", "--requests", "60", "--controller"]
+    assert run([*words, "my_controller:Halving"]) in (0, 1)
+    capsys.readouterr()
+    assert run([*words, "my_controller:Nobody"]) == 2
+    assert (
+        "--controller: controller is my_controller:Nobody; it cannot be imported: AttributeError"
+        in capsys.readouterr().err
+    )
+
+
+class Needy:
+    name = "needy"
+
+    def __init__(self, slo: SLO, moon: int) -> None:
+        self.slo = slo
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pid", "controller is 'pid'; it must be one of aimd, .*, static, module:Class, or a Controller"),
+        ("nowhere:Class", "controller is nowhere:Class; it cannot be imported: ModuleNotFoundError"),
+        ("tests.unit.test_own_controller:CHAT", "it must be a class, not a SLO"),
+        ("tests.unit.test_own_controller:Needy", "it needs moon, but a controller is given slo, start, kv_tokens"),
+    ],
+)
+def test_what_is_no_controller_is_refused_by_name(name: str, says: str) -> None:
+    with pytest.raises((ValueError, InputError), match=says):
+        control(SimulatedEngine(slow_cpu), slo=CHAT, controller=name)
+
+
+def test_a_class_that_lacks_a_method_is_refused() -> None:
+    name = "runtime.slo:RequestClass"
+    with pytest.raises((ValueError, InputError), match="it needs name"):
+        control(SimulatedEngine(slow_cpu), slo=CHAT, controller=name)
+
+
+def test_a_registered_one_is_given_what_it_takes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(CONTROLLERS, "static")
+    assert register(StaticController) is StaticController
+    made = CONTROLLERS["static"](CHAT, Knobs(3), 1000, 16)
+    assert isinstance(made, StaticController) and made.start == Knobs(3)
+    assert find("static") is CONTROLLERS["static"]
+    with pytest.raises(ValueError, match="'static'; it must be text without a colon that no other has"):
+        register(StaticController)
+    assert "static" not in OF_BATCHERS
