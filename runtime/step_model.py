@@ -330,17 +330,17 @@ class StepLearner:
             first += count
         return first + _positive_root(square, linear, left)
 
-    def _searched(self, decodes: int, context: int, seconds: float, going_on: Sequence[tuple[int, int]]) -> float:
+    def _searched(self, decodes: int, context: int, seconds: float, in_progress: Sequence[tuple[int, int]]) -> float:
         """:meth:`most_prefill` whatever the terms are: no step takes less for holding more, so by halving."""
         alone = self.predict(StepFeatures(decodes, context, 0, 0, 0)) if decodes and self._decode.samples else 0.0
         if alone > seconds:
             return seconds - alone
-        if not self._mixed.samples or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, going_on)) <= seconds:
+        if not self._mixed.samples or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds:
             return math.inf
         fits, over = 0, _MOST_TOKENS
         while over - fits > 1:
             middle = (fits + over) // 2
-            if self.predict(_with_prompts(decodes, context, middle, going_on)) <= seconds:
+            if self.predict(_with_prompts(decodes, context, middle, in_progress)) <= seconds:
                 fits = middle
             else:
                 over = middle
@@ -351,10 +351,10 @@ _MOST_TOKENS = 2**24
 """Prompt tokens that no step holds."""
 
 
-def _with_prompts(decodes: int, context: int, tokens: int, going_on: Sequence[tuple[int, int]]) -> StepFeatures:
-    """A step with so many prompt tokens: those of ``going_on`` first, the rest in one fresh chunk."""
+def _with_prompts(decodes: int, context: int, tokens: int, in_progress: Sequence[tuple[int, int]]) -> StepFeatures:
+    """A step with so many prompt tokens: those of ``in_progress`` first, the rest in one fresh chunk."""
     left, read, pairs, chunks = tokens, 0, 0, 0
-    for start, most in (*going_on, (0, tokens)):
+    for start, most in (*in_progress, (0, tokens)):
         if count := min(most, left):
             left, read, chunks = left - count, read + start + count, chunks + 1
             pairs += count * start + count * (count + 1) // 2
