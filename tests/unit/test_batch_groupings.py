@@ -121,7 +121,9 @@ def test_two_greedy_tenants_share_within_five_percent(seed: int) -> None:
     assert got["a"] == pytest.approx(got["b"], rel=0.05)
 
 
-@pytest.mark.parametrize(("seed", "offered"), [(1, (1.0, 1.0)), (2, (2.0, 0.75)), pytest.param(3, (3.0, 0.6), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "offered"), [(1, (1.0, 1.0)), (2, (2.0, 0.75)), pytest.param(3, (3.0, 0.6), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("strategy", [Adaptive, Dynamic])
 def test_two_greedy_tenants_share_within_five_percent_whatever_is_dropped(
     strategy: type[Adaptive | Dynamic], seed: int, offered: tuple[float, float]

@@ -168,7 +168,9 @@ def test_the_table_says_what_each_kept_and_how_it_differs() -> None:
     assert "− 4/32" in lines[0] and f"SLO {EASY}" in lines[3]
 
 
-@pytest.mark.parametrize("suffix", plotting.FORMATS)
+@pytest.mark.parametrize(
+    "suffix", [pytest.param(suffix, marks=() if suffix == ".html" else pytest.mark.slow) for suffix in plotting.FORMATS]
+)
 def test_the_plot_needs_nothing_from_elsewhere(suffix: str) -> None:
     with paced() as engine:
         found = run(engine, [controlled(engine.limits), ONE])
