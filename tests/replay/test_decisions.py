@@ -68,8 +68,16 @@ def test_a_recording_is_read_back_as_it_was_heard(tmp_path: Path) -> None:
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "controller"),
+    [
+        pytest.param(
+            name, who, marks=() if number == 0 or who == "predictive" else (pytest.mark.slow, pytest.mark.beside)
+        )
+        for number, name in enumerate(SCENARIOS)
+        for who in CONTROLLERS
+    ],
+)
 def test_a_live_run_replays_in_a_fresh_process(tmp_path: Path, name: str, controller: str) -> None:
     made, live = record(name, controller=controller)
     made.save(tmp_path / "run.gz")

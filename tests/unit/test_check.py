@@ -97,7 +97,7 @@ def serving_engine(planned: float = 1.0, seed: int = 1) -> Serving:
     return made
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_serving_that_costs_more_than_planned_steps_is_no_change_of_the_machine(seed: int) -> None:
     """The model is fitted to what serving costs, and check measures planned steps: 10% is what it is to tell."""
     then, now, slower = serving_engine(seed=7 + seed), serving_engine(), serving_engine(planned=1.2)

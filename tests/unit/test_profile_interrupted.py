@@ -178,7 +178,8 @@ def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypa
     assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
 
 
-@pytest.mark.parametrize("rate", [35.0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [35.0, None])
 def test_an_engine_that_always_fails_is_given_up(
     journal: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:

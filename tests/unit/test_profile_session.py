@@ -165,6 +165,7 @@ def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
     assert found.capacity is not None and found.capacity.rate == 6.0 and len(found.capacity.tried) == 1
 
 
+@pytest.mark.slow
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
     found, _ = session(journal, question(trials=2), engine=machine(seed=1))
     measured = {r.knobs for r in found.runs if r.stage == "validation"}

@@ -125,7 +125,15 @@ def test_it_agrees_with_the_reference_event_by_event() -> None:
     assert seen["preempted"] > 100 and seen["cached"] > 1000 and seen["timeout"] > 20, seen
 
 
-@pytest.mark.parametrize(("noise", "jitter"), [(0.0, None), (0.1, None), (0.0, STALLS), (0.05, STALLS)])
+@pytest.mark.parametrize(
+    ("noise", "jitter"),
+    [
+        (0.0, None),
+        pytest.param(0.1, None, marks=pytest.mark.slow),
+        pytest.param(0.0, STALLS, marks=pytest.mark.slow),
+        (0.05, STALLS),
+    ],
+)
 def test_fast_forward_changes_nothing(noise: float, jitter: JitterFacts | None) -> None:
     runs = steps = 0
     for number in CASES:

@@ -44,6 +44,7 @@ def test_more_states_are_never_much_less_likely_and_one_is_the_gamma_fit() -> No
     assert two.log_likelihood > one.log_likelihood - 1
 
 
+@pytest.mark.slow
 def test_the_fitted_rate_is_the_traces_even_when_load_only_rises() -> None:
     """One slow ramp: a free chain would move up and stay there; the reversible one keeps each level's share."""
     rng = np.random.default_rng(0)
