@@ -30,14 +30,13 @@ class TunableCore(Tuning):
         super().__init__(core.settings, listeners, clock, slos)
         self._core = core
         self._weights = dict(weights)
-        self._own_slos = slos
 
     @abstractmethod
     def _post(self, change: Callable[[], None]) -> None:
         """Make ``change`` between two steps, now or later. Raises EngineClosedError."""
 
     def _put_slo(self, request_class: str, slo: SLO) -> None:
-        self._own_slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
+        self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
 
     @property
     def weights(self) -> Mapping[str, float]:
