@@ -15,15 +15,16 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
+.PHONY: help install run test test-slow test-integration check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
-	@echo "make test              install, then the default test tier (ARGS=... are given to pytest)"
+	@echo "make test              install, then the default test tier, minutes long (ARGS=... are given to pytest)"
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
-	@echo "make test-slow         the second tier, minutes long: installed wheel, interrupted profiles, whole ones in virtual time"
+	@echo "make test-slow         the second tier, half an hour: whole profiles, interrupted ones, examples, clients, installed wheel"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
 	@echo "make format            put the source into ruff's format"
+	@echo "make docs              write the pages of docs/reference that follow from the code"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
@@ -45,10 +46,10 @@ run: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n 2 $(ARGS)
 
-# What times nothing (whole profiles in virtual time, kill tests), two at once; then what times things or fills the machine, one
-# after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.
+# What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with ten times the examples), two at once;
+# then what times things or fills the machine, one after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 --dist loadfile -m "slow and (unit or beside)" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 2 --dist loadfile -m "slow and (unit or beside) or hypothesis and not slow" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 	$(PYTEST) -m "slow and not (unit or beside)" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
 
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
@@ -67,6 +68,9 @@ types: $(STAMP)
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: $(STAMP)
+	$(PY) docs/generate.py
 
 bench-engine: $(STAMP)
 	$(PY) -m benchmarks.engine $(ARGS)

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
     from autotune.control.attached import Control
     from autotune.control.controllers.protocol import Controller
-    from autotune.engines.controllable import Controllable
+    from autotune.engines import Adaptable
     from autotune.measure.score import Score
     from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
     from autotune.profile.callable import CallableProfile, load_callable_profile
-    from runtime.batching.decorator import Batched
     from runtime.llm.admission import AdmissionPolicy
     from runtime.slo import SLO
 
@@ -49,7 +48,7 @@ import_module("autotune.control")  # the room, before the function below takes i
 
 
 def control(
-    engine: Controllable | Batched,
+    engine: Adaptable,
     *,
     slo: SLO | str | None = None,
     profile: str | Path | None = None,

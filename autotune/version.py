@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from runtime.version import __version__
 
-try:
-    __version__ = version("gpu-autotune")
-except PackageNotFoundError:  # the source tree on the path, not installed
-    __version__ = "0+unknown"
+__all__ = ["__version__"]

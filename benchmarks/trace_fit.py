@@ -27,7 +27,7 @@ from autotune.workload.goodness import WINDOWS, compare_lengths, compare_times
 from autotune.workload.readers import read_azure
 from runtime.errors import InputError
 
-STATES = {"azure-conv": 5, "azure-code": 12}  # chosen by likelihood on the other half of the trace: docs/log.md
+STATES = {"azure-conv": 5, "azure-code": 12}  # chosen by likelihood on the other half of the trace: docs/log/2026-11.md
 SOURCE = "Azure LLM inference traces 2023 (Patel et al., Splitwise, ISCA 2024), github.com/Azure/AzurePublicDataset"
 
 

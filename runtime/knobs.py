@@ -2,7 +2,8 @@
 
 ``Knobs`` change while the engine runs; ``KnobLimits`` do not (buffers, KV pool and graphs are sized by them).
 Both are frozen, and neither is ever written back into the other. Everything that handles knobs, from the command
-line to the exporters, is derived from ``fields(Knobs)`` and the :class:`KnobSpec` beside each field.
+line to the exporters, is derived from ``fields(Knobs)`` and the :class:`KnobSpec` beside each field. A further knob is a
+field here and a ceiling in ``KnobLimits``; tests/contract/test_fifth_knob.py says what else it takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KnobSpec:
-    """What there is to know about one knob. ``log`` says that ratios matter, not differences."""
+    """What there is to know about one knob.
+
+    ``log``: ratios matter, not differences. ``short``: its title where room is short. ``usual``: (low, high) between which
+    settings worth trying lie. ``batcher``: it means something to a batcher too. ``required``: every file that holds knobs
+    names it; a knob that came later is at its default where a file from before lacks it, so its default must change nothing.
+    """
 
     name: str
     unit: str
@@ -23,6 +29,10 @@ class KnobSpec:
     log: bool
     integer: bool
     doc: str
+    short: str
+    usual: tuple[float, float]
+    batcher: bool = False
+    required: bool = False
 
     def check(self, value: object, high: float | None = None, *, where: str = "") -> float:
         """Return ``value`` as the knob's type, or raise ``ValueError`` naming field, value and bounds.
@@ -44,11 +54,9 @@ class KnobSpec:
         return ValueError(f"{where}{self.name} is {told}; {allowed}")
 
 
-def _knob(default: float, *, unit: str, low: float, high: float, log: bool, integer: bool, doc: str) -> Any:
-    return field(
-        default=default,
-        metadata={"unit": unit, "low": low, "high": high, "log": log, "integer": integer, "doc": doc},
-    )
+def _knob(default: float, **spec: Any) -> Any:
+    """A field with what :class:`KnobSpec` holds besides its name."""
+    return field(default=default, metadata=spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,17 @@ class Knobs:
     """One setting of the four knobs; passed to every ``schedule()`` call, so a change holds from the next step on."""
 
     max_batch_size: int = _knob(
-        256, unit="sequences", low=1, high=65536, log=True, integer=True, doc="most sequences (or items) in one step"
+        256,
+        unit="sequences",
+        low=1,
+        high=65536,
+        log=True,
+        integer=True,
+        doc="most sequences (or items) in one step",
+        short="max_batch",
+        usual=(2, 512),
+        batcher=True,
+        required=True,
     )
     max_wait_ms: float = _knob(
         0.0,
@@ -66,9 +84,23 @@ class Knobs:
         log=False,
         integer=False,
         doc="hold new prompts until the oldest has waited this long, or they fill the budget or the slots",
+        short="wait",
+        usual=(0, 10),  # in continuous batching it belongs at 0; a few ms may fill a step better
+        batcher=True,
+        required=True,
     )
     token_budget: int = _knob(
-        2048, unit="tokens", low=1, high=1048576, log=True, integer=True, doc="most tokens (decode + prefill) in a step"
+        2048,
+        unit="tokens",
+        low=1,
+        high=1048576,
+        log=True,
+        integer=True,
+        doc="most tokens (decode + prefill) in a step",
+        short="budget",
+        usual=(16, 8192),
+        batcher=True,
+        required=True,
     )
     chunk_size: int = _knob(
         2048,
@@ -78,6 +110,9 @@ class Knobs:
         log=True,
         integer=True,
         doc="most prompt tokens of one sequence in one step",
+        short="chunk",
+        usual=(16, 8192),
+        required=True,
     )
 
     def __post_init__(self) -> None:

@@ -57,9 +57,11 @@ class Listeners:
                         listener.on_step(step)
                 for record in requests:
                     listener.on_request(record)
-            except Exception:
+            except BaseException as error:  # SystemExit too: it is not the engine that the listener may end
                 log.warning("listener %r raised and will hear no more", listener, exc_info=True)
                 self._forget(listener)
+                if isinstance(error, KeyboardInterrupt):  # of whoever waits in this thread
+                    raise
 
 
 class Pace:

@@ -2,13 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
+from runtime.clock import Clock
 from runtime.errors import LeaseError
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+
+if TYPE_CHECKING:
+    from runtime.llm.admission import AdmissionPolicy
+    from runtime.llm.prefill_rate import RateSource
+
+Effect = Literal["live", "restart", "none"]
+"""What setting a knob does: ``live``: in force from the next step on; ``restart``: refused, it takes a new engine;
+``none``: nothing, there is no such knob."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do, as plain data. Whoever measures or tunes an engine asks this and never its type.
+
+    ``knobs``: what setting each knob does. ``step_records``: listeners hear of every step. ``step_budgets``: a step policy
+    is asked before every step; without it :meth:`Tunable.set_step_policy` takes None alone. ``admission``: an admission
+    policy can be put in force, and ``deadline_order``: it can have waiting requests ordered by deadline; without
+    it :meth:`Tunable.set_admission` takes None alone. ``virtual_time``: time passes only in the calls that
+    let it pass (:class:`autotune.engines.VirtualEngine`).
+
+    Raises ``ValueError`` unless ``knobs`` has an effect for each knob and no other name.
+    """
+
+    knobs: Mapping[str, Effect]
+    step_records: bool = True
+    step_budgets: bool = True
+    admission: bool = True
+    deadline_order: bool = True
+    virtual_time: bool = False
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in KNOBS]
+        if set(self.knobs) != set(names):
+            raise ValueError(f"knobs is of {', '.join(self.knobs)}; it must say what each of {', '.join(names)} does")
+        for name, effect in self.knobs.items():
+            if effect not in get_args(Effect):
+                raise ValueError(f"knobs[{name!r}] is {effect!r}; it must be one of {', '.join(get_args(Effect))}")
+
+    @classmethod
+    def live(cls, *, none: tuple[str, ...] = (), **others: bool) -> Capabilities:
+        """Every knob is live, but for those in ``none``, which are not there."""
+        return cls({spec.name: "none" if spec.name in none else "live" for spec in KNOBS}, **others)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A language model as it is served. What nobody knows of it is empty or 0.
+
+    ``device``: its kind, "cpu" or "cuda". ``max_model_len``: most tokens (prompt + output) of one request.
+    ``kv_bytes_per_token``: K and V of all layers.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    architecture: str = ""
+    parameters: int = 0
+    dtype: str = ""
+    device: str = ""
+    kv_bytes_per_token: int = 0
+    random_weights: bool = False
+
+
+@dataclass(frozen=True)
+class CallableInfo:
+    """A function behind a batcher: the ``strategy`` that says when a call goes, how many ``workers`` call the function,
+    and how many calls (``slots``) run at a time."""
+
+    strategy: str
+    workers: int
+    slots: int
+
+
+def _version() -> str:
+    from runtime.version import __version__  # reading it takes longer than importing all of this
+
+    return __version__
+
+
+@dataclass(frozen=True)
+class Facts:
+    """An engine as it was started.
+
+    ``model``: the language model it serves, if it does and that is known; ``callable``: the function it calls, if it is
+    a batcher. ``kv_tokens``: size of the KV pool in tokens, in blocks of ``block_size`` (without a pool: what a step may
+    hold); ``prefix_cache``: whether prompts share the KV of equal beginnings; ``growth_reserve``: free KV blocks that it keeps
+    for each decoding sequence when it admits a prompt. ``parallelism``: devices that the model is split over.
+    """
+
+    engine: str
+    kv_tokens: int
+    block_size: int = 1
+    prefix_cache: bool = False
+    growth_reserve: int = 0
+    parallelism: int = 1
+    model: ModelInfo | None = None
+    callable: CallableInfo | None = None
+    version: str = field(default_factory=_version)
 
 
 class SchedulerView(NamedTuple):
@@ -61,7 +162,18 @@ class Listener(Protocol):
 
 
 class Tunable(Protocol):
-    """Anything with the four knobs. Every call may come from any thread."""
+    """Anything with the four knobs, as a controller sees it. Every call may come from any thread."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of every record."""
+        ...
 
     @property
     def limits(self) -> KnobLimits:
@@ -80,19 +192,41 @@ class Tunable(Protocol):
     def epoch(self) -> int: ...
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        """Put ``knobs`` in force from the next step on; returns the new epoch (the old one if nothing changed)."""
+        """Put ``knobs`` in force from the next step on; returns the new epoch (the old one if nothing changed).
+
+        Raises ``ValueError`` for values above ``limits`` and for a knob that takes a restart, :class:`LeaseError` if a
+        controller holds the engine and ``lease`` is not its own, :class:`~runtime.errors.EngineClosedError`.
+        """
         ...
 
     def acquire(self, owner: str) -> Lease:
         """Become the one controller, until the lease is released. Raises :class:`LeaseError` if another holds it."""
         ...
 
-    @property
-    def step_budgets(self) -> bool:
-        """Whether a step policy's word counts; where it does not, the knobs are all there is."""
+    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
+        """Have ``policy`` give each step its own budget. Raises ``ValueError`` for one without ``step_budgets``."""
         ...
 
-    def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
+    @property
+    def slos(self) -> Mapping[str, SLO]:
+        """The SLO of each request class; that of ``default`` is for classes not named."""
+        ...
+
+    def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
+
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        """What is done about requests that come too late; None accepts them all."""
+        ...
+
+    def set_admission(
+        self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
+    ) -> None:
+        """Have ``policy`` end what comes too late from now on; ``source`` says how fast prompts are computed.
+
+        Raises ``ValueError`` for a policy without ``admission``, :class:`LeaseError` as :meth:`set_knobs`.
+        """
+        ...
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Have ``listener`` hear every record; returns a function that ends it."""

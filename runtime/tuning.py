@@ -90,11 +90,6 @@ class Tuning(ABC):
         """Become the one who may turn the knobs. Raises LeaseError while another holds them, EngineClosedError."""
         return self._change(lambda: self._lease.acquire(owner))
 
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
-
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         """Have ``policy`` give each step its own budget (tokens, or cost units), below the knob. Raises as
         :meth:`set_knobs`."""

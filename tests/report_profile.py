@@ -208,9 +208,7 @@ def run_one(
 
 def scored(cost: StepModel, knobs: Knobs, window_s: float, rate: float, seed: int, noise: float) -> Score:
     engine = SimulatedEngine(cost, kv_tokens=54000 * 16, limits=LIMITS, slo=SLO_, noise=noise, seed=seed)
-    return evaluate(
-        engine, knobs, load(rate), SLO_, vocab_size=128256, seed=seed, duration=window_s, warmup=4.0, clock=engine.clock
-    )
+    return evaluate(engine, knobs, load(rate), SLO_, vocab_size=128256, seed=seed, duration=window_s, warmup=4.0)
 
 
 @functools.cache

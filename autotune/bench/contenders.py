@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.report.tables import turned
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
 if TYPE_CHECKING:
     from autotune.control.attached import Control
-    from autotune.engines.controllable import Controllable
+    from autotune.engines import Engine
 
 DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 """vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""
@@ -29,7 +30,7 @@ class Contender:
     name: str
     knobs: Knobs
     control: bool = False
-    attach: Callable[[Controllable, SLO], AbstractContextManager[Control]] | None = None
+    attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
 
 
 def defaults(limits: KnobLimits) -> Contender:
@@ -74,10 +75,10 @@ def parse_fixed(text: str, limits: KnobLimits) -> Contender:
 
 
 def short(knobs: Knobs) -> str:
-    """``64/512``: sequences and tokens of a step; chunk and wait only where they say more."""
+    """``64/512``: sequences and tokens of a step; any other knob only where it says more."""
     parts = [f"{knobs.max_batch_size}/{knobs.token_budget}"]
     if knobs.chunk_size < knobs.token_budget:
         parts.append(f"chunk {knobs.chunk_size}")
     if knobs.max_wait_ms:
         parts.append(f"wait {knobs.max_wait_ms:g} ms")
-    return " ".join(parts)
+    return " ".join([*parts, *turned(knobs)])

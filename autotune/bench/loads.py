@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.measure.evaluate import Served
+from autotune.engines import Engine
 from autotune.profile import ModelFacts, Profile
 from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import Setup
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
-from runtime.clock import Clock, MonotonicClock
 from runtime.slo import SLO
 
 SHARE = 0.8
@@ -50,7 +49,7 @@ def of_profile(profile: Profile, spec: str | None, slo: SLO | None, rate: float 
 
 
 def calibrated(
-    engine: Served,
+    engine: Engine,
     model: ModelFacts,
     spec: str,
     slo: SLO | None,
@@ -72,7 +71,6 @@ def calibrated(
         stop=stop,
         advance=advance,
         budget_s=budget_s,
-        clock=MonotonicClock(),
     )
     chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
     return Load(
@@ -85,19 +83,18 @@ def calibrated(
 
 
 def setup_for(
-    engine: Served,
+    engine: Engine,
     model: ModelFacts,
     workload: Workload,
     *,
     seed: int,
-    clock: Clock,
     slo: SLO | None = None,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
     budget_s: float = CALIBRATE_S,
 ) -> Setup:
     """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
-    alone = request_alone(engine, model, seed=seed, clock=clock, stop=stop)
-    measured = measure_steps(engine, model, budget_s=budget_s, seed=seed, clock=clock, stop=stop, advance=advance)
+    alone = request_alone(engine, model, seed=seed, stop=stop)
+    measured = measure_steps(engine, model, budget_s=budget_s, seed=seed, stop=stop, advance=advance)
     cost = measured.cost(measured.seconds).serving()
     return draw_setup(engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0)

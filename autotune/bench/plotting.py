@@ -15,12 +15,13 @@ from autotune.report.page import rendered
 from autotune.report.section import Section
 from autotune.writing import writable
 from runtime.errors import InputError
+from runtime.knobs import KNOBS
 from runtime.slo import SLO
 
 MOST = 6
 """Contenders drawn; more lines cannot be told apart."""
 _BINS = 15
-_KNOBS = ("token_budget", "chunk_size", "max_batch_size")
+_KNOBS = tuple(spec.name for spec in KNOBS if spec.log)
 
 
 def check(path: Path, option: str = "--out") -> Path:

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from autotune.bench.contenders import Contender
 from autotune.control.attach import attach
 from autotune.control.attached import Control
 from autotune.control.decision_log import Decision
-from autotune.engines.controllable import Controllable
-from autotune.measure.evaluate import EvaluationError, Interrupted, Served, evaluate
+from autotune.engines import Engine
+from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.workload import Workload
-from runtime.clock import Clock
-from runtime.knobs import Knobs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
-from runtime.tunable import Lease
-
-
-class Engine(Served, Controllable, Protocol):
-    """What a bench needs of an engine; :class:`runtime.Engine` has it."""
-
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int: ...
 
 
 class Turn(NamedTuple):
@@ -87,7 +78,6 @@ def measure(
     vocab_size: int,
     duration: float,
     stop: Callable[[], bool] | None = None,
-    clock: Clock | None = None,
 ) -> Iterator[Result | Failure]:
     """Make the measurements one by one. Ends early, without an error, when ``stop`` says so."""
     engine.set_slo(slo)
@@ -95,7 +85,7 @@ def measure(
         if stop is not None and stop():
             return
         try:
-            yield _measure(engine, turn, workload, slo, vocab_size, duration, stop, clock)
+            yield _measure(engine, turn, workload, slo, vocab_size, duration, stop)
         except Interrupted:
             return
         except EvaluationError as error:
@@ -110,7 +100,6 @@ def _measure(
     vocab_size: int,
     duration: float,
     stop: Callable[[], bool] | None,
-    clock: Clock | None,
 ) -> Result:
     records: list[RequestRecord] = []
     engine.set_knobs(turn.contender.knobs)
@@ -126,7 +115,6 @@ def _measure(
             duration=duration,
             label=f"bench-{turn.prompts}",
             stop=stop,
-            clock=clock,
             keep=records.extend,
         )
         decisions = () if attached is None else tuple(attached.decisions)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from autotune.bench import Comparison, Contender, Result
     from autotune.bench.loads import Load
     from autotune.cli.display import Display
+    from autotune.engines import Engine
     from autotune.profile import ModelFacts, Profile
-    from runtime.llm.engine import Engine
 
 HELP = (
     "Replay a workload against the live engine: with control, with vLLM's defaults and at fixed settings, taking turns."
@@ -104,17 +104,16 @@ def bench(
     console.print(loading(named or "PyTorch"), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     with stop_on_interrupt() as stop:
-        from runtime.llm.engine import Engine
-        from runtime.torch_backend.loading import load_model
+        from autotune.engines.own import OwnSource
 
         found = machine(gpu=kind == "gpu")
         check_dtype(dtype)
-        loaded = load_model(
+        source = OwnSource.load(
             named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed
         )
         console.print(heading(found, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
-        with Engine(loaded, limits=limits, seed=seed) as engine:
-            run = _Run(engine, model_facts(loaded, seed), contenders, seconds, rounds, seed, console, stop)
+        with source.start(limits=limits, seed=seed) as engine:
+            run = _Run(engine, model_facts(source.model, seed), contenders, seconds, rounds, seed, console, stop)
             load = run.load(workload, promise, rate, given)
             if load is not None:
                 run.measure(load)

@@ -115,11 +115,9 @@ def _measured(
     """Load the profile's model, start its engine, and compare."""
     from autotune.cli.display import Display
     from autotune.cli.target import model_facts
+    from autotune.engines.own import OwnSource
     from autotune.profile.fingerprint import OtherWork
     from autotune.profiling.check import check_steps
-    from runtime.clock import MonotonicClock
-    from runtime.llm.engine import Engine
-    from runtime.torch_backend.loading import load_model
 
     if not sys.stderr.isatty():
         from transformers.utils import logging
@@ -127,24 +125,21 @@ def _measured(
         logging.disable_progress_bar()  # of loading weights: control characters in a log
     facts, then = profile.engine, profile.model
     assert profile.cost_model is not None
-    loaded = load_model(
+    source = OwnSource.load(
         model or then.name,
         dtype=then.dtype,
         device="cuda" if gpu else "cpu",
         seed=then.seed or 0,
         max_model_len=then.max_model_len,
     )
-    here = model_facts(loaded, then.seed or 0)
+    here = model_facts(source.model, then.seed or 0)
     _same_model(then, here)
-    engine = Engine(
-        loaded,
-        limits=facts.limits,
+    engine = source.with_options(
         kv_tokens=facts.kv_pool.tokens,
         block_size=facts.kv_pool.block_size,
         prefix_cache=facts.prefix_cache,
         threads=profile.machine.threads,
-        seed=profile.seed,
-    )
+    ).start(limits=facts.limits, seed=profile.seed)
     display, work = Display(console, ""), OtherWork()
     needs = 1 if gpu else profile.machine.threads or 1
     with engine:
@@ -157,7 +152,6 @@ def _measured(
                 budget_s=budget_s,
                 threshold=threshold,
                 seed=profile.seed,
-                clock=MonotonicClock(),
                 stop=stop,
                 advance=lambda share, note: display.progress(share, note, "", None),
                 taken=lambda: work.taken(needs),

@@ -172,7 +172,7 @@ def profile(
     model = model or default_model(found_machine)
     files = Files.of(out or Path(f"{stem(model)}-{kind}.yaml"), None if storage else study)
     with stop_on_interrupt() as stop:
-        from runtime.torch_backend.loading import load_model
+        from autotune.engines.own import OwnSource
 
         if not sys.stderr.isatty():
             from transformers.utils import logging
@@ -180,10 +180,10 @@ def profile(
             logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
         check_dtype(dtype)
-        loaded = load_model(model, dtype=dtype, device=device, seed=seed)
+        source = OwnSource.load(model, dtype=dtype, device=device, seed=seed)
         console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         asked = Asked(
-            loaded, model_facts(loaded, seed), with_threads(found_machine), workload, price_per_hour, question
+            source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question
         )
         command = shlex.join(["autotune", *without_passwords(context.obj)])
 

@@ -13,11 +13,12 @@ from autotune.cli.display import Display
 from autotune.cli.exits import INTERRUPTED
 from autotune.cli.files import Files
 from autotune.cli.profiled import Subject
+from autotune.engines.own import BLOCK, OwnSource
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.journal import unwritable
 from autotune.profiling.session import Session
-from autotune.profiling.study import SharedStorage, SweepStudy, open_study, study_name
+from autotune.profiling.storage import SharedStorage, unwritable
+from autotune.profiling.study import SweepStudy, open_study, study_name
 from autotune.version import __version__
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
@@ -25,10 +26,7 @@ from runtime.knobs import KnobLimits
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from runtime.torch_backend.loading import LoadedModel
-
 _POOL = "pool"
-_BLOCK = 16  # tokens
 _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
@@ -36,7 +34,7 @@ _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 class Asked:
     """What is to be profiled, and what is asked of it. ``spec``: the workload as it was written; ``price``: per hour."""
 
-    loaded: LoadedModel
+    source: OwnSource
     model: ModelFacts
     machine: Machine
     spec: str
@@ -73,8 +71,6 @@ def work(
     write: Callable[[Findings, Subject], int],
 ) -> int:
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
-    from runtime.llm.engine import Engine
-
     facts, question, identity = asked.model, asked.question, asked.identity
     weights = "random weights, " if facts.random_weights else ""
     head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {asked.spec}"
@@ -94,13 +90,8 @@ def work(
             _copy(files.journal, before)
             study = study.restarted(identity)
         study.extend(question.budget_s, question.sim_trials)
-        with Engine(
-            asked.loaded,
-            limits=limits,
-            seed=question.seed,
-            kv_tokens=pool_of(study, asked.loaded, place),
-            block_size=_BLOCK,
-        ) as engine:
+        source = asked.source.with_options(kv_tokens=pool_of(study, asked.source, place), block_size=BLOCK)
+        with source.start(limits=limits, seed=question.seed) as engine:
             subject = Subject(engine, facts, asked.machine, asked.spec, asked.price)
             session = Session(engine, facts, question, study, display, stop=stop)
             try:
@@ -120,18 +111,16 @@ def work(
             return code
 
 
-def pool_of(study: SweepStudy, loaded: LoadedModel, place: Path | SharedStorage) -> int:
+def pool_of(study: SweepStudy, source: OwnSource, place: Path | SharedStorage) -> int:
     """Tokens of the KV pool that everything in ``study`` was measured with, on whichever machine; now chosen if it is new.
 
     How many fit hangs on what memory is free just then, and settings measured with another pool are not to be compared.
     Raises :class:`InputError` where there is no longer, or not here, room for it.
     """
-    from runtime.torch_backend.kv_pool import default_kv_blocks, free_bytes
-
     kept = study.measurements.find(_POOL)
-    pool = kept or study.measured(_POOL, lambda: {"kv_tokens": default_kv_blocks(loaded, _BLOCK) * _BLOCK})
+    pool = kept or study.measured(_POOL, lambda: {"kv_tokens": source.default_kv_tokens()})
     tokens = int(pool["kv_tokens"])
-    needed, free = tokens * loaded.kv_bytes_per_token, free_bytes(loaded)
+    needed, free = tokens * source.model.kv_bytes_per_token, source.free_bytes()
     if needed > free:
         raise InputError(
             f"{place}: this study was begun with a KV pool of {tokens} tokens ({needed / 2**30:.2g} GiB), and "

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
-from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, profile_text
+from autotune.export import TARGETS, export
+from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.report.profile_table import show
-from autotune.version import __version__
 from autotune.writing import write_together
+from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from runtime.llm.engine import Engine
+    from autotune.engines import Engine
 
 NEXT = (
     ("report", "{}", "pictures, in your browser"),
@@ -28,6 +30,20 @@ NEXT = (
     ("check", "{}", "is it still true?"),
 )
 """What to do with a profile: verb, its arguments, what it does."""
+
+
+def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
+    """(command, what it does) as they work for this very profile: vLLM may have nothing for one of its knobs."""
+    found = []
+    for verb, arguments, what in NEXT:
+        command = f"autotune {verb} {arguments.format(file)}"
+        if verb == "export":
+            try:
+                export(made, TARGETS["vllm"])
+            except InputError:
+                command += " --allow-lossy"
+        found.append((command, what))
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ def finish(
     found: Findings, question: Question, files: Files, subject: Subject, console: Console, command: str, as_json: bool
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
-    engine = subject.engine
+    engine, facts = subject.engine, subject.engine.facts
     made = assemble(
         found,
         question,
@@ -55,11 +71,12 @@ def finish(
         machine=subject.machine,
         software=software(),
         engine=EngineFacts(
-            name="autotune-runtime",
-            version=__version__,
-            kv_pool=KvPool(block_size=engine.block_size, blocks=engine.kv_tokens // engine.block_size),
+            name=facts.engine,
+            version=facts.version,
+            kv_pool=KvPool(block_size=facts.block_size, blocks=facts.kv_tokens // facts.block_size),
             limits=engine.limits,
-            prefix_cache=True,
+            prefix_cache=facts.prefix_cache,
+            parallelism=facts.parallelism,
         ),
         model=subject.model,
         baseline=engine.limits.clamp(VLLM_DEFAULTS),
@@ -82,8 +99,8 @@ def finish(
         console.print(f"stopped; best so far written to {files.profile} ({count}). Run the same command to go on.")
         return INTERRUPTED
     console.print(f"\nprofile  {files.profile}", highlight=False, markup=False, soft_wrap=True)
-    for start, (verb, arguments, what) in zip(("next   ", *([""] * len(NEXT))), NEXT, strict=False):
-        step = f"autotune {verb} {arguments.format(files.profile)}"
+    for index, (step, what) in enumerate(next_steps(made, files.profile)):
+        start = "" if index else "next"
         console.print(f"{start:<7}  {step:<44} {what}", highlight=False, markup=False, soft_wrap=True)
     longer = "the same command with --fresh --budget 10m"
     console.print(

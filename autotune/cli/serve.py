@@ -112,11 +112,10 @@ def serve(
     if decisions is not None:
         _check_writable(decisions)
     from autotune.control.attach import attach
-    from runtime.llm.engine import Engine
+    from autotune.engines.own import OwnSource
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
-    from runtime.torch_backend.loading import load_model
 
     if dtype is not None:
         check_dtype(dtype)
@@ -124,7 +123,7 @@ def serve(
     with ExitStack() as stack:
         bound = stack.enter_context(bind(host, port))
         log = None if records is None else stack.enter_context(RecordLog(records))
-        loaded = load_model(
+        source = OwnSource.load(
             name,
             dtype=dtype or (start_with.model.dtype if start_with else "auto"),
             device=device,
@@ -132,10 +131,7 @@ def serve(
             max_model_len=max_model_len,
         )
         try:
-            engine = Engine(
-                loaded,
-                knobs=setting,
-                limits=limits,
+            engine = source.with_options(
                 slo=promise,
                 classes=promised,
                 kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
@@ -144,9 +140,8 @@ def serve(
                 max_queue=max_queue,
                 ordering=ordering,
                 admission=reject_late,
-                seed=seed,
                 threads=threads or (start_with.machine.threads if start_with else None),
-            )
+            ).start(setting, limits, seed)
         except ValueError as error:
             raise InputError(str(error)) from None
         stack.enter_context(engine)

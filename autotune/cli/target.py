@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from autotune.profile import Machine, ModelFacts
 from autotune.profile.fingerprint import describe, gpu_available, package_version
 from autotune.version import __version__
 from runtime.errors import InputError
+from runtime.tunable import ModelInfo
 
 
 def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:
@@ -40,10 +41,10 @@ def default_model(found: Machine) -> str:
 
 def check_dtype(dtype: str) -> None:
     """Raises :class:`InputError`, which names --dtype, for one that no model is loaded in."""
-    from runtime.torch_backend.loading import DTYPES
+    from autotune.engines.own import dtypes
 
-    if dtype not in ("auto", *DTYPES):
-        raise InputError(f"--dtype is {dtype}; it must be one of auto, {', '.join(DTYPES)}")
+    if dtype not in dtypes():
+        raise InputError(f"--dtype is {dtype}; it must be one of {', '.join(dtypes())}")
 
 
 def with_threads(found: Machine) -> Machine:
@@ -53,21 +54,18 @@ def with_threads(found: Machine) -> Machine:
     return found.model_copy(update={"threads": torch.get_num_threads()})
 
 
-def model_facts(loaded: Any, seed: int) -> ModelFacts:
-    """What the profile says of a :class:`runtime.torch_backend.loading.LoadedModel`; presets have random weights."""
-    from runtime.torch_backend.presets import PRESETS
-
-    preset = loaded.name in PRESETS
+def model_facts(model: ModelInfo, seed: int) -> ModelFacts:
+    """What the profile says of ``model``; ``seed`` is that of its weights, should they be random."""
     return ModelFacts(
-        name=loaded.name,
-        architecture=loaded.architecture,
-        parameters=loaded.parameters,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        random_weights=preset,
-        seed=seed if preset else None,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-        kv_bytes_per_token=loaded.kv_bytes_per_token,
+        name=model.name,
+        architecture=model.architecture,
+        parameters=model.parameters,
+        dtype=model.dtype,
+        random_weights=model.random_weights,
+        seed=seed if model.random_weights else None,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        kv_bytes_per_token=model.kv_bytes_per_token,
     )
 
 

@@ -11,10 +11,9 @@ from typing import Any
 from autotune.control.controllers.protocol import Proposal
 from autotune.control.decision_log import Decision, DecisionLog
 from autotune.control.guardrails import Guardrails
-from autotune.engines.controllable import Controllable
 from runtime.errors import AutotuneError
 from runtime.knobs import Knobs
-from runtime.tunable import Lease
+from runtime.tunable import Lease, Tunable
 
 
 class Wheel:
@@ -27,7 +26,7 @@ class Wheel:
 
     def __init__(
         self,
-        engine: Controllable,
+        engine: Tunable,
         lease: Lease,
         guardrails: Guardrails,
         decisions: DecisionLog,

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from autotune.control.controllers.protocol import Controller
-from autotune.engines.controllable import Admitting
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
-from runtime.tunable import Lease
+from runtime.tunable import Lease, Tunable
 
 
 class Gate:
     """``policy`` for ``engine``; None: its own, if it has one. Raises ``ValueError`` if it cannot turn requests away."""
 
-    def __init__(self, engine: object, policy: AdmissionPolicy | None) -> None:
-        self._engine = engine if isinstance(engine, Admitting) else None
-        if self._engine is None and policy is not None:
+    def __init__(self, engine: Tunable, policy: AdmissionPolicy | None) -> None:
+        if policy is not None and not engine.capabilities.admission:
             raise ValueError(f"admission is {policy}; {type(engine).__name__} cannot turn requests away")
-        self._former = None if self._engine is None else self._engine.admission
+        self._engine = engine
+        self._former = engine.admission
         self._policy = policy or self._former
 
     def shut(self, source: RateSource, lease: Lease) -> None:
         """Put the policy in force; ``source`` says how fast prompts are computed."""
-        if self._engine is not None and self._policy is not None:
+        if self._policy is not None:
             self._engine.set_admission(self._policy, source=source, lease=lease)
 
     def put_back(self, lease: Lease) -> None:
-        if self._engine is not None and self._policy is not None:
+        if self._policy is not None:
             self._engine.set_admission(self._former, lease=lease)
 
 

@@ -12,17 +12,16 @@ from autotune.control.controllers.protocol import Controller
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
 from autotune.control.expected import Expected
 from autotune.control.guardrails import Guardrails
-from autotune.engines.controllable import Controllable
+from autotune.engines import Adaptable, adapt
 from autotune.profile import Profile
 from autotune.profile.callable import CallableProfile, load_either
 from autotune.profile.serving import serving_cost, serving_knowledge
-from runtime.batching.decorator import Batched
-from runtime.batching.tuning import TunableBatcher
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
+from runtime.tunable import CallableInfo, Tunable
 
 
 def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
@@ -39,7 +38,7 @@ def _expected(profile: Profile | CallableProfile | None) -> Expected | None:
 
 
 def attach(
-    engine: Controllable | Batched,
+    engine: Adaptable,
     *,
     slo: SLO | str | None = None,
     profile: str | Path | None = None,
@@ -53,18 +52,17 @@ def attach(
     steer: bool | str | Path = False,
 ) -> Control:
     """What :func:`autotune.control` does; its arguments are described there."""
-    if isinstance(engine, Batched):  # what @batch makes of a function
-        engine = engine.batcher
+    engine = adapt(engine)
     loaded = None if profile is None else _loaded(profile, engine)
     target = engine.slos.get("default") if slo is None else SLO.of(slo)
     if target is None and loaded is not None:
         target = loaded.slo
     if target is None:
-        such = "e2e=200ms" if isinstance(engine, TunableBatcher) else "ttft=500ms,tpot=50ms"
+        such = "ttft=500ms,tpot=50ms" if engine.facts.callable is None else "e2e=200ms"
         raise ValueError(f'slo is None, and the engine has none either; pass slo="{such}"')
     if loaded is not None and (doubts := _doubts(engine, loaded)):
         warnings.warn(f"{doubts}; its knobs are a start that the controller will correct", stacklevel=3)
-    guardrails = Guardrails(bounds or {}, pinned or {})
+    guardrails = Guardrails(bounds or {}, {**_fixed(engine, bounds or {}, pinned or {}), **(pinned or {})})
     start = engine.knobs if loaded is None else engine.effective_limits.clamp(loaded.knobs)
     if controller is None or isinstance(controller, str):
         controller = _named(controller, engine, target, start, loaded)
@@ -89,29 +87,45 @@ def attach(
     return attached
 
 
+def _fixed(engine: Tunable, bounds: Mapping[str, object], pinned: Mapping[str, object]) -> dict[str, float]:
+    """The knobs that cannot be turned while ``engine`` runs, at their values. Raises ``ValueError`` where that leaves nothing
+    to control by, or where the operator asks for one of them."""
+    can = engine.capabilities
+    fixed = {name: value for name, value in engine.knobs.as_dict().items() if can.knobs[name] != "live"}
+    if not can.step_records or len(fixed) == len(can.knobs):
+        lacks = "has no knob that can be turned while it runs" if can.step_records else "tells of no steps"
+        raise ValueError(f"engine {lacks}, so there is nothing to control")
+    for name, effect in can.knobs.items():
+        if effect != "live" and (name in bounds or name in pinned):
+            why = "has no such knob" if effect == "none" else "takes a restart for it"
+            raise ValueError(f"{name} is bounded or pinned; this engine {why}")
+    return fixed
+
+
 def _named(
-    name: str | None, engine: Controllable, slo: SLO, start: Knobs, profile: Profile | CallableProfile | None
+    name: str | None, engine: Tunable, slo: SLO, start: Knobs, profile: Profile | CallableProfile | None
 ) -> Controller:
     """The controller called ``name``, or what suits ``engine``."""
-    if isinstance(engine, TunableBatcher) and name in (None, "batching"):
-        blind = _strategy(engine) in ("dynamic", "static")
-        return BatchingController(slo, start, blind=blind, fixed_window=blind and engine.slots == 1)
+    facts = engine.facts
+    if facts.callable is not None and name in (None, "batching"):
+        blind = _strategy(facts.callable) in ("dynamic", "static")
+        return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
     if name not in CONTROLLERS:
-        known = ", ".join([*CONTROLLERS, *(OF_BATCHERS if isinstance(engine, TunableBatcher) else [])])
+        known = ", ".join([*CONTROLLERS, *([] if facts.callable is None else OF_BATCHERS)])
         raise ValueError(f"controller is {name!r}; it must be one of {known}, or a Controller")
-    return CONTROLLERS[name](slo, start, engine.kv_tokens, engine.block_size, warm_model(profile))
+    return CONTROLLERS[name](slo, start, facts.kv_tokens, facts.block_size, warm_model(profile))
 
 
-def _strategy(batcher: TunableBatcher) -> str:
+def _strategy(about: CallableInfo) -> str:
     """Its name, without what may be wrapped around it ("dynamic, memory-bounded")."""
-    return batcher.strategy.name.partition(",")[0]
+    return about.strategy.partition(",")[0]
 
 
-def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile:
+def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
     """The profile at ``path``. Raises InputError for a callable's on an engine, and a language model's on a batcher."""
     loaded = load_either(path)
-    batcher = isinstance(engine, TunableBatcher)
+    batcher = engine.facts.callable is not None
     if isinstance(loaded, CallableProfile) and not batcher:
         raise InputError(f"{path}: is the profile of a callable ({loaded.function}); this engine runs a language model")
     if isinstance(loaded, Profile) and batcher:
@@ -122,22 +136,22 @@ def _loaded(path: str | Path, engine: Controllable) -> Profile | CallableProfile
     return loaded
 
 
-def _doubts(engine: Controllable, profile: Profile | CallableProfile) -> str:
+def _doubts(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
     from autotune.profile.fingerprint import measured_elsewhere
 
     if isinstance(profile, CallableProfile):
-        used = _strategy(engine) if isinstance(engine, TunableBatcher) else profile.strategy
+        about = engine.facts.callable
+        used = profile.strategy if about is None else _strategy(about)
         how = "" if used == profile.strategy else f"profile is for the {profile.strategy} strategy, not {used}"
-        have = engine.workers if isinstance(engine, TunableBatcher) else profile.replicas
+        have = profile.replicas if about is None else about.workers
         many = "" if have == profile.replicas else f"profile is for {profile.replicas} workers, not {have}"
         elsewhere = measured_elsewhere(profile.machine, gpu=profile.machine.kind == "gpu")
         return "; ".join(text for text in (elsewhere, how, many) if text)
-    model = getattr(engine, "model", None)
-    device = getattr(model, "device", None)
-    if model is None or device is None:
+    model = engine.facts.model
+    if model is None or not model.device:
         return ""
-    elsewhere = measured_elsewhere(profile.machine, gpu=device.type == "cuda")
+    elsewhere = measured_elsewhere(profile.machine, gpu=model.device == "cuda")
     other = (
         "" if model.name == profile.model.name else f"profile was measured with {profile.model.name}, not {model.name}"
     )

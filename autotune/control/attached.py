@@ -27,13 +27,12 @@ from autotune.control.guardrails import Guardrails
 from autotune.control.remote import SteeringServer
 from autotune.control.status import Status
 from autotune.control.watchdog import Silence
-from autotune.engines.controllable import Controllable
 from runtime.errors import AutotuneError, EngineClosedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.tunable import Lease, SchedulerView
+from runtime.tunable import Lease, SchedulerView, Tunable
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class Control(TellsRates):
 
     def __init__(
         self,
-        engine: Controllable,
+        engine: Tunable,
         controller: Controller,
         slo: SLO,
         *,
@@ -85,7 +84,8 @@ class Control(TellsRates):
         self._budgets_apply(True)
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
-            engine.set_step_policy(self, lease=self._lease)
+            if engine.capabilities.step_budgets:
+                engine.set_step_policy(self, lease=self._lease)
             self._gate.shut(self, self._lease)
         self._wheel.log(
             "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._kept.as_evidence()}
@@ -166,7 +166,7 @@ class Control(TellsRates):
 
     def _budgets_apply(self, applied: bool) -> bool:
         """Tell the controller whether steps go by its budgets. False if that makes no difference to it."""
-        can = self._engine.step_budgets and not self.observe_only
+        can = self._engine.capabilities.step_budgets and not self.observe_only
         if isinstance(self.controller, Budgeted):
             self.controller.budgets_apply(can and applied)
             return can

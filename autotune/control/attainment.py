@@ -5,15 +5,15 @@ from __future__ import annotations
 from autotune.control.controllers.protocol import Promised
 from autotune.control.status import Fared
 from autotune.control.verdicts import Verdicts
-from autotune.engines.controllable import Controllable
 from runtime.records import RequestRecord
 from runtime.slo import SLO
+from runtime.tunable import Tunable
 
 
 class Kept:
     """``slos``: the promise of each class as of the last :meth:`changed`; ``default`` is for classes not named."""
 
-    def __init__(self, engine: Controllable, slo: SLO) -> None:
+    def __init__(self, engine: Tunable, slo: SLO) -> None:
         self.slos: dict[str, SLO] = {"default": slo}
         self.all = Verdicts()
         self._engine = engine

@@ -108,6 +108,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "cause": (str,),
     "evidence": (dict,),
 }
+_BEFORE = Knobs()  # what a knob was at before it was one
+
 _KIND_NAMES: dict[tuple[type, ...], str] = {
     (int, float): "a finite number",
     (int, float, type(None)): "a finite number or null",
@@ -143,18 +145,19 @@ def _decision(line: str, where: str) -> Decision:
             Knobs.from_mapping(fields[name], where=f"{name}.")
         except (ValueError, AttributeError) as error:
             raise InputError(f"{where}: {error}") from None
-        absent = [s.name for s in KNOBS if s.name not in fields[name]]
+        absent = [s.name for s in KNOBS if s.required and s.name not in fields[name]]
         if absent:
             raise InputError(f"{where}: {name}.{absent[0]} is missing")
+        fields[name] = {s.name: fields[name].get(s.name, getattr(_BEFORE, s.name)) for s in KNOBS}
     return Decision(**fields)
 
 
-SHORT = {"max_batch_size": "max_batch", "max_wait_ms": "wait_ms", "token_budget": "token_budget", "chunk_size": "chunk"}
+SHORT = {spec.name: spec.short for spec in KNOBS} | {"max_wait_ms": "wait_ms", "token_budget": "token_budget"}
 
 
 def describe(decision: Decision) -> tuple[str, str]:
     """(what happened, why) of a decision, for a person."""
-    what = "  ".join(f"{SHORT.get(name, name)} {old:.10g} → {new:.10g}" for name, old, new in decision.changes)
+    what = "  ".join(f"{SHORT[name]} {old:.10g} → {new:.10g}" for name, old, new in decision.changes)
     if decision.action == "observe":
         what = f"(would set) {what}"
     elif decision.action != "set" or not what:

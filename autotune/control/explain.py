@@ -26,7 +26,7 @@ def timeline(decisions: Iterable[Decision], *, knobs: Collection[str] = (), date
         if dates and date != day:
             day = date
             yield date
-        what = [f"{SHORT.get(name, name):<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
+        what = [f"{SHORT[name]:<12} {old:.10g} → {new:.10g}" for name, old, new in changes]
         if decision.action == "observe":
             what = [f"(would set) {line}" for line in what]
         elif decision.action != "set" or not what:
@@ -46,8 +46,7 @@ class Summary:
 
     def lines(self) -> Iterator[str]:
         changed = ", ".join(
-            f"{SHORT.get(name, name)} {count} ({first:.10g} → {last:.10g})"
-            for name, (count, first, last) in self.changes.items()
+            f"{SHORT[name]} {count} ({first:.10g} → {last:.10g})" for name, (count, first, last) in self.changes.items()
         )
         yield f"changes   {changed or 'none'}"
         if self.would_change:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.knobs import Knobs
+from runtime.knobs import KNOBS, Knobs
 from runtime.slo import SLO, Attainment
 
 SILENT_S = 1.0  # from which on it is worth a word that no record has come
@@ -69,8 +69,6 @@ class Status:
         k, seen = self.knobs, self.attainment
         share = f"in SLO {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
         state = "detached" if self.ended else "paused" if self.paused else "observing" if self.observe_only else ""
-        knobs = (
-            f"max_batch {k.max_batch_size}, budget {k.token_budget}, chunk {k.chunk_size}, wait {k.max_wait_ms:g} ms"
-        )
+        knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS)
         silent = "" if (self.silent_s or 0.0) < SILENT_S else f"no usable record for {self.silent_s:.1f} s"
         return " · ".join(part for part in (share, f"regime {self.regime}", knobs, silent, state) if part)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 
 from autotune.control.controllers.protocol import Proposal
-from autotune.engines.controllable import Clocked, Controllable
 from runtime.knobs import Knobs
 from runtime.records import StepRecord
-from runtime.tunable import SchedulerView
+from runtime.tunable import SchedulerView, Tunable
 
 _STEPS = 8  # steps in a row, and
 _SECONDS = 2.0  # seconds, that are silence
@@ -22,7 +21,7 @@ class Silence:
     """Of ``engine``; seconds are on its clock. ``told``: whether somebody has been told of this silence;
     ``latest``: when a step was last known to begin in it."""
 
-    def __init__(self, engine: Controllable) -> None:
+    def __init__(self, engine: Tunable) -> None:
         self.told = False
         self.latest = engine.view().now
         self._engine = engine
@@ -60,8 +59,7 @@ class Silence:
         """How long a step's record has been due; None while none is. Does not wait for the engine."""
         if self._since is None:
             return None
-        now = self._engine.clock.now() if isinstance(self._engine, Clocked) else self.latest
-        return max(0.0, now - self._since)
+        return max(0.0, self._engine.clock.now() - self._since)
 
     def proposal(self, start: Knobs) -> Proposal:
         """The knobs to hold meanwhile."""

@@ -16,13 +16,14 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import StepFeatures, StepLearner
+from runtime.step_model import TERMS, StepFeatures, StepLearner
 
 WRITTEN_OUT = frozenset(
     ("step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs")
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
+_NOTHING = StepFeatures(0, 0, 0, 0, 0)  # a term of which even this holds some is the overhead itself
 _FIRST_TABLE = 1024
 _FROM_TABLE = 0.0  # in place of the norm: it is met last, so that models without further terms do not wait for it
 _PASSES = 3  # over the points, by the learner: the first decides which of its two pieces a step belongs to
@@ -249,6 +250,19 @@ def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
         mixed=tuple(known.mixed),
         mixed_covariance=_symmetric(known.mixed_covariance),
     )
+
+
+def untold_terms(points: Sequence[StepPoint]) -> list[str]:
+    """The terms of which all ``points`` hold as much, so that no fit can tell what they cost.
+
+    Of the terms there are none is among them where the plan had its time; a new one is until the plan makes steps for it.
+    """
+    steps = [features_of(point) for point in points]
+    return [
+        term.name
+        for term in TERMS.values()
+        if term.coefficient and float(term.amount(_NOTHING)) == 0 and len({float(term.amount(s)) for s in steps}) < 2
+    ]
 
 
 def features_of(point: StepPoint) -> StepFeatures:

@@ -5,8 +5,7 @@ request was due, not from when it was sent. The measuring window: requests that 
 left out; arrivals stop at the end of the window; then the engine drains until the last deadline has passed. What is
 still unfinished is cancelled and counts as a miss.
 
-An engine that lives in virtual time (:class:`Simulated`) is measured in it: the same function, the same window, the same
-score, no sleep.
+An engine that lives in virtual time is measured in it: the same function, the same window, the same score, no sleep.
 """
 
 from __future__ import annotations
@@ -17,29 +16,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autotune.engines.served import Handle, Served, Simulated, waiting
+from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
 from autotune.measure.score import Score, deadline, score
 from autotune.workload import Arrival, Workload, prompt_ids, replay
 from autotune.workload.replay import ReplayReport
-from runtime.clock import Clock, MonotonicClock
+from runtime.clock import Clock
 from runtime.errors import AutotuneError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 
-__all__ = [
-    "MAX_DRAIN_S",
-    "EvaluationError",
-    "Handle",
-    "Interrupted",
-    "Recorder",
-    "Served",
-    "Simulated",
-    "evaluate",
-    "settle",
-    "waiting",
-]
+__all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "settle"]
 
 MAX_DRAIN_S = 30.0
 """Longest drain when the SLO gives no deadline (a bare ``ttft=`` or ``tpot=``)."""
@@ -75,8 +63,23 @@ class Recorder:
         self.changed.set()
 
 
+class _Ceilings:
+    """The limits in force at any time of a run, lest they fall and rise again unseen."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.seen = [engine.effective_limits]
+
+    def on_step(self, record: StepRecord) -> None:
+        if (limits := self._engine.effective_limits) is not self.seen[-1]:
+            self.seen.append(limits)
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+
 def evaluate(
-    engine: Served,
+    engine: Engine,
     setting: Knobs | None,
     workload: Workload,
     slo: SLO,
@@ -88,40 +91,42 @@ def evaluate(
     prompt_seed: int | None = None,
     label: str = "run",
     stop: Callable[[], bool] | None = None,
-    clock: Clock | None = None,
     keep: Callable[[Sequence[RequestRecord]], None] | None = None,
 ) -> Score:
     """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
 
     ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
-    measurements may have the same load and yet share no cached prefix. ``clock`` must be the engine's; one in virtual time
-    brings its own. ``keep`` is given the records behind the score, in the order of their arrivals (which are when they were
-    due). Raises
-    :class:`EvaluationError` when the engine is not idle, a request fails, or the engine's limits shrink below the setting;
-    :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
+    measurements may have the same load and yet share no cached prefix. ``keep`` is given the records behind the score, in the
+    order of their arrivals (which are when they were due).
+
+    Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at
+    any time; :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
     """
-    virtual = engine if isinstance(engine, Simulated) else None
-    clock = virtual.clock if virtual is not None else clock or MonotonicClock()
+    clock, simulated = engine.clock, virtual(engine)
     begun = clock.now()
     arrivals = list(workload.arrivals(seed, duration=warmup + duration))
     prompt_seed = seed if prompt_seed is None else prompt_seed
     sent: _Sender = (
         _Sender(engine, arrivals, label, vocab_size, prompt_seed)
-        if virtual is None
-        else _VirtualSender(virtual, arrivals, label, prompt_seed)
+        if simulated is None
+        else _VirtualSender(simulated, arrivals, label, prompt_seed)
     )
-    settle(engine, clock)
+    settle(engine)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
     knobs = engine.knobs
     recorder = Recorder()
     unsubscribe = engine.subscribe(recorder)
+    ceilings = _Ceilings(engine)
+    unwatch = engine.subscribe(ceilings) if simulated is None else lambda: None  # a simulated engine has memory enough
     try:
         report = sent.replay(clock, stop)
         sent.drain(recorder, report, slo, clock, stop)
     finally:
         unsubscribe()
-    if engine.effective_limits.clamp(knobs) != knobs:
-        raise EvaluationError(f"out of memory: the engine's limits fell to {engine.effective_limits.as_dict()}")
+        unwatch()
+    for limits in (*ceilings.seen, engine.effective_limits):
+        if limits.clamp(knobs) != knobs:
+            raise EvaluationError(f"out of memory: the engine's limits fell to {limits.as_dict()}")
     every = [sent.record(index, arrival, report, recorder) for index, arrival in enumerate(arrivals)]
     records = [record for record, arrival in zip(every, arrivals, strict=True) if arrival.time >= warmup]
     for record in records:
@@ -147,10 +152,10 @@ def evaluate(
     )
 
 
-def settle(engine: Served, clock: Clock, *, patience: float = _SETTLE_S) -> None:
+def settle(engine: Engine, *, patience: float = _SETTLE_S) -> None:
     """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
+    clock, pause = engine.clock, waiting(engine)
     give_up = clock.now() + patience
-    pause = waiting(engine)
     while (view := engine.view()).running or view.waiting:
         if clock.now() > give_up:
             raise EvaluationError(f"the engine did not come to rest: {view.running} running, {view.waiting} waiting")
@@ -161,7 +166,7 @@ class _Sender:
     """Submits requests, keeps their handles, and ends what the drain leaves."""
 
     def __init__(
-        self, engine: Served, arrivals: Sequence[Arrival], label: str, vocab_size: int, prompt_seed: int
+        self, engine: Engine, arrivals: Sequence[Arrival], label: str, vocab_size: int, prompt_seed: int
     ) -> None:
         self._engine = engine
         self._arrivals = arrivals
@@ -243,7 +248,7 @@ class _Sender:
 class _VirtualSender(_Sender):
     """The same in virtual time, where prompts need no tokens."""
 
-    def __init__(self, engine: Simulated, arrivals: Sequence[Arrival], label: str, prompt_seed: int) -> None:
+    def __init__(self, engine: VirtualEngine, arrivals: Sequence[Arrival], label: str, prompt_seed: int) -> None:
         super().__init__(engine, arrivals, label, 0, prompt_seed)
         self._simulated = engine
         self._prompt_seed = prompt_seed

@@ -20,6 +20,7 @@ from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.writing import write_whole
 from runtime.errors import InputError
+from runtime.knobs import KNOBS
 
 SCHEMA_VERSION = 1
 StrategyName = Literal["adaptive", "dynamic"]
@@ -129,8 +130,8 @@ class CallableProfile(Part):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ``Batcher(fn, **options)`` is given, beside ``cost``. The chunk size says nothing to a batcher."""
-        knobs = {name: value for name, value in self.knobs.as_dict().items() if name != "chunk_size"}
+        """What ``Batcher(fn, **options)`` is given, beside ``cost``: of the knobs those that mean something to a batcher."""
+        knobs = {spec.name: getattr(self.knobs, spec.name) for spec in KNOBS if spec.batcher}
         replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
         return {"slo": str(self.slo), "strategy": self.strategy, **knobs, **replicas}
 

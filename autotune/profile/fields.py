@@ -52,18 +52,18 @@ def _limits(value: object) -> KnobLimits:
 
 
 def _values(value: object, what: str) -> dict[str, Any]:
-    """A complete mapping of knob names to checked values; a profile leaves none to a default."""
+    """A mapping of knob names to checked values; a profile leaves none to a default but those that are newer than it."""
     names = [spec.name for spec in KNOBS]
     if not isinstance(value, Mapping):
         raise ValueError(f" is {shortened(value)}; it must hold {', '.join(names)}")
     for name in value:
         if name not in names:
             raise ValueError(f".{name} is not a knob; the knobs are {', '.join(names)}")
-    for name in names:
-        if name not in value:
-            raise ValueError(f".{name} is missing; {what} hold {', '.join(names)}")
+    for spec in KNOBS:
+        if spec.required and spec.name not in value:
+            raise ValueError(f".{spec.name} is missing; {what} hold {', '.join(names)}")
     try:
-        return {spec.name: spec.check(value[spec.name]) for spec in KNOBS}
+        return {spec.name: spec.check(value[spec.name]) for spec in KNOBS if spec.name in value}
     except ValueError as error:
         raise ValueError(f".{error}") from None
 
@@ -103,7 +103,7 @@ def _knobs_schema(what: str) -> WithJsonSchema:
                 }
                 for spec in KNOBS
             },
-            "required": [spec.name for spec in KNOBS],
+            "required": [spec.name for spec in KNOBS if spec.required],
             "additionalProperties": False,
         }
     )

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autotune.measure.evaluate import EvaluationError, Handle, Interrupted, Recorder, Served, waiting
+from autotune.engines import Engine, Handle, waiting
+from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder
 from autotune.profile.parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
@@ -26,7 +27,6 @@ from autotune.profiling.setup import (
 )
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, prompt_ids
-from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
@@ -47,9 +47,7 @@ class Alone(NamedTuple):
     prompt_tokens: int
 
 
-def request_alone(
-    engine: Served, model: ModelFacts, *, seed: int, clock: Clock, stop: Callable[[], bool] | None = None
-) -> Alone:
+def request_alone(engine: Engine, model: ModelFacts, *, seed: int, stop: Callable[[], bool] | None = None) -> Alone:
     """Medians of a few requests, one after the other, behind a warm-up.
 
     Raises :class:`EvaluationError` when one fails or is not answered, :class:`Interrupted` on ``stop``.
@@ -64,7 +62,7 @@ def request_alone(
             ids = prompt_ids(Arrival(0.0, prompt, _PROBE_OUTPUT, ((probe, prompt),)), model.vocab_size, seed + 7919)
             params = SamplingParams(max_tokens=_PROBE_OUTPUT, ignore_eos=True)
             handle = engine.submit(ids, params, request_id=f"alone-{probe}")
-            _await(engine, recorder, handle, clock, stop or (lambda: False))
+            _await(engine, recorder, handle, stop or (lambda: False))
         finally:
             unsubscribe()
         found += recorder.requests.values()
@@ -80,7 +78,7 @@ def request_alone(
 
 
 def draw_setup(
-    engine: Served,
+    engine: Engine,
     model: ModelFacts,
     workload: Workload,
     cost: StepModel,
@@ -98,13 +96,13 @@ def draw_setup(
         natural = sample(workload, seed)
         prompt, output = _means(natural)
         scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot)
-    room = min(model.max_model_len, engine.kv_tokens)
+    room = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = max(1, room // 4)
     scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output)
     lengths = sample(scaled, seed)
     mean_prompt, mean_output = _means(lengths)
     context = mean_prompt + mean_output / 2
-    saturated = full_rate(cost, lengths, engine.limits, engine.kv_tokens)
+    saturated = full_rate(cost, lengths, engine.limits, engine.facts.kv_tokens)
     tokens_per_s = saturated * (mean_prompt + mean_output)
     chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
     most = most_rate(scaled, seed, warmup_s + window_s)
@@ -155,9 +153,9 @@ def _means(lengths: Sequence[Arrival]) -> tuple[float, float]:
     return statistics.fmean(a.prompt_tokens for a in lengths), statistics.fmean(a.output_tokens for a in lengths)
 
 
-def _await(engine: Served, recorder: Recorder, handle: Handle, clock: Clock, stop: Callable[[], bool]) -> None:
+def _await(engine: Engine, recorder: Recorder, handle: Handle, stop: Callable[[], bool]) -> None:
+    clock, pause = engine.clock, waiting(engine)
     give_up = clock.now() + _PATIENCE_S
-    pause = waiting(engine)
     while not recorder.requests:
         if stop() or clock.now() > give_up:
             handle.cancel()

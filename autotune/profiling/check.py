@@ -29,12 +29,12 @@ from scipy.stats import binom
 
 from autotune.cost.fit import SERVED
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import EvaluationError, Served
+from autotune.engines import Engine
+from autotune.measure.evaluate import EvaluationError
 from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
-from autotune.profiling.steps import region_of
-from runtime.clock import Clock
+from autotune.profiling.steps import region_of, room_of
 from runtime.step_model import StepFeatures
 
 Verdict = Literal["fits", "stale", "unclear"]
@@ -151,19 +151,18 @@ class Check:
 
 
 def check_steps(
-    engine: Served,
+    engine: Engine,
     model: ModelFacts,
     facts: CostFacts,
     *,
     budget_s: float,
     threshold: float = THRESHOLD,
     seed: int = 0,
-    clock: Clock,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
     taken: Callable[[], float] = lambda: 0.0,
 ) -> Check:
-    """Measure steps of ``engine``, which must be idle, for ``budget_s`` seconds on its ``clock``, and compare with ``facts``.
+    """Measure steps of ``engine``, which must be idle, for ``budget_s`` seconds on its clock, and compare with ``facts``.
 
     Rounds that do not count come before, for half as long.
 
@@ -173,9 +172,9 @@ def check_steps(
     :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
     """
     cost = CostModel.from_facts(facts.planned or facts)
+    clock = engine.clock
     begun = clock.now()
-    room = min(model.max_model_len, engine.kv_tokens // 2)
-    driver = StepDriver(engine, model.vocab_size, room, seed=seed, clock=clock, stop=stop or (lambda: False))
+    driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
     expected = Pilot(
         cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256, cost.predict(StepFeatures(8, 512, 0, 0, 0))

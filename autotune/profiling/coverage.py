@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.fit import SERVED
-from autotune.cost.model import features_of
-from runtime.step_model import TERMS, StepFeatures
-
-_NOTHING = StepFeatures(0, 0, 0, 0, 0)  # a term of which even this holds some is the overhead itself
+from autotune.cost.model import untold_terms
 
 APART = 1.5
 """Contexts of a sequence that differ by this factor are two, for the cost of a token of context to be told."""
@@ -31,14 +28,4 @@ def lacking(points: Sequence[StepPoint]) -> tuple[str, ...]:
         told.append("no chunk behind computed tokens")
     if not any(p.region == SERVED for p in points):
         told.append("no served load")
-    return tuple(told or _untold([features_of(p) for p in points]))
-
-
-def _untold(steps: Sequence[StepFeatures]) -> list[str]:
-    """Terms of the cost model that ``steps`` hold alike, so that they look like overhead. Kinds of steps that are all there tell
-    those of today; of a term that is new this says that the plan makes no steps for it."""
-    return [
-        f"no steps with more and less {term.name}"
-        for term in TERMS.values()
-        if term.coefficient and float(term.amount(_NOTHING)) == 0 and len({float(term.amount(s)) for s in steps}) < 2
-    ]
+    return tuple(told or (f"no steps with more and less {name}" for name in untold_terms(points)))

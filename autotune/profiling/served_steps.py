@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable
 from itertools import pairwise
 
-from autotune.measure.evaluate import Recorder, Served, evaluate
+from autotune.engines import Engine
+from autotune.measure.evaluate import Recorder, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.step_driver import Sample, samples
 from autotune.profiling.step_plan import Mix
 from autotune.workload import parse_workload
-from runtime.clock import Clock
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
@@ -27,14 +27,14 @@ _RUNS = itertools.count(1)
 
 
 def served_steps(
-    engine: Served, model: ModelFacts, mix: Mix, *, seed: int, clock: Clock, stop: Callable[[], bool] | None = None
+    engine: Engine, model: ModelFacts, mix: Mix, *, seed: int, stop: Callable[[], bool] | None = None
 ) -> list[Sample]:
     """Serve ``mix`` and return its steps, in order; the engine is left idle, its knobs changed.
 
     Raises as :func:`~autotune.measure.evaluate.evaluate`.
     """
     limits = engine.effective_limits
-    longest = max(1, min(model.max_model_len, engine.kv_tokens // 2) // 2)
+    longest = max(1, min(model.max_model_len, engine.facts.kv_tokens // 2) // 2)
     prompts, outputs = _SPREAD
     load = parse_workload(
         f"gamma:cv={mix.cv:g},prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
@@ -55,7 +55,6 @@ def served_steps(
             duration=mix.seconds,
             label=f"mix-{run}",
             stop=stop,
-            clock=clock,
         )
     finally:
         unsubscribe()

@@ -4,14 +4,15 @@ The hardware is asked once what its steps cost. Hundreds of settings are then tr
 measured. Everything measured goes into the study the moment it exists, under a key that says what it was. A second run of
 the same command finds it there and goes on with what is missing.
 
-Any :class:`autotune.measure.evaluate.Served` will do as the hardware: the live engine, or a simulated one in virtual time.
+Any :class:`autotune.engines.Engine` will do as the hardware: the live engine, or a simulated one in virtual time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.measure.evaluate import Interrupted, Served, Simulated
+from autotune.engines import Engine
+from autotune.measure.evaluate import Interrupted
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.reporting import Reporter
@@ -30,24 +31,22 @@ from runtime.clock import Clock, MonotonicClock
 class Session:
     """Works on one study with one engine. ``stop`` is asked between and during measurements.
 
-    ``clock``: the engine's; one in virtual time brings its own. ``host``: the clock that simulating takes its time by.
+    ``host``: the clock that simulating takes its time by.
     """
 
     def __init__(
         self,
-        engine: Served,
+        engine: Engine,
         model: ModelFacts,
         question: Question,
         study: SweepStudy,
         reporter: Reporter,
         *,
         stop: Callable[[], bool] | None = None,
-        clock: Clock | None = None,
         schedule: Schedule | None = None,
         host: Clock | None = None,
     ) -> None:
         host = host or MonotonicClock()
-        hardware = engine.clock if isinstance(engine, Simulated) else clock or host
         spent = study.get("spent") or {}
         self._context = Context(
             engine=engine,
@@ -56,8 +55,8 @@ class Session:
             study=study,
             reporter=reporter,
             schedule=schedule or Schedule.of(question.budget_s),
-            meter=Meter(hardware, host, **spent),
-            clock=hardware,
+            meter=Meter(engine.clock, host, **spent),
+            clock=engine.clock,
             host=host,
             found=Findings(space=question.space),
             stop=stop or (lambda: False),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Served
+from autotune.engines import Engine
 from autotune.measure.score import Score
 from autotune.profiling.points import Run
 from autotune.profiling.setup import Setup
@@ -36,7 +36,7 @@ class Simulator:
     warmup_s: float
 
     @classmethod
-    def of(cls, cost: CostModel, engine: Served, workload: Workload, setup: Setup) -> Simulator:
+    def of(cls, cost: CostModel, engine: Engine, workload: Workload, setup: Setup) -> Simulator:
         """Of ``setup``'s load on what ``engine`` runs on while it serves, as fast as ``setup.speed`` says.
 
         Every step takes its mean: settings are compared, and jitter would be a noise of its own in each.
@@ -44,12 +44,13 @@ class Simulator:
         cost = cost.serving().even()
         if setup.speed != 1.0:
             cost = cost.scaled(compute=setup.speed, bandwidth=setup.speed, overhead=setup.speed)
+        facts = engine.facts
         scenario = Scenario(
             cost=cost,
             limits=engine.effective_limits,
-            kv_tokens=engine.kv_tokens,
-            block_size=getattr(engine, "block_size", 16),
-            prefix_cache=bool(getattr(engine, "prefix_cache", True)),
+            kv_tokens=facts.kv_tokens,
+            block_size=facts.block_size,
+            prefix_cache=facts.prefix_cache,
             workload=setup.apply(workload),
             slo=setup.slo,
         )

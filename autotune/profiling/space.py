@@ -1,6 +1,6 @@
 """The search space: one range or one pinned value for each knob, and the settings worth trying first.
 
-Made from ``KNOBS`` and the engine's limits. A knob without a row in ``SEARCHED`` fails a test rather than going unsearched.
+Made from ``KNOBS`` and the engine's limits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution, IntDistrib
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 
-SEARCHED: Mapping[str, tuple[float, float]] = {
-    "max_batch_size": (2, 512),
-    "max_wait_ms": (0, 10),  # holding prompts back belongs at 0 in continuous batching; a few ms may fill a step better
-    "token_budget": (16, 8192),
-    "chunk_size": (16, 8192),
-}
+SEARCHED: Mapping[str, tuple[float, float]] = {spec.name: spec.usual for spec in KNOBS}
 """Where each knob is searched unless ``--range`` says otherwise; the engine's limits cut it."""
 
 VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from autotune.measure.evaluate import EvaluationError, Handle, Interrupted, Served, settle, waiting
+from autotune.engines import Engine, Handle, waiting
+from autotune.measure.evaluate import EvaluationError, Interrupted, settle
 from autotune.workload import Arrival, prompt_ids
-from runtime.clock import Clock
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
@@ -36,15 +36,18 @@ class Sample(NamedTuple):
 
 
 class StepDriver:
-    """Runs scripts on ``engine``, one at a time. ``room``: tokens that a request may have in all."""
+    """Runs scripts on ``engine``, one at a time. ``room``: tokens that a request may have in all.
 
-    def __init__(
-        self, engine: Served, vocab_size: int, room: int, *, seed: int, clock: Clock, stop: Callable[[], bool]
-    ) -> None:
+    Raises :class:`EvaluationError` for an engine whose steps nobody hears of.
+    """
+
+    def __init__(self, engine: Engine, vocab_size: int, room: int, *, seed: int, stop: Callable[[], bool]) -> None:
+        if not engine.capabilities.step_records:
+            raise EvaluationError("this engine tells of no steps, so what they cost cannot be measured")
         self._engine, self._vocab_size, self.room = engine, vocab_size, room
         # no two drivers of a process send the same tokens, or the second would find the first one's prefixes in the cache
         self._seed = (seed << 20) + next(_DRIVERS)
-        self._clock, self._stop = clock, stop
+        self._clock, self._stop = engine.clock, stop
         self._count = 0
         self._handles: dict[str, Handle] = {}
         self._live: set[str] = set()
@@ -120,7 +123,7 @@ class StepDriver:
             self._live.clear()
         if self._error is not None:
             raise self._error
-        settle(self._engine, self._clock)
+        settle(self._engine)
         if self._stop():
             raise Interrupted("interrupted")
         return samples(self._records, self._disturbed)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from autotune.measure.evaluate import Served
+from autotune.engines import Engine
 from autotune.profiling.step_driver import Script, StepDriver
 from runtime.records import StepRecord
 
@@ -88,11 +88,11 @@ class Mix(NamedTuple):
 class StepPlan:
     """Scripts for one round of about ``seconds``; the same in every round."""
 
-    def __init__(self, driver: StepDriver, engine: Served, seed: int) -> None:
+    def __init__(self, driver: StepDriver, engine: Engine, seed: int) -> None:
         limits = engine.effective_limits
         self._driver, self._seed = driver, seed
         self._slots, self._budget, self._chunk = limits.max_batch_size, limits.token_budget, limits.chunk_size
-        self._pool = int(engine.kv_tokens * 0.9)
+        self._pool = int(engine.facts.kv_tokens * 0.9)
         self._output = max(1, min(_OUTPUT, driver.room // 4))
         self._longest = max(1, driver.room - self._output)
         self._piece = 0

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from autotune.cost.fit import FEWEST, SERVED
 from autotune.cost.model import CostModel, fit_cost_model, with_predictions
-from autotune.measure.evaluate import EvaluationError, Served
+from autotune.engines import Engine
+from autotune.measure.evaluate import EvaluationError
 from autotune.profile.parts import JitterFacts, ModelFacts, StepPoint
 from autotune.profiling.coverage import lacking
 from autotune.profiling.excess import excess_of, jitter_of, served_over_told
@@ -25,7 +26,6 @@ from autotune.profiling.pace import Anchor, Pace
 from autotune.profiling.served_steps import served_steps
 from autotune.profiling.step_driver import Sample, Script, StepDriver
 from autotune.profiling.step_plan import ANCHOR_STEPS, Mix, Pilot, StepPlan
-from runtime.clock import Clock
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepModel
 
@@ -74,27 +74,25 @@ class MeasuredSteps(NamedTuple):
 
 
 def measure_steps(
-    engine: Served,
+    engine: Engine,
     model: ModelFacts,
     *,
     budget_s: float,
     seed: int,
-    clock: Clock,
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
 ) -> MeasuredSteps:
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 
-    ``budget_s``: seconds on ``clock``, the engine's and that of its step records, within which it ends, or soon after; a slow
+    ``budget_s``: seconds on the engine's clock, within which it ends, or soon after; a slow
     machine gets more for a first round, and up to as much again for what that had no room for
     (:mod:`autotune.profiling.coverage`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
+    clock = engine.clock
     begun = clock.now()
-    driver = StepDriver(
-        engine, model.vocab_size, _room(engine, model), seed=seed, clock=clock, stop=stop or (lambda: False)
-    )
+    driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
     driver.run(plan.anchor())  # warm-up
     driver.run(plan.pilot())
@@ -114,7 +112,7 @@ def measure_steps(
         at = clock.now()
         if isinstance(task, Mix):
             # no two loads have the same luck: one seed draws more than usual, or less, whatever the rate
-            steps = served_steps(engine, model, task, seed=seed + len(stretches), clock=clock, stop=stop)
+            steps = served_steps(engine, model, task, seed=seed + len(stretches), stop=stop)
         else:
             steps = driver.run(task())
         stretches.append(_Stretch(at < warm, steps, isinstance(task, Mix)))
@@ -157,8 +155,9 @@ def measure_steps(
     )
 
 
-def _room(engine: Served, model: ModelFacts) -> int:
-    return min(model.max_model_len, engine.kv_tokens // 2)
+def room_of(engine: Engine, model: ModelFacts) -> int:
+    """Tokens that a request of a calibration may have in all: there is to be room for another."""
+    return min(model.max_model_len, engine.facts.kv_tokens // 2)
 
 
 def step_points(stretches: Sequence[_Stretch], pace: Pace) -> list[StepPoint]:

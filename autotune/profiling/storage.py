@@ -1,26 +1,29 @@
-"""A study in a database, shared by several machines: heartbeats say who is alive, and the dead's trials go to others."""
+"""Where a study lies: a journal file, which one process at a time has open, or a database that several machines share.
+
+Both are Optuna's own storages. A journal is told apart from a damaged one, and a line that a death or a full disk cut off is
+removed: Optuna would choke on it once another follows.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import json
 import os
-import platform
 import re
-import threading
 import time
+import warnings
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
-import psutil
-from optuna.exceptions import OptunaError
-from optuna.storages import RDBStorage, fail_stale_trials
-from optuna.study import Study
-from optuna.trial import TrialState
+import optuna
+from optuna.exceptions import ExperimentalWarning, OptunaError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 
-from autotune.profiling.slots import Retry
-from autotune.profiling.trials import fail_and_retry, quiet
 from runtime.errors import InputError
 
 HEARTBEAT_S = 10
@@ -28,10 +31,10 @@ _GRACE = 3  # heartbeats that may be missed: a machine under load is not dead
 _DIALECTS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}  # the driver we install
 _ALLOWED = ("postgresql+psycopg", "sqlite")
 _SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
-_WORKER = "worker"
-_GONE = "Record does not exist."  # Optuna's words
 _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
+_SUM, _FIRST = "sum", b'{"op_code":'
+_WAYS_OUT = "--fresh starts a new one, another --out leaves it alone"
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,33 @@ def without_passwords(arguments: Iterable[str]) -> list[str]:
     return [hidden(argument) for argument in arguments]
 
 
-def connect(shared: SharedStorage) -> RDBStorage:
-    """Open the database, and make its tables if it has none. Raises :class:`InputError`."""
+@contextmanager
+def database(shared: SharedStorage) -> Iterator[RDBStorage]:
+    """The database, with its tables. Whatever fails there while it is open is an :class:`InputError` of one line."""
+    import sqlalchemy
+
+    try:
+        storage = _connect(shared)
+        try:
+            yield storage
+        except KeyError:
+            if shared.name in optuna.get_all_study_names(storage):
+                raise
+            raise InputError(f"--storage: {shared} has been discarded, by --fresh on another machine") from None
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+    except (sqlalchemy.exc.SQLAlchemyError, OptunaError) as error:
+        raise _broken(shared, error) from None
+
+
+def _connect(shared: SharedStorage) -> RDBStorage:
     import sqlalchemy
 
     for attempt in range(_TRIES):
         try:
-            with quiet():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)  # of heartbeats
                 return RDBStorage(
                     shared.url,
                     engine_kwargs={
@@ -98,7 +121,6 @@ def connect(shared: SharedStorage) -> RDBStorage:
                     },
                     heartbeat_interval=shared.heartbeat_s,
                     grace_period=_GRACE * shared.heartbeat_s,
-                    heartbeat_stale_trial_callback=Retry(),
                 )
         except ImportError:
             raise InputError(
@@ -106,28 +128,13 @@ def connect(shared: SharedStorage) -> RDBStorage:
             ) from None
         except (sqlalchemy.exc.SQLAlchemyError, OptunaError, RuntimeError) as error:
             if attempt == _TRIES - 1 or not any(word in str(error) for word in _CLASH):
-                raise broken(shared, error) from None
+                raise _broken(shared, error) from None
             time.sleep(0.2 * (attempt + 1))
     raise AssertionError
 
 
-@contextlib.contextmanager
-def storage_errors(shared: SharedStorage) -> Iterator[None]:
-    """A database that fails is an :class:`InputError` of one line, without its password."""
-    import sqlalchemy
-
-    try:
-        yield
-    except (sqlalchemy.exc.SQLAlchemyError, OptunaError) as error:
-        raise broken(shared, error) from None
-    except KeyError as error:
-        if error.args != (_GONE,):
-            raise
-        raise InputError(f"--storage: {shared} has been discarded, by --fresh on another machine") from None
-
-
-def broken(shared: SharedStorage, error: BaseException) -> InputError:
-    """The innermost cause, in one line."""
+def _broken(shared: SharedStorage, error: BaseException) -> InputError:
+    """The innermost cause, in one line, without the password."""
     import sqlalchemy
 
     while (inner := error.__cause__ or getattr(error, "orig", None)) is not None and inner is not error:
@@ -139,87 +146,102 @@ def broken(shared: SharedStorage, error: BaseException) -> InputError:
     return InputError(f"--storage: {hidden(shared.url)} cannot be used: {text}")
 
 
-class Heartbeats:
-    """Signs of life of the trials this process runs, and the burial of those whose process gives none."""
+@contextmanager
+def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStorage]:
+    """The journal file, made if there is none, held by this process alone: the kernel lets go of it however the process ends.
 
-    several = True
-
-    def __init__(self, storage: RDBStorage, interval_s: float) -> None:
-        self._storage, self._interval = storage, interval_s
-        self._lock = threading.Lock()
-        self._mine: set[int] = set()
-        self._silent: set[int] = set()
-        self._looked = -1e9
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
-        self._thread.start()
-
-    def began(self, study: Study, trial_id: int) -> None:
-        self._storage.record_heartbeat(trial_id)
-        with self._lock:
-            self._mine.add(trial_id)
-        study._storage.set_trial_user_attr(trial_id, _WORKER, this_process())
-
-    def ended(self, trial_id: int) -> None:
-        with self._lock:
-            self._mine.discard(trial_id)
-
-    def bury(self, study: Study, *, now: bool = False) -> int:
-        if not now and time.monotonic() - self._looked < self._interval / 2:
-            return 0
-        self._looked = time.monotonic()
-        before = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        buried = 0
-        for trial in before:
-            if trial._trial_id not in self._mine and died_here(trial.user_attrs.get(_WORKER)):
-                fail_and_retry(study, trial)
-                buried += 1
-        with quiet():
-            fail_stale_trials(study)
-        left = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in left:
-            # One that never gave a sign is not looked at by Optuna. Its time runs from the first time somebody sees it.
-            if trial._trial_id not in self._mine | self._silent and _WORKER not in trial.user_attrs:
-                self._silent.add(trial._trial_id)
-                self._storage.record_heartbeat(trial._trial_id)
-        return max(buried, len(before) - len(left))
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._closing.wait(self._interval):
-            with self._lock:
-                mine = list(self._mine)
-            for trial_id in mine:
-                with contextlib.suppress(
-                    Exception
-                ):  # the database is away: the next beat, or the main thread, will tell
-                    self._storage.record_heartbeat(trial_id)
-
-
-@cache
-def this_machine() -> str:
-    """Name, boot and process namespace: where a process number means one and the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = Path("/proc/self/ns/pid")
-    parts = [platform.node(), boot.read_text().strip() if boot.is_file() else f"{psutil.boot_time():.0f}"]
-    if space.exists():
-        parts.append(os.readlink(space))
-    return " ".join(parts)
-
-
-def this_process() -> dict[str, object]:
-    return {"machine": this_machine(), "pid": os.getpid(), "since": psutil.Process().create_time()}
-
-
-def died_here(worker: dict[str, object] | None) -> bool:
-    """Whether ``worker`` was a process of this machine and is no more: no need to wait for its heartbeat to go stale."""
-    if worker is None or worker["machine"] != this_machine():
-        return False
+    ``ours``: the study that must be in it unless it is empty; ``fresh`` empties it. Raises :class:`InputError`, then or while it
+    is open, when another process holds it, when it cannot be written, or when it is no journal of ours.
+    """
+    made = not path.exists()
     try:
-        process = psutil.Process(int(str(worker["pid"])))
-        return abs(process.create_time() - float(str(worker["since"]))) > 1 or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out") from None
+        try:
+            for leftover in path.parent.glob(f"{path.name}.lock*"):  # Optuna's, of a process that died while it wrote
+                leftover.unlink(missing_ok=True)
+            if fresh:
+                os.ftruncate(file, 0)
+            checksum = _repaired(path, file)
+        except OSError as error:
+            raise unwritable(path, error) from None
+        yield _opened(path, checksum, ours)
+    finally:
+        if made and os.fstat(file).st_size == 0:
+            path.unlink(missing_ok=True)  # nothing came of it, as on a full disk
+        os.close(file)
+
+
+def unwritable(path: str | Path, error: OSError) -> InputError:
+    return InputError(f"{path}: cannot be written ({error.strerror or error})")
+
+
+class _Journal(JournalFileBackend):
+    """Optuna's file of whole lines: a write that fails leaves none of its line behind. Each ends with a checksum over all so far,
+    in a field that Optuna does not look at."""
+
+    def __init__(self, path: Path, checksum: int) -> None:
+        super().__init__(str(path))
+        self._path, self._checksum = path, checksum
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        checksum, summed = self._checksum, []
+        for log in logs:
+            checksum = _with(checksum, log)
+            summed.append(log | {_SUM: checksum})
+        try:
+            size = self._path.stat().st_size  # never made anew: whoever removed it meant it
+            try:
+                super().append_logs(summed)
+            except OSError:
+                os.truncate(self._path, size)
+                raise
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        self._checksum = checksum
+
+
+def _with(checksum: int, log: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(log, separators=(",", ":")).encode(), checksum)
+
+
+def _repaired(path: Path, file: int) -> int:
+    """Remove what follows the last whole line; the checksum of the others. Raises :class:`InputError` if one is damaged."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    checksum, summed = 0, False
+    for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
+        try:
+            log = dict(json.loads(line))
+            told = log.pop(_SUM, None)
+            checksum, sound = _with(checksum, log), "worker_id" in log
+        except (ValueError, TypeError):
+            sound = False
+        summed = summed or (sound and told is not None)  # the journal of an earlier version begins without checksums
+        if not sound or (summed and told != checksum):
+            what = "it is no journal at all" if number == 1 else f"line {number} is damaged"
+            raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
+    if whole == 0 and not _FIRST.startswith(data[: len(_FIRST)]):
+        raise InputError(f"{path}: is not a readable study: it is no journal at all; {_WAYS_OUT}")
+    if whole < len(data):
+        os.ftruncate(file, whole)
+        os.fsync(file)
+    return checksum
+
+
+def _opened(path: Path, checksum: int, ours: str) -> BaseStorage:
+    try:
+        storage = JournalStorage(_Journal(path, checksum))
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        # what Optuna raises for lines that are whole, and make no sense one after the other
+        raise InputError(f"{path}: is not a readable study ({type(error).__name__}: {error}); {_WAYS_OUT}") from None
+    names = optuna.get_all_study_names(storage)
+    if names and ours not in names:
+        raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(names))}; {_WAYS_OUT}")
+    return storage

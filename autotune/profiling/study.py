@@ -1,38 +1,43 @@
-"""The Optuna study behind a sweep: nothing of it is lost when its process is killed, at whatever moment.
+"""The study behind a sweep: each measurement on the hardware is an Optuna trial, and none is lost or made twice.
 
 A study belongs to one question (space, model, workload, SLO, machine, seed). That identity is stored with it and checked
-when it is opened again, because Optuna itself hands back an old study under the same name whatever was asked then. It lives
-in a journal file, which one process at a time has open, or in a database that several machines share. It holds up to three
-of Optuna's studies: one without trials for facts, keyed measurements (:meth:`SweepStudy.measured`), and simulated trials
-(:mod:`autotune.profiling.workers`).
+when it is opened again, because Optuna itself hands back an old study under the same name whatever was asked then. It lies
+in a journal file or in a database (:mod:`autotune.profiling.storage`). What is simulated is not in it: it costs no time of the
+hardware, and comes out the same again (:mod:`autotune.profiling.search`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.exceptions import ExperimentalWarning, TrialPruned, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, fail_stale_trials
 from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.profiling.journal import Journal, check_journal, owned, unwritable
-from autotune.profiling.measurements import Measurements, turns
-from autotune.profiling.storage import Heartbeats, SharedStorage, connect, storage_errors
-from autotune.profiling.trials import SoleOwner, Watch
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profiling.storage import SharedStorage, database, journal
 from runtime.errors import InputError
-
-__all__ = ["STUDY_NAME", "SharedStorage", "SweepStudy", "differences", "open_study", "study_name"]
 
 STUDY_NAME = "autotune"
 _IDENTITY = "identity"
-_IDENTITY_WAIT_S = 5.0  # for whoever made a study to say what it is about
+_KEY, _RESULT, _CAUSE, _AGAIN = "key", "result", "cause", "again"
+_FORMER = ("measurements", "simulation")  # studies of their own in the version before; what they held lies in ours now
+_POLL_S = 0.2
+_CLAIMED_WITHIN_S = 10.0  # a trial that does not say by then what it measures is no claim
+_LONGEST_S = 3600.0  # nothing is measured for so long: whoever claimed it died before its first sign of life
 
 
 def study_name(stem: str, identity: Mapping[str, Any]) -> str:
@@ -51,86 +56,30 @@ def open_study(
     Raises :class:`InputError` when a journal is in use, when the place cannot be read or written (then, or later while the
     study is open), or when the study there asks another question.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with ExitStack() as stack:
-        if isinstance(place, Path):
-            storage, watch = _open_journal(place, stack, fresh)
-            name, where = STUDY_NAME, str(place)
-        else:
-            stack.enter_context(storage_errors(place))
-            shared = connect(place)
-            stack.callback(shared.remove_session)
-            stack.callback(shared.engine.dispose)
-            beats = Heartbeats(shared, place.heartbeat_s)
-            stack.callback(beats.close)
-            storage, watch = shared, beats
-            name, where = place.name, f"--storage: {place}"
-        opened = SweepStudy(storage, name, where, watch)
-        if fresh and not isinstance(place, Path):
-            opened.discard()
-        opened.open(identity)
-        yield opened
-
-
-def _open_journal(path: Path, stack: ExitStack, fresh: bool) -> tuple[BaseStorage, Watch]:
-    stack.enter_context(owned(path))
-    try:
-        if fresh:
-            os.truncate(path, 0)
-        return JournalStorage(Journal(path, check_journal(path, STUDY_NAME))), SoleOwner()
-    except InputError:
-        raise
-    except OSError as error:
-        raise unwritable(path, error) from None
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        # what Optuna raises for lines that are whole, and make no sense one after the other
-        raise InputError(
-            f"{path}: is not a readable study ({type(error).__name__}: {error}); --fresh starts a new one"
-        ) from None
-
-
-def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """What differs between two identities: ``slo was ttft=500ms, is now ttft=1s``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            text
-            for key in sorted(old.keys() | new.keys())
-            for text in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
-        ]
-    return [] if old == new else [f"{name} was {_plain(old)}, is now {_plain(new)}"]
+    optuna.logging.set_verbosity(optuna.logging.CRITICAL)
+    if isinstance(place, Path):
+        with journal(place, STUDY_NAME, fresh=fresh) as storage:
+            yield SweepStudy(storage, STUDY_NAME, str(place), identity)
+    else:
+        with database(place) as storage:
+            if fresh:
+                _discard(storage, place.name)
+            yield SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)
 
 
 class SweepStudy:
-    """Facts, measurements and trials of one question, with nothing lost in between."""
+    """Facts and measurements of one question. ``shared``: whether other machines may be at work on it."""
 
-    def __init__(self, storage: BaseStorage, name: str, where: str, watch: Watch) -> None:
-        self._storage, self.name, self._where, self._watch = storage, name, where, watch
-        self._study: Study
-        self._measurements: Measurements | None = None
-
-    @property
-    def shared(self) -> bool:
-        """Whether other machines may be at work on it."""
-        return self._watch.several
-
-    def open(self, identity: Mapping[str, Any]) -> None:
-        self._study = self._identified(self.name, identity)
-        self._measurements = None
-
-    def part(self, name: str, identity: Mapping[str, Any]) -> tuple[Study, Watch]:
-        """Another of Optuna's studies in the same place, which belongs to this one. Raises :class:`InputError`."""
-        return self._identified(f"{self.name}/{name}", identity), self._watch
-
-    def discard(self) -> None:
-        """Delete it with all its parts."""
-        for found in self._storage.get_all_studies():
-            if found.study_name == self.name or found.study_name.startswith(f"{self.name}/"):
-                self._storage.delete_study(found._study_id)
+    def __init__(
+        self, storage: BaseStorage, name: str, where: str, identity: Mapping[str, Any], *, shared: bool = False
+    ) -> None:
+        self._storage, self.name, self._where, self.shared = storage, name, where, shared
+        self._open(identity)
 
     def restarted(self, identity: Mapping[str, Any]) -> SweepStudy:
         """An empty study of the same question in the same place, in place of this one."""
-        self.discard()
-        self.open(identity)
+        _discard(self._storage, self.name)
+        self._open(identity)
         return self
 
     # -- facts ----------------------------------------------------------------------------------------------------------
@@ -176,45 +125,236 @@ class SweepStudy:
     # -- measurements on the hardware -----------------------------------------------------------------------------------
 
     def measured(
-        self, key: str, run: Callable[[], Mapping[str, Any]], *, stop: Callable[[], bool] | None = None
+        self,
+        key: str,
+        run: Callable[[], Mapping[str, Any]],
+        *,
+        stop: Callable[[], bool] | None = None,
+        params: Mapping[str, float] | None = None,
+        value: Callable[[Mapping[str, Any]], float] | None = None,
     ) -> dict[str, Any]:
         """What ``run`` measures under ``key``, once in the life of the study: later it is what it was then.
 
         ``run`` gives plain data. Its :class:`EvaluationError` is kept and raised again later; after being interrupted or
         killed it is run again. On a shared study one process of a machine measures at a time, and what another machine is
-        just measuring is waited for.
+        just measuring is waited for. ``params`` and ``value`` (of the result; 0 unless given) are the trial's, for whoever
+        looks at the study with Optuna's tools.
         """
-        turn = turns(self.name) if self.shared else None
-        return self.measurements.measure(key, run, stop=stop, one_at_a_time=turn)
-
-    @property
-    def measurements(self) -> Measurements:
-        if self._measurements is None:
-            self._measurements = Measurements(*self.part("measurements", {}))
-        return self._measurements
+        return self.measurements.measure(key, run, stop or _never, params or {}, value or _nothing)
 
     # -- identity -------------------------------------------------------------------------------------------------------
 
-    def _identified(self, name: str, identity: Mapping[str, Any]) -> Study:
-        """The study under ``name``, made with ``identity`` or checked against it."""
-        asked = json.loads(json.dumps(identity))
-        if all(known.study_name != name for known in self._storage.get_all_studies()):
-            with suppress(optuna.exceptions.DuplicatedStudyError):  # another process has just made it
-                study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize")
-                study.set_user_attr(_IDENTITY, asked)
-                return study
-        study = optuna.load_study(storage=self._storage, study_name=name)
-        until = time.monotonic() + (_IDENTITY_WAIT_S if self.shared else 0.0)
-        while (found := study.user_attrs.get(_IDENTITY)) is None and time.monotonic() < until:
-            time.sleep(0.1)
-        if found is None:  # who made it died before saying what it is about: nothing has been tried yet
-            study.set_user_attr(_IDENTITY, asked)
+    def _open(self, identity: Mapping[str, Any]) -> None:
+        open_ = optuna.load_study
+        if self.name not in optuna.get_all_study_names(self._storage):
+            open_ = partial(optuna.create_study, direction="maximize", load_if_exists=True)
+        self._study: Study = open_(storage=self._storage, study_name=self.name)
+        self._identify(json.loads(json.dumps(identity)))
+        self.measurements = Measurements(self._study, _turn_of(self.name) if self.shared else None)
+        self._take_over()
+
+    def _identify(self, asked: dict[str, Any]) -> None:
+        if (found := self.get(_IDENTITY)) is None:  # it is new, or who made it died before saying what it is about
+            self.put(_IDENTITY, asked)
         elif changed := differences(found, asked):
             way = "give it another name with --study" if self.shared else "another --out leaves it alone"
             raise InputError(
                 f"{self._where}: holds a study of something else ({'; '.join(changed)}); --fresh discards it, {way}"
             )
-        return study
+
+    def _take_over(self) -> None:
+        """Have what the version before measured. A death in between leaves the rest to be taken over the next time."""
+        names = optuna.get_all_study_names(self._storage)
+        for name in (f"{self.name}/{part}" for part in _FORMER):
+            if name not in names:
+                continue
+            known = {trial.user_attrs.get(_KEY) for trial in self._study.trials}
+            for trial in optuna.load_study(storage=self._storage, study_name=name).trials:
+                attrs = trial.user_attrs
+                if _KEY in attrs and attrs[_KEY] not in known and _settled(trial):
+                    state, value = (TrialState.COMPLETE, 0.0) if _RESULT in attrs else (TrialState.FAIL, None)
+                    self._study.add_trial(optuna.create_trial(state=state, value=value, user_attrs=attrs))
+            with suppress(KeyError):  # another process was as quick
+                optuna.delete_study(storage=self._storage, study_name=name)
+
+
+class Measurements:
+    """A trial for each measurement, claimed by its key before it begins.
+
+    A claim is a RUNNING trial that has the key; of several the lowest number counts. Whoever finds one waits until it has ended.
+    The claim of a process that died is given up: in a journal at once, for nobody else can have it open; in a database when the
+    heartbeats that Optuna gives while a trial runs have stayed away. ``turn``: the file at which processes of this machine queue
+    up, in a study that is shared.
+    """
+
+    def __init__(self, study: Study, turn: Path | None) -> None:
+        self._study, self._turn = study, turn
+
+    def find(self, key: str) -> dict[str, Any] | None:
+        """What was measured under ``key``, or None."""
+        return next((dict(t.user_attrs[_RESULT]) for t in self._of(key) if _RESULT in t.user_attrs), None)
+
+    def known(self, key: str) -> bool:
+        """Whether ``key`` was measured or failed for good, or another machine is at it.
+
+        Then asking for it measures nothing, unless that machine dies.
+        """
+        self._bury()
+        return any(_settled(trial) or trial.state is TrialState.RUNNING for trial in self._of(key))
+
+    def results(self) -> list[tuple[str, dict[str, Any]]]:
+        """(key, result) of everything measured, in the order it was begun."""
+        found: dict[str, dict[str, Any]] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            if _RESULT in trial.user_attrs:
+                found.setdefault(trial.user_attrs[_KEY], dict(trial.user_attrs[_RESULT]))
+        return list(found.items())
+
+    def measure(
+        self,
+        key: str,
+        run: Callable[[], Mapping[str, Any]],
+        stop: Callable[[], bool],
+        params: Mapping[str, float],
+        value: Callable[[Mapping[str, Any]], float],
+    ) -> dict[str, Any]:
+        """See :meth:`SweepStudy.measured`."""
+        begun = time.monotonic()
+        while True:
+            self._bury(key if time.monotonic() - begun > _LONGEST_S else None)
+            known = self._of(key)
+            if (found := next(filter(_settled, known), None)) is not None:
+                if _RESULT in found.user_attrs:
+                    return dict(found.user_attrs[_RESULT])
+                raise EvaluationError(str(found.user_attrs[_CAUSE]))
+            if any(trial.state is TrialState.RUNNING for trial in known):
+                _rest(stop)
+                continue
+            with _in_turn(self._turn, stop):
+                self._attempt(key, run, stop, params, value)
+
+    def _attempt(
+        self,
+        key: str,
+        run: Callable[[], Mapping[str, Any]],
+        stop: Callable[[], bool],
+        params: Mapping[str, float],
+        value: Callable[[Mapping[str, Any]], float],
+    ) -> None:
+        """Claim ``key`` and measure it, unless somebody else was first. Raises what ``run`` raises."""
+        begun, ran = time.monotonic(), False
+
+        def objective(trial: Trial) -> float:
+            nonlocal ran
+            for name, given in params.items():
+                if isinstance(given, int):
+                    trial.suggest_int(name, given, given)
+                else:
+                    trial.suggest_float(name, given, given)
+            trial.set_user_attr(_KEY, key)
+            late = time.monotonic() - begun > _CLAIMED_WITHIN_S / 2
+            if self._turn is not None and (late or not self._first(trial, key, stop)):
+                raise TrialPruned
+            try:
+                result = dict(run())
+                ran = True
+            except Interrupted:
+                raise
+            except EvaluationError as error:
+                ran = True
+                trial.set_user_attr(_CAUSE, str(error))
+                raise
+            trial.set_user_attr(_RESULT, result)
+            return float(value(result))
+
+        try:
+            self._study.optimize(objective, n_trials=1)  # which gives a database its signs of life
+        except InputError:
+            raise
+        except (AssertionError, UnboundLocalError) as error:  # Optuna trips over a storage that fails as a trial ends
+            raise error.__context__ or error from None
+        except (UpdateFinishedTrialError, ValueError):
+            # So long was nothing heard of this process that others held it for dead and measured anew. Theirs counts.
+            if not ran:
+                raise
+
+    def _first(self, trial: Trial, key: str, stop: Callable[[], bool]) -> bool:
+        """Whether nobody claimed ``key`` before us. Who began before us and has not said what it measures may yet."""
+        until = time.monotonic() + _CLAIMED_WITHIN_S
+        while True:
+            others = [t for t in self._study.get_trials(deepcopy=False) if t.number != trial.number]
+            before = [t for t in others if t.number < trial.number and t.state is TrialState.RUNNING]
+            if any(t.user_attrs.get(_KEY) == key for t in before):
+                return False
+            if all(_KEY in t.user_attrs for t in before) or time.monotonic() > until:
+                return not any(t.user_attrs.get(_KEY) == key and _settled(t) for t in others)
+            _rest(stop)
+
+    def _of(self, key: str) -> list[FrozenTrial]:
+        return [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(_KEY) == key]
+
+    def _bury(self, doubted: str | None = None) -> None:
+        """Tell the trials FAIL whose process died, and that which claims the ``doubted`` key."""
+        if self._turn is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                fail_stale_trials(self._study)
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if self._turn is None or (doubted is not None and trial.user_attrs.get(_KEY) == doubted):
+                self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """What differs between two identities: ``slo was ttft=500ms, is now ttft=1s``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            text
+            for key in sorted(old.keys() | new.keys())
+            for text in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))
+        ]
+    return [] if old == new else [f"{name} was {_plain(old)}, is now {_plain(new)}"]
+
+
+def _settled(trial: FrozenTrial) -> bool:
+    """Whether it has a result, or failed for a reason that trying again would not change; its process may have died since."""
+    return _RESULT in trial.user_attrs or (_CAUSE in trial.user_attrs and _AGAIN not in trial.user_attrs)
+
+
+def _discard(storage: BaseStorage, name: str) -> None:
+    for found in optuna.get_all_study_names(storage):
+        if found == name or found in [f"{name}/{part}" for part in _FORMER]:
+            optuna.delete_study(storage=storage, study_name=found)
+
+
+@contextmanager
+def _in_turn(path: Path | None, stop: Callable[[], bool]) -> Iterator[None]:
+    """Hold ``path``: two loads on one machine at the same time would measure each other."""
+    if path is None:
+        yield
+        return
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                _rest(stop)
+        yield
+    finally:
+        os.close(file)
+
+
+def _turn_of(name: str) -> Path:
+    """The file at which the processes of one user on this machine queue up to measure for the study ``name``."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    return Path(tempfile.gettempdir()) / f"autotune-{os.getuid()}-{safe}.turn"
+
+
+def _rest(stop: Callable[[], bool]) -> None:
+    if stop():
+        raise Interrupted("interrupted")
+    time.sleep(_POLL_S)
 
 
 def _no_wider(asked: float | None, before: float | None) -> bool:
@@ -223,3 +363,11 @@ def _no_wider(asked: float | None, before: float | None) -> bool:
 
 def _plain(value: Any) -> str:
     return "not given" if value is None else str(value)
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(result: Mapping[str, Any]) -> float:
+    return 0.0

@@ -11,10 +11,9 @@ from rich.table import Table
 
 from runtime.knobs import KNOBS, Knobs
 
-HEADINGS = {"max_batch_size": "max_batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
-"""Short column titles; a knob without one goes by its full name."""
+SHORTER = {spec.name: spec.short for spec in KNOBS} | {"max_batch_size": "batch"}
+"""Titles of the knobs where not even their short ones find room."""
 
-_SHORTER = HEADINGS | {"max_batch_size": "batch"}
 _BOUNDLESS = 100_000  # columns of a terminal that cuts nothing
 
 
@@ -55,12 +54,12 @@ def empty_table(room: Room) -> Table:
 
 
 def setting_table(titles: Iterable[str], room: Room) -> Table:
-    """Without rows yet: a label, the knobs, a bar, then figures under ``titles``."""
+    """Without rows yet: a label, the knobs that every setting has, a bar, then figures under ``titles``."""
     drawn = empty_table(room)
     short = room >= Room.SHORT
     drawn.add_column("", no_wrap=True)
-    for spec in KNOBS:
-        drawn.add_column((_SHORTER if short else HEADINGS).get(spec.name, spec.name), justify="right", no_wrap=True)
+    for spec in (spec for spec in KNOBS if spec.required):
+        drawn.add_column(SHORTER[spec.name] if short else spec.short, justify="right", no_wrap=True)
     if not short:
         drawn.add_column("│", no_wrap=True)
     for title in titles:
@@ -69,6 +68,17 @@ def setting_table(titles: Iterable[str], room: Room) -> Table:
 
 
 def setting_cells(label: str, knobs: Knobs, room: Room) -> list[str]:
-    """What stands left of the figures in a row of :func:`setting_table`."""
-    values = (f"{getattr(knobs, spec.name):g}" for spec in KNOBS)
-    return [label, *values, *([] if room >= Room.SHORT else ["│"])]
+    """What stands left of the figures in a row of :func:`setting_table`: no room is kept for knobs that few turn, they stand
+    under the label of a setting that does."""
+    values = (f"{getattr(knobs, spec.name):g}" for spec in KNOBS if spec.required)
+    return ["\n".join([label, *turned(knobs)]), *values, *([] if room >= Room.SHORT else ["│"])]
+
+
+def turned(knobs: Knobs) -> list[str]:
+    """``name value`` of the knobs that not every setting has and that are not at their default."""
+    usual = Knobs()
+    return [
+        f"{spec.short} {getattr(knobs, spec.name):g}"
+        for spec in KNOBS
+        if not spec.required and getattr(knobs, spec.name) != getattr(usual, spec.name)
+    ]

@@ -8,9 +8,9 @@ from fractions import Fraction
 
 from autotune.profile import PURPOSES, Point
 from autotune.report.evidence import Evidence
+from autotune.report.tables import SHORTER
 from runtime.knobs import KNOBS, Knobs
 
-SHORT = {"max_batch_size": "batch", "max_wait_ms": "wait", "token_budget": "budget", "chunk_size": "chunk"}
 STAGES = {
     "simulation": "simulated",
     "search": "search",
@@ -80,9 +80,7 @@ def setting(knobs: Knobs) -> str:
 
 def short_setting(knobs: Knobs) -> str:
     """For a hover text: ``batch 32 · wait 0 ms · budget 256 · chunk 256``."""
-    return " · ".join(
-        f"{SHORT.get(s.name, s.name)} {getattr(knobs, s.name):,g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS
-    )
+    return " · ".join(f"{SHORTER[s.name]} {getattr(knobs, s.name):,g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS)
 
 
 def listed(words: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import Self
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate.executor import CostExecutor
@@ -38,6 +39,7 @@ from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
 from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepModel
+from runtime.tunable import Facts
 
 _ASK_EVERY = 256  # steps between two questions whether to stop
 _PARAMS = SamplingParams()
@@ -88,7 +90,8 @@ class SimulatedEngine(TunableSimulation):
         scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
         executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed)
         weights = {c.name: c.weight for c in classes}
-        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights)
+        facts = Facts("simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve=1)
+        super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
         if admission:
             self.set_admission(admission)
         self.fast_forward = fast_forward
@@ -97,6 +100,7 @@ class SimulatedEngine(TunableSimulation):
         self._numbers = itertools.count(1)
         self._prefix_cache = prefix_cache
         self._named = False
+        self._running = False
         if prefix_cache:
             self.scheduler.before_preempting = self._name_blocks
 
@@ -146,11 +150,13 @@ class SimulatedEngine(TunableSimulation):
 
     def add(self, request: Request) -> RunningSequence:
         """Queue ``request`` as it is. Raises as :meth:`submit`, and tells listeners of a rejection."""
-        if self.scheduler.waiting.count >= self._max_queue:
-            record = never_ran(request, FinishReason.REJECTED, self.clock.now(), "queue_full")
-            self._listeners.tell(None, [record])
-            why = f"{len(self.scheduler.waiting)} requests are waiting and max_queue is {self._max_queue}"
-            raise RejectedError(f"request {request.id}: {why}", reason="queue_full", retry_after_s=None)
+        if self._closed or self.scheduler.waiting.count >= self._max_queue:
+            reason, why = "closed", "the engine is closed"
+            if not self._closed:
+                waiting = len(self.scheduler.waiting)
+                reason, why = "queue_full", f"{waiting} requests are waiting and max_queue is {self._max_queue}"
+            self._listeners.tell(None, [never_ran(request, FinishReason.REJECTED, self.clock.now(), reason)])
+            raise RejectedError(f"request {request.id}: {why}", reason=reason, retry_after_s=None)
         number = next(self._numbers)
         if self._named and not request.block_hashes:
             request.block_hashes = tuple(own_names(number, 0, request.prompt_len // self.block_size))
@@ -178,6 +184,27 @@ class SimulatedEngine(TunableSimulation):
         left = [*self.scheduler.decodes, *self.scheduler.prefills, *self.scheduler.waiting]
         return sum(self.end(sequence, FinishReason.CANCELLED, cause) for sequence in left)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, drain: bool = True) -> None:
+        """Accept nothing more; serve what was accepted to its end (``drain=False``: cancel it). Any number of times.
+
+        From a listener it returns at once, and the run that told the listener goes on to the end.
+        """
+        self._closed = True
+        if not drain:
+            self.cancel_all("the engine was closed")
+        elif not self._running:
+            self.run()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, at: object) -> None:
+        self.close(drain=kind is None)
+
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
@@ -195,21 +222,25 @@ class SimulatedEngine(TunableSimulation):
         settings = core.settings
         now = clock.now()
         asked = 0
-        while now < until:
-            asked -= 1
-            if stop is not None and asked < 0:
-                if stop():
-                    return False
-                asked = _ASK_EVERY
-            scheduler.fast_forward = self.fast_forward and settings.policy is None and listeners.hear_runs
-            self._woken = False
-            outcome = core.step(now, until)
-            now = clock.advance_to(outcome.end)
-            self._deliver(outcome)
-            if outcome.record is None and not self._woken:  # a listener may have brought work, or turned a knob
-                if not core.has_work:
-                    break
-                now = clock.advance_to(min(outcome.wake_at, until))
+        self._running = True
+        try:
+            while now < until:
+                asked -= 1
+                if stop is not None and asked < 0:
+                    if stop():
+                        return False
+                    asked = _ASK_EVERY
+                scheduler.fast_forward = self.fast_forward and settings.policy is None and listeners.hear_runs
+                self._woken = False
+                outcome = core.step(now, until)
+                now = clock.advance_to(outcome.end)
+                self._deliver(outcome)
+                if outcome.record is None and not self._woken:  # a listener may have brought work, or turned a knob
+                    if not core.has_work:
+                        break
+                    now = clock.advance_to(min(outcome.wake_at, until))
+        finally:
+            self._running = False
         return True
 
     def serve(

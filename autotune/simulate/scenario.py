@@ -110,14 +110,19 @@ class Scenario:
         top = {spec.name: max(getattr(self.limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
         return replace(self, limits=KnobLimits(**top))
 
-    def engine(self, knobs: Knobs, seed: int = 0) -> SimulatedEngine:
-        """One at rest, its knobs at ``knobs`` as far as its ceilings allow; its steps scatter as served ones did."""
+    @property
+    def model(self) -> None:
+        """Nobody has told it which."""
+        return None
+
+    def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> SimulatedEngine:
+        """One at rest, under the scenario's limits unless others are given; its steps scatter as served ones did."""
         return SimulatedEngine(
             self.cost,
             kv_tokens=self.kv_tokens,
-            limits=self.limits,
+            limits=limits or self.limits,
             block_size=self.block_size,
-            knobs=self.limits.clamp(knobs),
+            knobs=knobs,
             slo=self.slo,
             prefix_cache=self.prefix_cache,
             jitter=self.cost.facts.jitter,
@@ -173,7 +178,7 @@ class Scenario:
         stop: Callable[[], bool] | None = None,
     ) -> Score:
         """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
-        engine = self.engine(knobs, seed)
+        engine = self.start(self.limits.clamp(knobs), seed=seed)
         with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext():
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,

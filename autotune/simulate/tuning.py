@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from runtime.clock import VirtualClock
+from runtime.errors import EngineClosedError
 from runtime.listeners import Listeners
 from runtime.llm.core import EngineCore
 from runtime.llm.tuning import TunableCore
 from runtime.slo import SLO
-from runtime.tunable import Listener, SchedulerView
+from runtime.tunable import Capabilities, Facts, Listener, SchedulerView
 
 T = TypeVar("T")
 
@@ -20,13 +21,26 @@ class TunableSimulation(TunableCore):
 
     clock: VirtualClock
 
-    def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float]) -> None:
+    def __init__(self, core: EngineCore, slos: dict[str, SLO], weights: Mapping[str, float], facts: Facts) -> None:
         super().__init__(core, Listeners(), VirtualClock(), slos, weights)
         self.core = core
+        self._facts = facts
         self.scheduler = core.scheduler
+        self._closed = False
         self._woken = False  # whether something has come that may end a wait
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the live engine, in virtual time."""
+        return Capabilities.live(virtual_time=True)
+
+    @property
+    def facts(self) -> Facts:
+        return self._facts
+
     def _change(self, change: Callable[[], T]) -> T:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
         self._woken = True
         return change()
 

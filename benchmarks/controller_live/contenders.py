@@ -6,7 +6,7 @@ from autotune import control
 from autotune.bench.contenders import DEFAULTS, Contender
 from autotune.control.attached import Control
 from autotune.control.controllers.registry import CONTROLLERS
-from autotune.engines.controllable import Controllable
+from autotune.engines import Engine
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
@@ -22,10 +22,10 @@ def ours_knobs_only(limits: KnobLimits) -> Contender:
     return Contender("knobs only", limits.clamp(DEFAULTS), control=True, attach=_knobs_only)
 
 
-def _full(engine: Controllable, slo: SLO) -> Control:
+def _full(engine: Engine, slo: SLO) -> Control:
     return control(engine, slo=slo, admission=True)
 
 
-def _knobs_only(engine: Controllable, slo: SLO) -> Control:
-    made = CONTROLLERS["predictive"](slo, engine.knobs, engine.kv_tokens, engine.block_size)
+def _knobs_only(engine: Engine, slo: SLO) -> Control:
+    made = CONTROLLERS["predictive"](slo, engine.knobs, engine.facts.kv_tokens, engine.facts.block_size)
     return control(engine, slo=slo, controller=KnobsOnly(made))

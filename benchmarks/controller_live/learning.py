@@ -31,9 +31,7 @@ _IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to
 
 def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
     """What steps cost on this machine. Raises :class:`autotune.measure.evaluate.Interrupted` on ``stop``."""
-    points = measure_steps(
-        machine.engine, machine.facts, budget_s=seconds, seed=seed, clock=machine.clock, stop=stop
-    ).points
+    points = measure_steps(machine.engine, machine.facts, budget_s=seconds, seed=seed, stop=stop).points
     return fit_cost_model(points)
 
 

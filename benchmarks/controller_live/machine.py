@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.bench.running import Engine
+from autotune.engines import Engine
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
 from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor

@@ -58,7 +58,7 @@ def turn(
     with shift(machine, case, duration):
         for found in measure(
             machine.engine, planned, case.workload, case.slo, vocab_size=machine.facts.vocab_size, duration=duration,
-            stop=stop, clock=machine.clock,
+            stop=stop,
         ):  # fmt: skip
             if isinstance(found, Failure):
                 raise EvaluationError(found.cause)

@@ -127,9 +127,9 @@ class Bench:
 
     def calibrate(self, budget_s: float) -> CostModel:
         """What simulations go by now; the runs since the calibration before this one are compared with both."""
-        engine, clock, _ = self.roomy
+        engine, _, _ = self.roomy
         looked = self.roomy.looked()
-        found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts(), clock=clock)
+        found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts())
         cost = found.cost(found.seconds)
         facts = cost.facts
         print(
@@ -166,7 +166,6 @@ class Bench:
                 prompt_seed=self._prompts(),  # tokens of its own: no earlier run's prefixes are found in the cache
                 duration=self.duration if number else self.duration / 2,
                 label=f"{case.name}-{number}",
-                clock=timed.clock,
             )
         finally:
             unsubscribe()

@@ -12,6 +12,7 @@ from math import inf
 from autotune import control
 from autotune.control.attached import Control
 from autotune.control.controllers.predictive import PredictiveController
+from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore
 from runtime.llm.plan import StepPlan, StepResult
@@ -19,7 +20,7 @@ from runtime.llm.scheduler import Scheduler
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Capabilities, Facts, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
 PROMISE = SLO(ttft_ms=1000, tpot_ms=30)
@@ -111,19 +112,18 @@ class Recorded:
     """What ``autotune.control`` asks of an engine, without one."""
 
     def __init__(self) -> None:
+        self.capabilities = Capabilities.live(admission=False)
+        self.facts = Facts("recorded", kv_tokens=100_000, block_size=16)
+        self.clock = VirtualClock()
         self.limits = self.effective_limits = KnobLimits()
         self.knobs, self.epoch = KNOBS, 0
-        self.kv_tokens, self.block_size = 100_000, 16
+        self.admission = None
         self.slos: Mapping[str, SLO] = {}
         self.listeners: list[Listener] = []
         self._leases = LeaseHolder()
 
-    def set_slo(self, slo: SLO) -> None: ...
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
-
+    def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
+    def set_admission(self, policy: object, *, source: object = None, lease: Lease | None = None) -> None: ...
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None: ...
 
     def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:

@@ -106,7 +106,7 @@ class Batcher(TunableBatcher):
         chosen = memory_bounded(chosen, memory_limit_bytes, measure_bytes, processes)
         loop = LoopThread(name or "batcher")
         children = [ProcessWorker(worker) for worker in workers] if processes else []
-        functions = [Function(child, collate=collate, kill=child.kill) for child in children] or [
+        functions = [Function(child, collate=collate, begin=child.begin, kill=child.kill) for child in children] or [
             Function(worker, collate=collate, loop=loop) for worker in workers
         ]
         if len({f.streams for f in functions}) > 1:

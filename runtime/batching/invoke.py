@@ -57,6 +57,7 @@ class Function:
         *,
         collate: Callable[[list[Any]], Any] | None = None,
         loop: LoopThread | None = None,
+        begin: Callable[[], None] = lambda: None,
         kill: Callable[[], None] | None = None,
     ) -> None:
         if not callable(fn):
@@ -64,8 +65,10 @@ class Function:
         self._fn = as_function(fn)
         self._collate = collate
         self._loop = loop
+        self.begin = begin
+        """To be told, under the lock of whoever kills, that a call is about to come."""
         self.kill = kill
-        """Ends a call in the middle, if there is a way to."""
+        """Ends that call in the middle, if there is a way to."""
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.streams, self.is_async = kind_of(fn)
 

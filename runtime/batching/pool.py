@@ -237,6 +237,8 @@ class Pool:
                     elif self._idle and core.state.waiting:
                         self._arrived()
                     self.room.made()
+                    if step.call is not None:
+                        slot.function.begin()
                 if self._abandoned and not self.closed:
                     self.stop(drain=False)
                 if step.ended:

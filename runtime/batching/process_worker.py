@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -19,7 +20,9 @@ _GRACE_S = 5.0  # for a process to end by itself
 class ProcessWorker:
     """Calls ``fn`` in a child process, which starts with the first call and again after it has died.
 
-    ``fn``, the items and the results must be picklable; the child imports the module that ``fn`` lives in.
+    ``fn``, the items and the results must be picklable; the child imports the module that ``fn`` lives in. One call at a time;
+    :meth:`begin` says that one is about to come, and :meth:`kill` is about that one, whether it comes before it, during it or
+    after it.
     """
 
     def __init__(self, fn: Callable[[list[Any]], Any]) -> None:
@@ -34,6 +37,9 @@ class ProcessWorker:
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._lock = threading.Lock()  # guards the next two, and the process against a kill while it is let go
+        self._calling = False
+        self._killed = False
 
     @property
     def pid(self) -> int | None:
@@ -45,28 +51,48 @@ class ProcessWorker:
         process = self._context.Process(target=_serve, args=(theirs, self._pickled), daemon=True)
         process.start()
         theirs.close()
-        self._process, self._pipe = process, ours
+        with self._lock:
+            self._process, self._pipe = process, ours
+            if self._killed:
+                process.kill()
         return ours
 
+    def begin(self) -> None:
+        """A call is about to come: forget what was said of the one before. Any thread."""
+        with self._lock:
+            self._killed = False
+
     def __call__(self, items: list[Any]) -> Any:
-        pipe = self._pipe or self._start()
+        with self._lock:
+            if self._killed:
+                raise WorkerDied(f"nobody waits for this call of {self.__qualname__}")
+            self._calling = True
         try:
+            pipe = self._pipe or self._start()
             pipe.send_bytes(pickle.dumps(items))
             ok, answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError) as error:
             code = self._end()
             raise WorkerDied(f"the process that ran {self.__qualname__} ended with exit code {code}") from error
+        finally:
+            with self._lock:
+                self._calling, killed = False, self._killed
+            if killed:  # perhaps when the answer was on its way: the next call is to find another process
+                self._end()
         if ok:
             return answer
         raise answer
 
     def kill(self) -> None:
-        """End the child in the middle of whatever it does. Any thread."""
-        if (process := self._process) is not None:
-            process.kill()
+        """End the call that :meth:`begin` has announced, in the middle of whatever the child does. Any thread."""
+        with self._lock:
+            self._killed = True
+            if self._calling and self._process is not None:
+                self._process.kill()
 
     def _end(self) -> int | None:
-        process, self._process, self._pipe = self._process, None, None
+        with self._lock:
+            process, self._process, self._pipe = self._process, None, None
         if process is None:
             return None
         process.join(_GRACE_S)

@@ -8,8 +8,10 @@ from typing import TypeVar
 from runtime.batching.pool import Pool
 from runtime.batching.strategies import Strategy
 from runtime.errors import EngineClosedError
+from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import SchedulerView
+from runtime.tunable import CallableInfo, Capabilities, Facts, Lease, SchedulerView
 from runtime.tuning import Tuning
 
 T = TypeVar("T")
@@ -21,6 +23,17 @@ class TunableBatcher(Tuning):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool.core.settings, pool.listeners, pool.clock, pool.core.slos)
         self._pool = pool
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """An item is never cut, so there is no chunk size; and what comes too late is the strategy's business."""
+        return Capabilities.live(none=("chunk_size",), admission=False, deadline_order=False)
+
+    @property
+    def facts(self) -> Facts:
+        """A batcher has no KV pool: a call holds as much as its budget allows."""
+        about = CallableInfo(self.strategy.name, self.workers, self.slots)
+        return Facts("batcher", kv_tokens=self.limits.token_budget, callable=about)
 
     def _change(self, change: Callable[[], T]) -> T:
         pool = self._pool
@@ -58,6 +71,20 @@ class TunableBatcher(Tuning):
     @property
     def block_size(self) -> int:
         return 1
+
+    @property
+    def admission(self) -> None:
+        """No admission policy: the strategy itself rejects what cannot meet its SLO."""
+        return None
+
+    def set_admission(
+        self, policy: AdmissionPolicy | None, *, source: RateSource | None = None, lease: Lease | None = None
+    ) -> None:
+        """Raises ``ValueError`` for any policy."""
+        if policy is not None:
+            raise ValueError(
+                f"admission is {policy}; it must be None for a batcher, whose strategy rejects what is late"
+            )
 
     def view(self) -> SchedulerView:
         """How the queue and the calls stand."""

@@ -70,6 +70,7 @@ class EngineCore:
         self._output = output
         self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
+        self._unordered: list[tuple[Sequence, Exception]] = []  # an ordering raised for them: they are to end
 
     @property
     def limits(self) -> KnobLimits:
@@ -128,7 +129,7 @@ class EngineCore:
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
         if wanted is not scheduler.waiting.ordering:
-            scheduler.waiting.reorder(wanted)
+            self._unordered += scheduler.waiting.reorder(wanted)
         if policy is None:
             scheduler.admission = None
             return
@@ -178,6 +179,8 @@ class EngineCore:
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
         settings, scheduler = self.settings, self.scheduler
         epoch, knobs = settings.current
+        if self._unordered:
+            self._end_unordered(now, finished)
         budget = None
         if settings.policy is not None:
             budget = self._policy_budget(now)
@@ -231,6 +234,13 @@ class EngineCore:
         for sequence, _ in ended:
             self.executor.release(sequence)
         return ended
+
+    def _end_unordered(self, now: float, finished: list[Finished]) -> None:
+        for sequence, error in self._unordered:
+            record = self.finish(sequence, FinishReason.ERROR, now, str(error))
+            if record is not None:
+                finished.append((sequence, record))
+        self._unordered = []
 
     def _policy_budget(self, now: float) -> int | None:
         scheduler = self.scheduler

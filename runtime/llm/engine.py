@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -23,10 +24,11 @@ from runtime.llm.prefix import token_hasher
 from runtime.llm.scheduler import Scheduler
 from runtime.llm.stream import Completion, Stream
 from runtime.llm.tuning import TunableEngine
+from runtime.ordering import Ordering
 from runtime.progress import progress_bar
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass
-from runtime.tunable import StepPolicy
+from runtime.tunable import Facts, StepPolicy
 
 if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
@@ -66,7 +68,7 @@ class Engine(TunableEngine):
         block_size: int = 16,
         max_model_len: int | None = None,
         max_queue: int = 4096,
-        ordering: str = "priority",
+        ordering: str | Ordering = "priority",
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool | Literal["tenant"] = True,
         seed: int = 0,
@@ -112,9 +114,18 @@ class Engine(TunableEngine):
         self._model = served = parts.model
         self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
         share = {True: "all", False: "none", "tenant": "tenant"}[prefix_cache]
+        context = min(served.max_model_len, max_model_len or served.max_model_len)
+        self._facts = Facts(
+            "autotune-runtime",
+            kv_tokens=self._kv_tokens,
+            block_size=block_size,
+            prefix_cache=share != "none",
+            growth_reserve=1,
+            model=replace(parts.info, max_model_len=context),
+        )
         self._intake = Intake(
             served,
-            context=min(served.max_model_len, max_model_len or served.max_model_len),
+            context=context,
             kv_tokens=self._kv_tokens,
             block_size=block_size,
             share=share,
@@ -249,6 +260,11 @@ class Engine(TunableEngine):
     def model(self) -> ServedModel:
         """What is served: name, vocabulary, context, tokenizer."""
         return self._model
+
+    @property
+    def facts(self) -> Facts:
+        """The engine as it was started: model, KV pool, prefix cache."""
+        return self._facts
 
     @property
     def kv_tokens(self) -> int:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
-from runtime.errors import DeviceError, EngineClosedError, RejectedError
+from runtime.errors import DeviceError, EngineClosedError, RejectedError, StepFailedError
 from runtime.listeners import Listeners, Pace
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore, StepOutcome
@@ -116,7 +116,7 @@ class EngineLoop:
         with self._lock:
             if self._closed:
                 raise EngineClosedError(self._why_closed()) from self.error
-            self._inbox.put(change)  # type: ignore[arg-type]  # what it returns is of no interest
+            self._inbox.put(partial(_contained, change))
 
     def ask(self, question: Callable[[], T]) -> T:
         """Answer ``question`` on the engine's thread, between steps; after the end of the thread, at once."""
@@ -225,13 +225,19 @@ class EngineLoop:
             now = self._clock.now()
             try:
                 sequence = self.core.add(request, now)
-            except (ValueError, RejectedError) as error:  # the scheduler has the last word on what can run, and in time
+            except Exception as error:  # the scheduler has the last word on what can run, and in time
                 del self._live[request.id]
-                cause, hint = (
-                    (error.reason, error.retry_after_s) if isinstance(error, RejectedError) else (str(error), None)
-                )
-                record = never_ran(request, FinishReason.REJECTED, now, cause, hint)
-                buffer.end(None, record, error, self._wakes)
+                reason, cause, hint = FinishReason.REJECTED, str(error), None
+                if isinstance(error, RejectedError):
+                    cause, hint = error.reason, error.retry_after_s
+                elif not isinstance(error, ValueError):  # a custom ordering, or whoever says how fast prompts are
+                    log.warning("request %s could not be queued", request.id, exc_info=True)
+                    reason, cause = (
+                        FinishReason.ERROR,
+                        str(error) if isinstance(error, StepFailedError) else repr(error),
+                    )
+                record = never_ran(request, reason, now, cause, hint)
+                buffer.end(None, record, error.__cause__ if isinstance(error, StepFailedError) else error, self._wakes)
                 self._inbox.put(partial(self.listeners.tell, None, [record]))
                 return
         buffer.sequence = sequence
@@ -279,7 +285,7 @@ class EngineLoop:
                 records.append(self.core.finish(sequence, FinishReason.ERROR, self._clock.now(), self._why_closed()))
             self._ended(sequence, None, error, None)
         while not self._inbox.empty():
-            self._inbox.get()()
+            _contained(self._inbox.get())
         with self._lock:  # whose queueing broke it: neither in the inbox nor among the buffers
             left = list(self._live.values())
             self._live.clear()
@@ -291,6 +297,13 @@ class EngineLoop:
 
 def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, DeviceError) else repr(error)
+
+
+def _contained(change: Callable[[], object]) -> None:
+    try:
+        change()
+    except Exception:
+        log.exception("a change of the engine failed")
 
 
 def _answer(question: Callable[[], T], answer: Future[T]) -> None:

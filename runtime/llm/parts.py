@@ -10,6 +10,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.intake import ServedModel
 from runtime.llm.plan import Executor
 from runtime.slo import RequestClass
+from runtime.tunable import ModelInfo
 
 if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
     """What an engine is put together from."""
 
     model: ServedModel
+    info: ModelInfo
     executor: Executor
     kv_blocks: int
 
@@ -47,7 +49,7 @@ def parts_of(
     if executor is not None:
         if isinstance(model, str) or kv_tokens is None:
             raise ValueError("an executor of your own needs a model that is not a name, and kv_tokens")
-        return Parts(model, executor, kv_tokens // block_size)
+        return Parts(model, _said(model), executor, kv_tokens // block_size)
 
     import torch
 
@@ -70,9 +72,15 @@ def parts_of(
     kv_blocks = default_kv_blocks(loaded, block_size) if kv_tokens is None else kv_tokens // block_size
     return Parts(
         loaded,
+        loaded.info,
         TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, seed=seed, clock=clock),
         kv_blocks,
     )
+
+
+def _said(model: ServedModel) -> ModelInfo:
+    """As much as prompts need to know."""
+    return ModelInfo(model.name, model.vocab_size, model.max_model_len)
 
 
 def check_types(

@@ -76,7 +76,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float | None = None) -> Sequence:
         """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` for an empty prompt or one that can
-        never fit in the pool, RejectedError if it would come too late."""
+        never fit in the pool, RejectedError if it would come too late, StepFailedError if a custom ordering raises."""
         length = request.prompt_len
         if length < 1:
             raise ValueError("the prompt is empty; it needs at least one token")

@@ -15,7 +15,7 @@ from runtime.llm.core import EngineCore
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
-from runtime.tunable import Lease, SchedulerView
+from runtime.tunable import Capabilities, Lease, SchedulerView
 from runtime.tuning import Tuning
 
 T = TypeVar("T")
@@ -34,6 +34,11 @@ class TunableCore(Tuning):
     @abstractmethod
     def _post(self, change: Callable[[], None]) -> None:
         """Make ``change`` between two steps, now or later. Raises EngineClosedError."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Every knob is live, steps are recorded, and budgets of single steps and admission are heeded."""
+        return Capabilities.live()
 
     def _put_slo(self, request_class: str, slo: SLO) -> None:
         self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
+from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.ordering import Ordering
 from runtime.request import Sequence
+
+log = logging.getLogger(__name__)
 
 _BUCKETS_PER_UNIT: Final = 16  # keys are seconds or tokens: how finely tokens_before tells them apart
 _FAR: Final = 1e15  # a deadline may be infinite
@@ -38,9 +42,10 @@ class WaitingQueue:
         return (entry[3] for entry in self._heap if entry[3].state == "waiting")
 
     def push(self, sequence: Sequence) -> None:
+        """Queue ``sequence``. Raises StepFailedError, and changes nothing, where the ordering raises or returns no number."""
         new = sequence.preemptions == 0
         if new:
-            sequence.key = self._ordering.key(sequence.request)
+            sequence.key = _key(self._ordering, sequence)
             self._arrived.append(sequence)
             if len(self._arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
@@ -60,7 +65,10 @@ class WaitingQueue:
         sequence = heapq.heappop(self._heap)[3]
         self.count -= 1
         self._tally(sequence, -sequence.pending)
-        self._ordering.took(sequence.request, sequence.key)
+        try:
+            self._ordering.took(sequence.request, sequence.key)
+        except Exception:  # somebody's own; it only listens
+            log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
         return sequence
 
     def removed(self, sequence: Sequence) -> None:
@@ -93,14 +101,19 @@ class WaitingQueue:
     def ordering(self) -> Ordering:
         return self._ordering
 
-    def reorder(self, ordering: Ordering) -> None:
-        """Wait by another ordering from now on."""
+    def reorder(self, ordering: Ordering) -> list[tuple[Sequence, Exception]]:
+        """Wait by another ordering from now on. Returns those for which it raised: they keep their place until they are ended."""
+        failed: list[tuple[Sequence, Exception]] = []
         waiting = [entry for entry in sorted(self._heap) if entry[3].state == "waiting"]
         self._ordering, self._heap, self._buckets = ordering, [], None
         for new, _, pushed, sequence in waiting:
-            sequence.key = ordering.key(sequence.request)
+            try:
+                sequence.key = _key(ordering, sequence)
+            except StepFailedError as error:
+                failed.append((sequence, error))
             self._heap.append((new, sequence.key, pushed, sequence))
         heapq.heapify(self._heap)
+        return failed
 
     def held_until(self, knobs: Knobs, left: int, slots: int) -> float:
         """Until when the wait window holds new prompts back; -inf when it does not.
@@ -128,6 +141,16 @@ class WaitingQueue:
         assert self.tokens == sum(s.pending for s in live)
         assert self._buckets is None or self.tokens == sum(self._buckets.values())
         assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
+
+
+def _key(ordering: Ordering, sequence: Sequence) -> float:
+    try:
+        key = float(ordering.key(sequence.request))
+    except Exception as error:
+        raise StepFailedError(f"its ordering raised {error!r}") from error
+    if math.isnan(key):
+        raise StepFailedError("its ordering gave it no place: the key is NaN")
+    return key
 
 
 def _add(buckets: dict[int, int], sequence: Sequence, tokens: int) -> None:

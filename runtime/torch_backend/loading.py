@@ -20,6 +20,7 @@ from runtime.torch_backend.presets import PRESETS, build_preset
 from runtime.torch_backend.probe import probe
 from runtime.torch_backend.rope import safe_context
 from runtime.torch_backend.tokenizer import Tokenizer, byte_tokenizer
+from runtime.tunable import ModelInfo
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -52,6 +53,21 @@ class LoadedModel:
     kv_layers: tuple[KVLayer, ...]
     parameters: int
     layers: int
+
+    @property
+    def info(self) -> ModelInfo:
+        """The same as plain data."""
+        return ModelInfo(
+            name=self.name,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            architecture=self.architecture,
+            parameters=self.parameters,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=self.device.type,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            random_weights=self.name in PRESETS,
+        )
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

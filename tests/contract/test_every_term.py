@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from autotune.cost.facts import CostFacts, LearnerFacts, StepPoint
-from autotune.cost.model import WRITTEN_OUT, CostModel, fit_cost_model
+from autotune.cost.model import WRITTEN_OUT, CostModel, fit_cost_model, untold_terms
 from autotune.cost.shape import EXPERT_TOKENS, Shape
 from autotune.profile import ModelFacts, dump_profile, load_profile, save_profile
 from autotune.profile.serving import serving_cost, serving_knowledge
-from autotune.profiling.coverage import lacking
 from autotune.profiling.steps import measure_steps
 from autotune.simulate import SimulatedEngine
 from runtime.records import RequestRecord, StepRecord
@@ -315,9 +314,9 @@ def test_the_calibration_says_which_rows_its_steps_do_not_tell(monkeypatch: pyte
         max_model_len=8192, vocab_size=1000, kv_bytes_per_token=131072,
     )  # fmt: skip
     seen = measure_steps(engine, model, budget_s=20.0, seed=3, clock=engine.clock).points
-    assert lacking(seen) == ()
+    assert untold_terms(seen) == []
     monkeypatch.setitem(TERMS, PADDING.name, PADDING)
-    assert lacking(seen) == ()
+    assert untold_terms(seen) == []
     never = Term("adapters", "adapters", lambda s: 0.0 * s.decodes, "adapter_s")
     monkeypatch.setitem(TERMS, never.name, never)
-    assert lacking(seen) == ("no steps with more and less adapters",)
+    assert untold_terms(seen) == ["adapters"]

@@ -1,72 +1,104 @@
-"""``autotune check`` on the real engine: right after it was measured a profile fits, and one that claims too much does not."""
+"""``autotune check`` on the real engine: a profile just measured fits, one of another speed does not.
+
+The model computes; how long its steps take is a formula's, on a clock that only they move. So nothing here depends on how fast
+or busy the machine is, but for the one test of the slow tier on its own clock.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runtime.clock
+import runtime.llm.engine
 from autotune.cli.main import run
 from autotune.cli.target import model_facts, with_threads
 from autotune.cost.model import CostModel, fit_cost_model
+from autotune.engines import Engine as Measured
 from autotune.profile import KvPool, Profile, save_profile
-from autotune.profile.fingerprint import machine, software
+from autotune.profile.fingerprint import OtherWork, machine, software
 from autotune.profiling.steps import measure_steps
-from runtime.clock import MonotonicClock
+from autotune.simulate import SimulatedEngine
+from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
-from runtime.torch_backend.loading import load_model
+from runtime.llm.plan import StepPlan, StepResult
+from runtime.step_model import StepFeatures
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.loading import LoadedModel, load_model
 from tests.integration.llama_folder import llama_folder
 from tests.sample_profile import sample_profile
 
 LIMITS = KnobLimits(max_batch_size=64, max_wait_ms=100, token_budget=512, chunk_size=512)
 KV_TOKENS = 8192
-TRIES = 5
+
+
+class Formula:
+    """Seconds of a step."""
+
+    def predict(self, step: StepFeatures) -> float:
+        reads = step.decode_context + step.prefill_context
+        return 6e-3 + 4e-4 * step.decodes + 1.2e-4 * step.prefill_tokens + 4e-7 * reads
+
+
+class Hardware:
+    """Steps that the real executor computes take what the formula says, times ``pace``."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.pace = 1.0
+        self._compute = TorchExecutor.execute
+
+    def execute(self, executor: TorchExecutor, plan: StepPlan, now: float, until: float) -> StepResult:
+        result = self._compute(executor, plan, now, until)
+        tokens = sum(chunk.count for chunk in plan.chunks)
+        reads = sum(chunk.start + chunk.count for chunk in plan.chunks)
+        step = StepFeatures(plan.n_decode, plan.decode_context, tokens, reads, 0, len(plan.chunks))
+        self.clock.advance(self.pace * Formula().predict(step))
+        return result._replace(ends=(self.clock.now(),))
+
+
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hardware]:
+    made = Hardware()
+    monkeypatch.setattr(TorchExecutor, "execute", lambda *step: made.execute(*step))
+    for module in (runtime.clock, runtime.llm.engine):
+        monkeypatch.setattr(module, "MonotonicClock", lambda: made.clock)
+    monkeypatch.setattr(OtherWork, "taken", lambda self, threads: 0.0)
+    yield made
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a Llama of two small layers."""
     path = tmp_path_factory.mktemp("models") / "small"
-    llama_folder(path, vocabulary=320, hidden=128, intermediate=384, context=1024)
+    llama_folder(path, vocabulary=320, hidden=32, intermediate=64, context=1024)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def measured(model: str) -> Profile:
-    return calibrated(model)
+    """The profile of a machine that takes what the formula says."""
+    engine = SimulatedEngine(Formula(), kv_tokens=KV_TOKENS, limits=LIMITS)
+    return calibrated(load_model(model, dtype="float32", device="cpu"), engine)
 
 
-def calibrated(model: str) -> Profile:
-    """A profile with a cost model just calibrated on this CPU."""
-    loaded = load_model(model, dtype="float32", device="cpu")
-    with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
-        here, facts = with_threads(machine()), model_facts(loaded, 0)
-        points = measure_steps(engine, facts, budget_s=4, seed=0, clock=MonotonicClock()).points
+def calibrated(loaded: LoadedModel, engine: Measured) -> Profile:
+    """A profile with a cost model just calibrated by the engine's clock."""
+    facts = model_facts(loaded.info, 0)
+    points = measure_steps(engine, facts, budget_s=4, seed=0).points
     return sample_profile(
         {"balanced": Knobs(16, 0, 128, 128)},
-        machine=here,
+        machine=with_threads(machine()),
         software=software(),
         model=facts,
         cost_model=fit_cost_model(points, seconds=4).facts,
-        engine={
-            "kv_pool": KvPool(block_size=16, blocks=KV_TOKENS // 16), "limits": LIMITS
-        },
-    )  # fmt: skip
-
-
-def work() -> float:
-    """Seconds of a little work that is always the same, one thread."""
-    took = []
-    for _ in range(30):
-        begun = time.perf_counter()
-        sum(i * i for i in range(30_000))
-        took.append(time.perf_counter() - begun)
-    return statistics.median(took)
+        engine={"kv_pool": KvPool(block_size=16, blocks=KV_TOKENS // 16), "limits": LIMITS},
+    )
 
 
 def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -82,38 +114,38 @@ def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *w
     return told
 
 
-def test_it_fits_right_after_it_was_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine that others use, too, only some tries are undisturbed; and four seconds of calibration may meet a bad moment
-    themselves, so every second try calibrates anew. Of a neighbour on a core the kernel tells nothing; other work is slower then.
-    """
-    tries, disturbed = [], []
-    for number in range(TRIES):
-        if number % 2 == 0:
-            measured, usual = calibrated(model), work()
-        paces = [work() / usual]
-        told = check(measured, tmp_path, capsys, "--budget", "2s", "--threshold", "30%")
-        paces.append(work() / usual)
-        assert {r["region"] for r in told["regions"]} >= {"decode", "prefill", "mixed"}
-        assert told["elsewhere"] == "" and told["software"] == []
-        if told["verdict"] == "fits":
-            return
-        tries.append(f"{told['sentence']} (other work {paces[0]:.2f} and {paces[1]:.2f} of what it took)")
-        another = any(not 0.87 < pace < 1.15 for pace in paces)
-        disturbed.append(another or told["verdict"] == "unclear" or told["cores_taken_by_others"] > 0.25)
-    if all(disturbed):
-        pytest.skip("the machine is too busy to tell: " + "; ".join(tries))
-    pytest.fail("; ".join(tries))
+def test_it_fits_right_after_it_was_measured_and_not_once_the_machine_is_slower(
+    measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = check(measured, tmp_path, capsys, "--budget", "2s")
+    assert told["verdict"] == "fits", told["sentence"]
+    assert {r["region"] for r in told["regions"]} >= {"decode", "prefill", "mixed"}
+    assert told["elsewhere"] == "" and told["software"] == []
+    hardware.pace = 1.25
+    told = check(measured, tmp_path, capsys, "--budget", "2s")
+    assert told["sentence"].startswith("stale: ") and "slower than the profile" in told["sentence"]
+    assert all(r["difference"] == pytest.approx(0.25, abs=0.08) for r in told["regions"])
 
 
 def test_a_profile_that_claims_thirty_times_the_speed_is_stale(
-    measured: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert measured.cost_model is not None
     fast = CostModel.from_facts(measured.cost_model).scaled(compute=30, bandwidth=30, overhead=30)
-    told = check(measured.model_copy(update={"cost_model": fast.facts}), tmp_path, capsys, "--budget", "2s")
-    assert all(r["difference"] > 4 for r in told["regions"]), "whatever else the machine does"
-    if told["cores_taken_by_others"] <= 0.25:
-        assert told["sentence"].startswith("stale: ") or "too noisy" in told["sentence"]
+    told = check(measured.model_copy(update={"cost_model": fast.facts}), tmp_path, capsys, "--budget", "1s")
+    assert all(r["difference"] == pytest.approx(29, rel=0.2) for r in told["regions"])
+    assert told["sentence"].startswith("stale: ")
+
+
+@pytest.mark.slow
+def test_on_the_machines_own_clock(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other programs may make steps several times as long, and the verdict with them: never thirty times."""
+    loaded = load_model(model, dtype="float32", device="cpu")
+    with Engine(loaded, limits=LIMITS, kv_tokens=KV_TOKENS, threads=1) as engine:
+        made = calibrated(loaded, engine)
+    told = check(made, tmp_path, capsys, "--budget", "2s")
+    assert {r["region"] for r in told["regions"]} >= {"decode", "prefill", "mixed"}
+    assert all(-0.95 < r["difference"] < 20 for r in told["regions"]), told["sentence"]
 
 
 def test_another_model_in_its_place_is_found_out(
@@ -128,7 +160,7 @@ def test_another_model_in_its_place_is_found_out(
 
 
 def test_for_people_it_is_a_table_and_a_sentence(
-    measured: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = measured.model_copy(
         update={

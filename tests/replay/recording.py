@@ -20,11 +20,11 @@ from typing import Any
 from autotune.control.attached import Control
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.guardrails import Guardrails
-from autotune.engines.controllable import Controllable
+from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.tunable import Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
+from runtime.tunable import Capabilities, Facts, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy, Tunable
 
 
 @dataclass
@@ -41,9 +41,17 @@ class Recording:
     events: list[StepRecord | RequestRecord] = field(default_factory=list)
 
     @classmethod
-    def of(cls, engine: Controllable, slo: SLO, interval_s: float = 0.25) -> Recording:
+    def of(cls, engine: Tunable, slo: SLO, interval_s: float = 0.25) -> Recording:
         """Begin to record ``engine``."""
-        made = cls(slo, engine.knobs, engine.limits, engine.kv_tokens, engine.block_size, engine.view().now, interval_s)
+        made = cls(
+            slo,
+            engine.knobs,
+            engine.limits,
+            engine.facts.kv_tokens,
+            engine.facts.block_size,
+            engine.view().now,
+            interval_s,
+        )
         engine.subscribe(made)
         return made
 
@@ -85,18 +93,15 @@ class ReplayedEngine:
     def __init__(self, recording: Recording) -> None:
         self.limits = self.effective_limits = recording.limits
         self.knobs, self.epoch = recording.knobs, 0
-        self.kv_tokens, self.block_size = recording.kv_tokens, recording.block_size
+        self.capabilities = Capabilities.live(admission=False)
+        self.facts = Facts("recorded", kv_tokens=recording.kv_tokens, block_size=recording.block_size)
+        self.clock, self.admission = VirtualClock(recording.now), None
         self.slos: Mapping[str, SLO] = {}
         self._now = recording.now
         self._leases = LeaseHolder()
         self._listeners: list[Listener] = []
 
-    def set_slo(self, slo: SLO) -> None: ...
-
-    @property
-    def step_budgets(self) -> bool:
-        """Each step asks the step policy."""
-        return True
+    def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
 
     def set_step_policy(self, policy: StepPolicy | None, *, lease: Lease | None = None) -> None:
         self._leases.check(lease)
@@ -126,7 +131,7 @@ class ReplayedEngine:
                     listener.on_request(event)
 
 
-def attach(engine: Controllable, recording: Recording, controller: str) -> Control:
+def attach(engine: Tunable, recording: Recording, controller: str) -> Control:
     """A control whose decisions hold nothing of the wall clock."""
     made = CONTROLLERS[controller](recording.slo, engine.knobs, recording.kv_tokens, recording.block_size)
     return Control(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.measure.evaluate import EvaluationError
-from autotune.profiling.pool import Outcome
+from autotune.profiling.search import Outcome
 from autotune.profiling.space import make_space
 from runtime.knobs import KnobLimits, Knobs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -297,3 +298,54 @@ class Silent(World):
 
     def on_run(self, record: StepRecord, ends: Any) -> None:
         pass
+
+
+# -- fast-forward ---------------------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """Hears of steps at once, so that it does not stand in the way of fast-forward, and counts how often it hears of any."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+        self.ends: list[tuple[str, str, float]] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.heard += 1
+
+    def on_run(self, record: StepRecord, ends: Sequence[float]) -> None:
+        self.heard += 1
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.ends.append((record.id, record.cause or record.reason.value, record.finished))
+
+
+def blocked(admission: AdmissionPolicy, *, fast_forward: bool) -> Ends:
+    """One request decodes in 10 to 19 of 20 blocks. Another comes, needs 13, and would be too late when the first has ended."""
+    engine = SimulatedEngine(
+        Formula(steady),
+        kv_tokens=320,
+        slo="ttft=100ms",
+        prefix_cache=False,
+        admission=admission,
+        fast_forward=fast_forward,
+    )
+    engine.set_admission(admission, source=Rate(5000.0))
+    ends = Ends()
+    engine.subscribe(ends)
+    engine.offer(Arrival(0.0, 160, 145, ((0, 160),)), "first", due=0.0, shared=False)
+    engine.run_until(0.03)
+    engine.offer(Arrival(0.03, 200, 1, ((1, 200),)), "second", due=0.03, shared=False)
+    engine.run()
+    return ends
+
+
+def test_a_request_that_the_kv_pool_holds_up_is_rejected_as_early_in_fast_forward() -> None:
+    """Early rejection looks at the head of the queue in every step; steps at once would pass over the time to reject it."""
+    policy = AdmissionPolicy(queue_timeout=None)
+    slow, fast = blocked(policy, fast_forward=False), blocked(policy, fast_forward=True)
+    [(_, second, rejected), (_, first, ended)] = slow.ends
+    assert (first, second) == ("length", "slo") and rejected < ended - 0.05
+    assert fast.ends == slow.ends
+    accepting = AdmissionPolicy(reject=False, queue_timeout=None)
+    assert blocked(accepting, fast_forward=True).heard < slow.heard / 5, "nothing looks at each step there"

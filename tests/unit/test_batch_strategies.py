@@ -7,11 +7,13 @@ from math import inf
 
 import pytest
 
+from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item
 from runtime.batching.service_model import Price, ServiceModel
 from runtime.batching.strategies import Adaptive, Dynamic
 from runtime.batching.strategies.lookahead import Bounds, choose
 from runtime.batching.virtual import Served
+from runtime.errors import RejectedError
 from runtime.slo import SLO
 from tests.unit.batching_world import CAPACITY, SLO_400, core_of, latency, linear, poisson, run, share
 
@@ -259,3 +261,43 @@ def test_sizes_nobody_gave_are_felt_out() -> None:
 def test_wrong_values_are_named() -> None:
     with pytest.raises(ValueError, match="call_price_s is -1"):
         Adaptive(call_price_s=-1)
+
+
+def knowing(**options: float) -> Adaptive:
+    """It has learned that calls take what :func:`linear` says, exactly."""
+    model = ServiceModel()
+    for k in range(200):
+        n = 1 + 7 * k % 32
+        model.observe(call_of(n, n, 0.020 + 0.002 * n))
+    assert model.predict(10, 10) == pytest.approx(0.040, rel=1e-3) and model.margin < 1.01
+    return Adaptive(model=model, **options)
+
+
+def test_a_call_is_held_no_longer_than_a_guard_time_before_it_would_be_late() -> None:
+    """With one more of its kind it still takes 24 ms, and 2% of the promised time are kept for what nobody foresaw."""
+    core = core_of(knowing(call_price_s=inf), slo=SLO_400)
+    core.submit(Item(None, 10.0), 10.0)
+    assert core.next(10.0).call is None
+    assert core.hold_until == pytest.approx(10.4 - 0.02 * 0.4 - 0.024, abs=3e-4)
+    assert core.next(core.hold_until - 1e-3).call is None
+    assert core.next(core.hold_until).call is not None
+
+
+def test_admission_counts_what_is_left_of_the_call_that_runs() -> None:
+    """Four wait, which is a full call, and the fifth needs a second one: 49 ms, once the call that runs is over."""
+
+    def full_at(now: float) -> BatchCore:
+        core = core_of(knowing(), size=4)
+        for _ in range(4):
+            core.submit(Item(None, 0.0), 0.0)
+        call = core.next(0.0).call
+        assert call is not None and call.predicted == pytest.approx(0.028, rel=1e-3)
+        for _ in range(4):
+            core.submit(Item(None, now), now)
+        return core
+
+    for now, left in ((0.0, 0.028), (0.020, 0.008), (0.5, 0.0)):  # in the last, it takes longer than it should
+        with pytest.raises(RejectedError) as late:
+            full_at(now).submit(Item(None, now, deadline=now + left + 0.046), now)
+        assert late.value.reason == "slo" and late.value.retry_after_s == pytest.approx(0.003, abs=1.5e-3)
+        full_at(now).submit(Item(None, now, deadline=now + left + 0.052), now)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+import threading
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from runtime import Batcher, batch
-from runtime.batching import pool
+from runtime.batching import batcher, pool, process_worker
+from runtime.batching.invoke import WorkerDied
+from runtime.batching.process_worker import ProcessWorker
+from runtime.clock import VirtualClock
 from runtime.errors import RequestTimeoutError, StepFailedError
 
 MODULE = """
@@ -92,3 +98,88 @@ def test_a_process_that_hangs_is_ended_when_nobody_waits_for_it(
     b.close(drain=False)
     with pytest.raises(StepFailedError, match="its worker died 1 times"):
         hangs.result(30)
+
+
+def test_a_kill_that_comes_when_its_call_is_over_spares_the_next(module: ModuleType) -> None:
+    worker = ProcessWorker(module.sleepy)
+    worker.begin()
+    [first] = worker(["run"])
+    worker.kill()  # the time-out was noticed before the call was known to be over
+    worker.begin()
+    assert worker(["run"]) == [first]
+    worker.close()
+
+
+def test_a_kill_that_comes_with_the_answer_costs_the_next_call_nothing(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = ProcessWorker(module.sleepy)
+
+    def loads(data: bytes) -> Any:
+        worker.kill()
+        return pickle.loads(data)
+
+    worker.begin()
+    with monkeypatch.context() as patched:
+        patched.setattr(process_worker, "pickle", SimpleNamespace(loads=loads, dumps=pickle.dumps))
+        [first] = worker(["run"])
+    assert worker.pid is None, "it is known to be gone"
+    worker.begin()
+    [second] = worker(["run"])
+    assert second != first
+    worker.close()
+
+
+def test_a_kill_before_the_process_runs_is_not_forgotten(module: ModuleType) -> None:
+    worker = ProcessWorker(module.sleepy)
+    worker.begin()
+    worker.kill()
+    with pytest.raises(WorkerDied):
+        worker(["hang"])
+
+    class Killing:
+        """A context whose processes are killed for before they have started."""
+
+        def __init__(self, context: Any) -> None:
+            self.Pipe = context.Pipe
+            self._made = context.Process
+
+        def Process(self, **options: Any) -> Any:
+            process = self._made(**options)
+            worker.kill()
+            return process
+
+    worker._context = Killing(worker._context)
+    worker.begin()
+    with pytest.raises(WorkerDied):
+        worker(["hang"])
+    assert worker.pid is None
+
+
+def test_an_item_behind_one_that_timed_out_runs(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call's answer has come, its only item has timed out, and the process is to be killed: the next call has it."""
+    answered, killed = threading.Event(), threading.Event()
+
+    class Slow(ProcessWorker):
+        def __call__(self, items: list[Any]) -> Any:
+            found = super().__call__(items)
+            if items == ["late"]:
+                answered.set()
+                assert killed.wait(30), "nobody ended a call that nobody waits for"
+            return found
+
+        def kill(self) -> None:
+            super().kill()
+            killed.set()
+
+    monkeypatch.setattr(batcher, "ProcessWorker", Slow)
+    clock = VirtualClock()
+    with Batcher(module.sleepy, processes=True, max_batch_size=1, retries=0, clock=clock) as b:
+        late, behind = b.submit("late", timeout_s=100), b.submit("run")
+        assert answered.wait(120)
+        clock.advance(200.0)
+        with b._pool.lock:
+            b._pool._timekeeper.look()
+        with pytest.raises(RequestTimeoutError):
+            late.result(30)
+        assert behind.result(120)

@@ -9,10 +9,10 @@ import pytest
 
 import autotune
 from autotune.control.controllers.static import StaticController
+from autotune.engines.callable import CallableEngine
 from autotune.measure.evaluate import evaluate
 from autotune.workload.parse import parse_workload
 from runtime import SLO, Batcher, EngineClosedError, Knobs, LeaseError
-from runtime.batching.served import ServedInputs
 from runtime.tunable import SchedulerView
 from tests.unit.batcher_doubles import Heard
 
@@ -131,7 +131,7 @@ def test_a_controllers_static_knobs_are_put_in_force() -> None:
 def test_it_is_measured_like_an_engine() -> None:
     workload = parse_workload("poisson:rate=200,prompt=8,output=1")
     with Batcher(same, cost=len, slo="e2e=2s") as b:
-        served = ServedInputs(b, ["a", "bb", "ccc"])
+        served = CallableEngine(b, ["a", "bb", "ccc"])
         score = evaluate(
             served, b.knobs.with_(max_batch_size=16), workload, SLO(e2e_ms=2000), vocab_size=64, seed=3, duration=0.5
         )
@@ -140,7 +140,7 @@ def test_it_is_measured_like_an_engine() -> None:
 
 def test_inputs_are_needed_to_measure() -> None:
     with Batcher(same) as b, pytest.raises(ValueError, match="inputs is empty"):
-        ServedInputs(b, [])
+        CallableEngine(b, [])
 
 
 class Raising(StaticController):

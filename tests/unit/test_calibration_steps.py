@@ -15,7 +15,7 @@ from autotune.profiling.steps import MeasuredSteps, measure_steps
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
-from runtime.step_model import StepFeatures
+from runtime.step_model import TERMS, StepFeatures, Term
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +52,7 @@ def machine(hardware: Formula, *, kv_tokens: int = 400_000, limits: KnobLimits |
 
 def measured(engine: SimulatedEngine, *, budget_s: float = 60.0, **more: object) -> list[StepPoint]:
     max_model_len = more.pop("max_model_len", 16384)
-    return measure_steps(engine, facts(max_model_len), budget_s=budget_s, seed=3, clock=engine.clock, **more).points  # type: ignore[arg-type]
+    return measure_steps(engine, facts(max_model_len), budget_s=budget_s, seed=3, **more).points  # type: ignore[arg-type]
 
 
 def worst(points: list[StepPoint], hardware: Formula) -> float:
@@ -105,7 +105,7 @@ def test_noise_and_stalls_are_seen_through_within_the_time() -> None:
 def test_what_served_loads_take_is_told_with_their_stalls() -> None:
     def found(hardware: Formula) -> MeasuredSteps:
         engine = machine(hardware)
-        return measure_steps(engine, facts(), budget_s=60.0, seed=3, clock=engine.clock)
+        return measure_steps(engine, facts(), budget_s=60.0, seed=3)
 
     clean, stalling = found(Formula()), found(Formula(stalls=0.02))  # 2% of the steps take six times as long
     assert clean.served == pytest.approx(1.0, abs=0.01) and clean.excess_s < 2e-4
@@ -225,7 +225,7 @@ def test_a_machine_too_slow_for_the_plan_still_shows_a_little_of_everything(budg
         assert fitted.predict(step) == pytest.approx(Sluggish().truth(step), rel=0.1)
 
 
-def test_what_a_calibration_has_not_seen_is_named() -> None:
+def test_what_a_calibration_has_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = measured(machine(Formula()), budget_s=20.0)
     assert lacking(points) == ()
     assert lacking([p for p in points if p.region != "served"]) == ("no served load",)
@@ -235,6 +235,8 @@ def test_what_a_calibration_has_not_seen_is_named() -> None:
     assert lacking([p for p in points if not (p.decodes and p.prefill_tokens)]) == ("no prompt beside decodes",)
     whole = [p for p in points if p.prefill_context <= p.prefill_tokens]
     assert lacking(whole) == ("no chunk behind computed tokens",)
+    monkeypatch.setitem(TERMS, "adapters", Term("adapters", "adapters", lambda s: 0.0, "adapter_s"))
+    assert lacking(points) == ("no steps with more and less adapters",)
 
 
 def test_it_stops_when_asked_and_says_when_requests_fail() -> None:
@@ -288,7 +290,7 @@ def test_a_step_behind_the_script_s_own_doing_does_not_count_its_gap() -> None:
 
 def test_a_silent_engine_is_not_waited_for_for_ever() -> None:
     engine = machine(Formula())
-    driver = StepDriver(engine, 1000, 1000, seed=0, clock=engine.clock, stop=lambda: False)
+    driver = StepDriver(engine, 1000, 1000, seed=0, stop=lambda: False)
 
     def script():  # type: ignore[no-untyped-def]
         yield

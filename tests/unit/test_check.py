@@ -38,7 +38,7 @@ def engine(hardware: Callable[[StepFeatures], float], noise: float = 0.03, seed:
 def facts() -> CostFacts:
     """The cost model of the formula's hardware, as calibration fits it to 3% noise."""
     measured = engine(slow_cpu, seed=7)
-    return fit_cost_model(measure_steps(measured, MODEL, budget_s=40, seed=0, clock=measured.clock).points).facts
+    return fit_cost_model(measure_steps(measured, MODEL, budget_s=40, seed=0).points).facts
 
 
 def planned(facts: CostFacts) -> CostFacts:
@@ -49,7 +49,7 @@ def planned(facts: CostFacts) -> CostFacts:
 
 def checked(facts: CostFacts, hardware: Callable[[StepFeatures], float], noise: float = 0.03, **options: Any) -> Check:
     there = engine(hardware, noise)
-    return check_steps(there, MODEL, facts, clock=there.clock, **{"budget_s": 10, **options})
+    return check_steps(there, MODEL, facts, **{"budget_s": 10, **options})
 
 
 def test_nothing_changed(facts: CostFacts) -> None:
@@ -101,12 +101,12 @@ def serving_engine(planned: float = 1.0, seed: int = 1) -> Serving:
 def test_serving_that_costs_more_than_planned_steps_is_no_change_of_the_machine(seed: int) -> None:
     """The model is fitted to what serving costs, and check measures planned steps: 10% is what it is to tell."""
     then, now, slower = serving_engine(seed=7 + seed), serving_engine(), serving_engine(planned=1.2)
-    known = fit_cost_model(measure_steps(then, MODEL, budget_s=40, seed=seed, clock=then.clock).points).facts
+    known = fit_cost_model(measure_steps(then, MODEL, budget_s=40, seed=seed).points).facts
     assert known.planned is not None and known.planned.coefficients != known.coefficients
-    found = check_steps(now, MODEL, known, budget_s=10, seed=seed, clock=now.clock)
+    found = check_steps(now, MODEL, known, budget_s=10, seed=seed)
     assert found.verdict == "fits", found.sentence
     assert max(abs(r.difference) for r in found.regions) < 0.04
-    off = check_steps(slower, MODEL, known, budget_s=10, seed=seed, clock=slower.clock)
+    off = check_steps(slower, MODEL, known, budget_s=10, seed=seed)
     assert {r.region for r in off.regions if r.verdict == "stale"} == {"prefill", "prefix", "mixed"}, off.sentence
 
 
@@ -259,7 +259,7 @@ def test_regions_are_called_as_the_calibration_calls_them(facts: CostFacts) -> N
             pass
 
     there.subscribe(Listener())
-    points = measure_steps(there, MODEL, budget_s=6, seed=0, clock=there.clock).points
+    points = measure_steps(there, MODEL, budget_s=6, seed=0).points
     assert {p.region for p in points} - {"served"} == {"decode", "prefill", "prefix", "mixed"}
     for p in points:
         if p.region != "served" and (kind := (p.decodes, p.prefill_tokens, p.prefill_context)) in seen:

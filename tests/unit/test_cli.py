@@ -17,7 +17,7 @@ from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import run
 from autotune.cli.profile_study import stem
-from autotune.cli.profiled import NEXT
+from autotune.cli.profiled import next_steps
 from autotune.cli.target import default_model
 from autotune.profile import save_profile
 from autotune.report.profile_table import rows, show, table
@@ -157,11 +157,17 @@ def test_after_its_import_ctrl_c_is_left_to_the_command() -> None:
     assert ran.stdout == f"autotune {__version__}\n"
 
 
-def test_the_hints_at_the_end_name_verbs_and_options_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb, arguments, _ in NEXT:
-        assert run([verb, "--help"]) == 0
-        text = capsys.readouterr().out
-        assert all(option in text for option in arguments.split() if option.startswith("--"))
+@pytest.mark.parametrize("wait", [0, 2])
+def test_the_next_steps_work_as_they_are_printed(capsys: pytest.CaptureFixture[str], wait: int) -> None:
+    """Also where vLLM has nothing for the value of a knob. ``check`` is run elsewhere: it loads a model."""
+    knobs = Knobs(16, wait, 128, 128)
+    made = profile(findings(measured(knobs, 40), measured(VLLM, 20)))
+    save_profile(made, Path("nano-cpu.yaml"))
+    steps = [command.split() for command, _ in next_steps(made, Path("nano-cpu.yaml"))]
+    assert [words[:2] for words in steps] == [["autotune", verb] for verb in ("report", "export", "check")]
+    assert ("--allow-lossy" in steps[1]) == (wait > 0)
+    for words in steps[:2]:
+        assert run(words[1:]) == 0, capsys.readouterr().err
 
 
 def test_show_prints_the_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason
 from runtime.request import Sequence
+from runtime.tunable import SchedulerView
 from tests.unit.scheduler_world import CheckingExecutor, World
 
 
@@ -186,6 +187,24 @@ def test_a_policy_that_raises_is_taken_off(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.ERROR):
         assert w.step().record is not None
     assert w.core.policy is None and "step policy failed" in caplog.text
+    w.drain()
+
+
+def test_a_policy_that_raises_leaves_one_that_was_set_meanwhile() -> None:
+    class Whole:
+        def budget(self, view: SchedulerView) -> int:
+            return view.knobs.token_budget
+
+    class Superseded:
+        def budget(self, view: object) -> int:
+            w.core.policy = new  # as another thread may, in this very moment
+            raise ZeroDivisionError("oops")
+
+    w, new = World(kv_blocks=20), Whole()
+    w.core.policy = Superseded()
+    w.add([1] * 12, 2)
+    w.step()
+    assert w.core.policy is new
     w.drain()
 
 

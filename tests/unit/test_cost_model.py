@@ -103,6 +103,18 @@ def test_the_family_of_the_hardware_is_found_through_noise_and_stalls(family: st
     assert all(0 < r.median <= r.p90 for r in model.facts.regions)
 
 
+@pytest.mark.parametrize("family", ["max", "sum"])
+def test_points_that_do_not_belong_do_not_pull(family: str) -> None:
+    """Every ninth point took three times as long in all of its repeats, so that its spread does not give it away."""
+    hardware = FAMILIES[family]
+    points = [
+        point.model_copy(update={"seconds": 3 * point.seconds}) if at % 9 == 4 else point
+        for at, point in enumerate(measured(hardware, noise=0.002, stalls=0.0))
+    ]
+    middle, tail = worst(fit_cost_model(points), hardware)
+    assert middle < 0.01 and tail < 0.03
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_on_hardware_that_adds_up_no_other_shape_wins_by_chance(seed: int) -> None:
     """Of these four seeds one makes experts cross-validate best, by a hair."""

@@ -13,8 +13,10 @@ from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from autotune.workload.replay import ReplayReport
+from runtime.ceilings import Load
 from runtime.knobs import Knobs
 from runtime.llm.engine import Engine
+from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
 from runtime.slo import SLO
@@ -67,6 +69,25 @@ def test_the_drain_ends_with_the_last_deadline() -> None:
         assert found.wall_s < 0.8 + 0.3 + 2.0
         assert found.unfinished > 0
         assert engine.view().running == engine.view().waiting == 0
+
+
+@pytest.mark.parametrize("steps", [3, 10_000], ids=["for a while", "for good"])
+def test_a_run_in_which_memory_ran_out_is_an_error_and_no_score(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.ceilings._PATIENCE", steps)
+    with paced() as engine:
+        execute, ran_out = engine.executor.execute, threading.Event()
+
+        def short_once(plan: StepPlan, now: float, until: float) -> StepResult:
+            result = execute(plan, now, until)
+            if ran_out.is_set():
+                return result
+            ran_out.set()
+            return result._replace(oom=[Load(2, 150, 75)], fitted=[Load(2, 75, 75)] * 2)
+
+        monkeypatch.setattr(engine.executor, "execute", short_once)
+        with pytest.raises(EvaluationError, match=r"out of memory: the engine's limits fell to .*'token_budget': 75"):
+            measure(engine, workload="fixed:rate=50,prompt=60,output=1")
+        assert (engine.knobs == KNOBS) == (steps == 3), "and rose again, in the one case"
 
 
 def test_equal_seeds_offer_equal_loads_and_other_tokens_when_asked() -> None:

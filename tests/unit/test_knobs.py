@@ -66,7 +66,8 @@ def test_bad_values_name_field_value_and_bounds(values: dict[str, object], messa
 
 
 def test_unknown_names_are_refused_and_the_valid_ones_listed() -> None:
-    listed = "the knobs are max_batch_size, max_wait_ms, token_budget, chunk_size"
+    listed = f"the knobs are {', '.join(NAMES)}"
+    assert NAMES[:4] == ["max_batch_size", "max_wait_ms", "token_budget", "chunk_size"]
     with pytest.raises(ValueError, match=f"^knobs.batch_size is not a knob; {listed}$"):
         Knobs.from_mapping({"token_budget": 512, "batch_size": 8})
     with pytest.raises(ValueError, match=f"^batch_size is not a knob; {listed}$"):

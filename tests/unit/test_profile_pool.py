@@ -14,7 +14,7 @@ from autotune.cli.profile_study import pool_of
 from autotune.profiling.study import open_study
 from runtime.errors import InputError
 from runtime.torch_backend import kv_pool
-from tests.unit.profiled_machine import machine, question, session
+from tests.unit.profiled_machine import question, session
 
 pytestmark = pytest.mark.unit
 IDENTITY = {"q": 1}
@@ -49,22 +49,6 @@ def test_a_study_goes_on_with_the_pool_it_was_begun_with(tmp_path: Path, free: C
     assert "--fresh" in said and "\n" not in said
     with open_study(journal, IDENTITY) as study:
         assert pool_of(study.restarted(IDENTITY), LOADED, journal) < begun
-
-
-def test_simulated_trials_of_another_pool_are_not_gone_on_with(tmp_path: Path) -> None:
-    asked, calls = question(), 0
-
-    def stop() -> bool:
-        nonlocal calls
-        calls += 1
-        return calls > 400
-
-    found, _ = session(tmp_path / "a.journal", asked, stop=stop)
-    while not found.simulated:  # stopped behind the first simulated trials, wherever that is
-        calls = 0
-        found, _ = session(tmp_path / "a.journal", asked, stop=stop)
-    with pytest.raises(InputError, match=r"objective\.kv_tokens was 60000, is now 30000"):
-        session(tmp_path / "a.journal", asked, engine=machine(kv_tokens=30_000))
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_first_guess_keeps_its_step_within_tpot() -> None:
 def calibrated(workload: str, **given: Any) -> tuple[Setup, SimulatedEngine]:
     engine = machine(noise=0.0)
     load, cost = parse_workload(workload), Padded()
-    alone = request_alone(engine, FACTS, seed=0, clock=engine.clock)
+    alone = request_alone(engine, FACTS, seed=0)
     options: dict[str, Any] = {"seed": 0, "slo": None, "rate": None, "window_s": 3.0, "warmup_s": 0.5} | given
     return draw_setup(engine, FACTS, load, cost, alone, **options), engine
 
@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_taken() -> None:
 def test_it_stops_when_told() -> None:
     engine = machine()
     with pytest.raises(Interrupted):
-        request_alone(engine, FACTS, seed=0, clock=engine.clock, stop=lambda: True)
+        request_alone(engine, FACTS, seed=0, stop=lambda: True)
     assert engine.view().running == engine.view().waiting == 0
 
 

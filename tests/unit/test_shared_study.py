@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-import autotune.profiling.storage as storages
+import autotune.profiling.study as studies
 from autotune.measure.evaluate import EvaluationError, Interrupted
-from autotune.profiling.measurements import Measurements
-from autotune.profiling.slots import SlotSampler
 from autotune.profiling.storage import SharedStorage, hidden, without_passwords
 from autotune.profiling.study import SweepStudy, open_study, study_name
-from autotune.profiling.trials import Trials, fail_and_retry
-from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.errors import InputError
-from tests.unit.simulating import SPACE, STARTING, Valley, noted
+from tests.unit.simulating import note, noted
 
 IDENTITY = {"model": "tiny", "slo": "ttft=500ms"}
 
@@ -35,109 +30,89 @@ def shared(tmp_path: Path) -> SharedStorage:
     return SharedStorage.of(f"sqlite:///{tmp_path / 'study.db'}", "tiny", heartbeat_s=1)
 
 
-def simulate(shared: SharedStorage, objective: Valley, trials: int = 6) -> list[SimulatedTrial]:
-    with open_study(shared, IDENTITY) as study:
-        return simulate_trials(study, objective, SPACE, identity={}, starting=STARTING, trials=trials, seed=0)
-
-
 def spawned(target: Callable[..., Any], *arguments: Any) -> Any:
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
     process.start()
     return process
 
 
-@pytest.mark.slow
-def test_two_processes_divide_the_trials(shared: SharedStorage, tmp_path: Path) -> None:
-    logs = [tmp_path / "0", tmp_path / "1"]
-    other = spawned(simulate, shared, Valley(logs[1], seconds=0.3), 12)
-    wait_for(lambda: bool(noted(logs[1])))
-    found = simulate(shared, Valley(logs[0], seconds=0.3), 12)
-    other.join()
-    assert other.exitcode == 0
-    assert [t.number for t in found] == list(range(12))
-    assert sorted(noted(logs[0]) + noted(logs[1])) == sorted(str(t.knobs) for t in found), "each tried once"
-    assert min(len(noted(log)) for log in logs) >= 1, "how many each does, the machine decides"
-    assert simulate(shared, Valley(logs[0]), 12) == found
+def measure(shared: SharedStorage, log: Path, seconds: float, count: int = 1) -> None:
+    """``count`` measurements; ``log`` gets a line when one is begun, and another when it is done."""
+
+    def run(number: int) -> dict[str, int]:
+        note(log, f"begin {number}")
+        time.sleep(seconds)
+        note(log, f"end {number}")
+        return {"number": number}
+
+    with open_study(shared, IDENTITY) as study:
+        for number in range(count):
+            assert study.measured(str(number), lambda number=number: run(number)) == {"number": number}
 
 
-def test_alone_it_proposes_what_a_journal_proposes(shared: SharedStorage, tmp_path: Path) -> None:
-    with open_study(tmp_path / "a.journal", IDENTITY) as study:
-        expected = simulate_trials(study, Valley(), SPACE, identity={}, starting=STARTING, trials=12, seed=0)
-    assert simulate(shared, Valley(), 5) == expected[:5]
-    assert simulate(shared, Valley(), 12) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_dead_process_leaves_nothing_undone(
-    shared: SharedStorage, tmp_path: Path, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+def test_several_processes_measure_nothing_twice_and_never_at_the_same_time(
+    shared: SharedStorage, tmp_path: Path
 ) -> None:
-    """On the same machine its death is seen at once, from another one when its heartbeats stay away."""
     log = tmp_path / "log"
-    shared = replace(shared, heartbeat_s=1 if elsewhere else 100)
-    victim = spawned(simulate, shared, Valley(log, seconds=60))
+    processes = [spawned(measure, shared, log, 0.05, 6) for _ in range(3)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert noted(log) == [f"{what} {number}" for number in range(6) for what in ("begin", "end")]
+
+
+def test_what_a_dead_process_was_measuring_is_measured_by_who_waits(shared: SharedStorage, tmp_path: Path) -> None:
+    """Its signs of life stay away, and there is nothing else to be told it by."""
+    log = tmp_path / "log"
+    victim = spawned(measure, shared, log, 600.0)
+    wait_for(lambda: noted(log) == ["begin 0"])
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
     with open_study(shared, IDENTITY) as study:
-        wait_for(lambda: running(study) == 1)
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.join()
-        if elsewhere:
-            monkeypatch.setattr(storages, "this_machine", lambda: "another machine")
-        begun = time.monotonic()
-        found = simulate(shared, Valley(log))
-        took = time.monotonic() - begun
-    assert took > 2 if elsewhere else took < 100
-    assert [t.number for t in found] == list(range(6)) and found[0].knobs == STARTING[0][1]
-    assert len(noted(log)) == 6
+        assert study.measurements.known("0"), "for all that anybody can know yet"
+    measure(shared, log, 0.0)
+    assert noted(log) == ["begin 0", "begin 0", "end 0"]
 
 
-def running(study: SweepStudy) -> int:
-    with_worker = (t for s in study._storage.get_all_studies() for t in study._storage.get_all_trials(s._study_id))
-    return sum(1 for t in with_worker if "worker" in t.user_attrs and not t.state.is_finished())
-
-
-@pytest.mark.slow
-def test_one_that_died_before_its_first_sign_of_life(shared: SharedStorage) -> None:
-    """Optuna looks at trials only that have a heartbeat."""
+def test_a_claim_without_any_sign_of_life_is_given_up(shared: SharedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine died in the moment between. Optuna looks at trials only that have a heartbeat."""
     with open_study(shared, IDENTITY) as study:
-        inner, _ = study.part("simulation", identity())
-        study._storage.create_new_trial(inner._study_id)
-    found = simulate(shared, Valley())
-    assert [t.number for t in found] == list(range(6))
+        claim(shared, {"key": "a"})
+        monkeypatch.setattr(studies, "_LONGEST_S", 0.5)
+        assert study.measured("a", lambda: {"run": 1}) == {"run": 1}
 
 
-def identity() -> dict[str, Any]:
-    starting = [[label, knobs.as_dict()] for label, knobs in STARTING]
-    return {"objective": {}, "space": SPACE.as_dict(), "starting": starting, "seed": 0}
+def test_who_began_before_and_has_not_said_what_it_measures_is_waited_for(
+    shared: SharedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_study(shared, IDENTITY) as study:
+        other, calls = claim(shared, {}), []
+        thread = threading.Thread(target=lambda: calls.append(study.measured("a", lambda: {"by": "mine"})))
+        thread.start()
+        time.sleep(0.5)
+        other.set_user_attr("key", "a")
+        wait_for(lambda: "PRUNED" in states(shared))
+        assert calls == [], "it was first"
+        other.set_user_attr("result", {"by": "other"})
+        thread.join()
+        assert calls == [{"by": "other"}]
+
+        claim(shared, {})  # and says nothing ever
+        monkeypatch.setattr(studies, "_CLAIMED_WITHIN_S", 1.0)
+        assert study.measured("b", lambda: {"by": "mine"}) == {"by": "mine"}
 
 
-def test_what_a_dead_machine_was_measuring_is_not_waited_for(shared: SharedStorage) -> None:
-    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
-        inner, _ = other.part("measurements", {})
-        made = optuna.create_trial(state=TrialState.RUNNING, user_attrs={"key": "calibration"})
-        inner._storage.create_new_trial(inner._study_id, template_trial=made)  # and never a sign of life
-        assert mine.measurements.known("calibration")
-        wait_for(lambda: not mine.measurements.known("calibration"))
+def claim(shared: SharedStorage, attrs: dict[str, str]) -> optuna.Trial:
+    """A trial that another machine has just begun."""
+    study = optuna.load_study(storage=shared.url, study_name=shared.name)
+    trial = study.ask()
+    for name, value in attrs.items():
+        trial.set_user_attr(name, value)
+    return trial
 
 
-@pytest.mark.slow
-def test_a_result_that_comes_too_late_is_left_out(shared: SharedStorage) -> None:
-    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
-        trials = [Trials(*study.part("simulation", identity())) for study in (mine, other)]
-        sampler = SlotSampler(SPACE.distributions(), 0)
-        trial, slot = next_of(trials[0], sampler)
-        mine._watch.ended(trial._trial_id)  # as if this process slept: no sign of life
-        time.sleep(4.5)
-        again, same = next_of(trials[1], sampler)
-        assert again.number == 1 and same == slot == 0 and again.params == trial.params
-        assert not trials[0].done(trial, 1.0, {})
-        assert trials[1].done(again, 2.0, {"goodput": 2})
-        assert [t.value for t in trials[0].all()] == [None, 2.0]
-
-
-def next_of(trials: Trials, sampler: SlotSampler) -> tuple[Any, int]:
-    found = trials.next(SPACE.distributions(), sampler)
-    assert found is not None
-    return found
+def states(shared: SharedStorage) -> list[str]:
+    return [trial.state.name for trial in optuna.load_study(storage=shared.url, study_name=shared.name).trials]
 
 
 def test_what_another_machine_is_measuring_is_waited_for(shared: SharedStorage) -> None:
@@ -165,17 +140,24 @@ def test_what_another_machine_is_measuring_is_waited_for(shared: SharedStorage) 
 
 def test_who_was_held_for_dead_takes_what_the_others_measured(shared: SharedStorage) -> None:
     """Its own result comes too late: on every machine a key has one result."""
-    with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
+    for fault in (None, EvaluationError("out of memory")):
+        key = f"a {fault}"
+        with open_study(shared, IDENTITY) as mine, open_study(shared, IDENTITY) as other:
 
-        def slow() -> dict[str, str]:
-            inner, _ = other.part("measurements", {})
-            fail_and_retry(inner, inner.get_trials(deepcopy=False)[0])  # as if nothing had been heard of this process
-            assert other.measured("a", lambda: {"by": "other"}) == {"by": "other"}
-            return {"by": "mine"}
+            def slow(other: SweepStudy = other, key: str = key, fault: Exception | None = fault) -> dict[str, str]:
+                inner = optuna.load_study(storage=shared.url, study_name=shared.name)
+                for trial in inner.get_trials(states=(TrialState.RUNNING,)):
+                    inner.tell(trial.number, state=TrialState.FAIL)  # as if nothing had been heard of this process
+                other.measurements._turn = Path(f"{shared.url[10:]}.turn")  # as if on another machine
+                assert other.measured(key, lambda: {"by": "other"}) == {"by": "other"}
+                if fault is not None:
+                    raise fault
+                return {"by": "mine"}
 
-        assert Measurements(*mine.part("measurements", {})).measure("a", slow) == {"by": "other"}
-        assert mine.measured("a", lambda: {"by": "nobody"}) == {"by": "other"}
-        assert mine.measurements.results() == other.measurements.results() == [("a", {"by": "other"})]
+            assert mine.measured(key, slow) == {"by": "other"}
+            assert mine.measured(key, lambda: {"by": "nobody"}) == {"by": "other"}
+            assert mine.measurements.results() == other.measurements.results()
+            assert mine.measurements.find(key) == {"by": "other"}
 
 
 @pytest.mark.parametrize("kind", ["journal", "database"])
@@ -217,7 +199,6 @@ def test_other_questions_have_other_names_or_are_refused(shared: SharedStorage) 
             pass
         assert "study tiny in sqlite" in str(caught.value) and "slo was ttft=500ms, is now ttft=1s" in str(caught.value)
         assert "--study" in str(caught.value)
-    simulate(shared, Valley())
     with open_study(shared, other, fresh=True) as study:
         assert study.get("setup") is None
     with open_study(SharedStorage.of(shared.url, "tiny-2"), IDENTITY) as study:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from autotune.control.controllers.step_budget import StepBudget
 from autotune.control.controllers.targets import Promises
 from autotune.control.controllers.traffic import Traffic
@@ -86,3 +88,23 @@ def test_prompts_that_share_a_step_are_counted_by_what_one_may_have_of_it() -> N
     cut = whole._replace(knobs=whole.knobs.with_(chunk_size=200))
     steps.budget(cut, held=True)
     assert steps.prompts_abreast in (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("slack", "queue", "seconds"),
+    [
+        (0.030, (9.99, 1000), 0.030),  # on schedule: the target
+        (0.050, (9.99, 1000), 0.040),  # ahead by 20 ms: half of it may be spent
+        (0.060, (9.99, 1000), 0.045),
+        (0.024, (9.99, 1000), 0.024),  # behind: what is left,
+        (0.004, (9.99, 1000), 0.015),  # but half of the target at least,
+        (0.024, (9.55, 6000), 0.030),  # and all of it where the queue would be late
+    ],
+)
+def test_a_step_spends_half_of_what_the_tightest_request_is_ahead(
+    slack: float, queue: tuple[float, int], seconds: float
+) -> None:
+    steps = made()
+    n = steps.budget(view(slack, oldest=queue[0], tokens=queue[1]), held=True) - 10
+    granted = h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2))
+    assert granted == pytest.approx(seconds, rel=0.06)

@@ -77,7 +77,7 @@ class AimdController:
         self.limit = min(max(self.limit, 1), limits.token_budget)
         window.clear()
         budget = int(self.limit)
-        wanted = Knobs(self.start.max_batch_size, 0.0, budget, budget)
+        wanted = self.start.with_(max_wait_ms=0.0, token_budget=budget, chunk_size=budget)
         return Proposal(limits.clamp(wanted), regime, cause, {**evidence, "limit": round(self.limit, 1)})
 
     def budget(self, view: SchedulerView) -> int:

@@ -52,7 +52,7 @@ class LengthTableController:
             self._outputs.add(record.output_tokens)
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now, knobs
+        del now
         prompt, output = self._prompts.mean, max(1.0, self._outputs.mean)
         evidence: dict[str, float] = {
             "requests": len(self._prompts),
@@ -71,7 +71,10 @@ class LengthTableController:
             f"{batch} at once take in {flow:.0f} tokens a step"
         )
         top = limits.token_budget
-        wanted = Knobs(min(batch, limits.max_batch_size), 0.0, min(budget, top), min(budget, top, limits.chunk_size))
+        wanted = knobs.with_(
+            max_batch_size=min(batch, limits.max_batch_size), max_wait_ms=0.0, token_budget=min(budget, top),
+            chunk_size=min(budget, top, limits.chunk_size),
+        )  # fmt: skip
         return Proposal(wanted, regime, cause, evidence | {"holds": holds})
 
     def budget(self, view: SchedulerView) -> int:

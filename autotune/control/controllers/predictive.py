@@ -48,12 +48,14 @@ from autotune.control.controllers.targets import Promises
 from autotune.control.controllers.traffic import Traffic
 from autotune.control.controllers.trim import Trim
 from autotune.control.controllers.trusted_model import TrustedModel
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
+_TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
+_LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
@@ -273,6 +275,8 @@ class PredictiveController:
     def _propose(self, regime: str, knobs: Knobs, evidence: dict[str, float], cause: str) -> Proposal:
         self.regime = regime
         told = self._impossible.told(cause, self.target / self.trim)
+        if _LEFT_ALONE:
+            knobs = knobs.with_(**{name: getattr(self.start, name) for name in _LEFT_ALONE})
         return Proposal(knobs, regime, told, evidence, self._impossible.unmet)
 
     def _evidence(self) -> dict[str, float]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autotune.engines.callable import CallableSource
 from autotune.measure.evaluate import evaluate
 from autotune.profiling.callables.load import Load
 from autotune.profiling.callables.outcome import Outcome
 from autotune.profiling.callables.settings import Setting
 from autotune.profiling.callables.subject import Subject
-from runtime.batching.batcher import Batcher
-from runtime.batching.served import ServedInputs
 from runtime.records import RequestRecord
 from runtime.slo import SLO
 
@@ -19,27 +18,23 @@ def measure(
     setting: Setting, subject: Subject, load: Load, slo: SLO, stop: Callable[[], bool], *, replicas: int = 1
 ) -> Outcome:
     """One run of ``setting`` with so many workers. Raises EvaluationError, or Interrupted when ``stop`` says so."""
-    knobs = setting.knobs
     kept: list[RequestRecord] = []
 
     def keep(records: Sequence[RequestRecord]) -> None:
         kept.extend(records)
 
-    batcher = Batcher(
-        subject.function,
-        slo=slo,
-        cost=subject.cost,
-        grouping=subject.new_grouping(),
-        collate=subject.collate,
-        strategy=setting.strategy,
-        max_batch_size=knobs.max_batch_size,
-        max_wait_ms=knobs.max_wait_ms,
-        token_budget=knobs.token_budget,
-        replicas=replicas,
-    )
+    options = {
+        "slo": slo,
+        "cost": subject.cost,
+        "grouping": subject.new_grouping(),
+        "collate": subject.collate,
+        "strategy": setting.strategy,
+        "replicas": replicas,
+    }
+    engine = CallableSource(subject.function, subject.inputs, options).start(setting.knobs)
     try:
         score = evaluate(
-            ServedInputs(batcher, subject.inputs),
+            engine,
             None,
             load.workload,
             slo,
@@ -51,7 +46,7 @@ def measure(
             keep=keep,
         )
     finally:
-        batcher.close(drain=False)
+        engine.close(drain=False)
     outcome = Outcome(setting, simulated=False, lateness_p99_ms=score.lateness_p99_ms)
     outcome.add(kept, slo, load.window_s, load.seed)
     outcome.calls = score.steps.steps

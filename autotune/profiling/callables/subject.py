@@ -8,12 +8,12 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from runtime.batching.decorator import Batched
+from autotune.engines.callable import undecorated
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.invoke import kind_of
 from runtime.batching.options import whole_cost
@@ -58,10 +58,9 @@ class Subject:
 
 def load_subject(callable_name: str, inputs: Path, cost: str | None) -> Subject:
     """Import and read everything. Raises :class:`InputError`, one line that names the option."""
-    function = _function("--callable", callable_name)
-    options: Mapping[str, Any] = {}
-    if isinstance(function, Batched):  # what @batch made: its own batcher is not what is asked about
-        options, function = function.options, function.target
+    function, options = undecorated(
+        _function("--callable", callable_name)
+    )  # its own batcher is not what is asked about
     if kind_of(function)[0]:
         raise InputError(
             f"--callable: {callable_name} is a generator; a function that returns one list can be profiled"

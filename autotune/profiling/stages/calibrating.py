@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Simulated
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import CostFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
@@ -42,7 +41,7 @@ def _measure(context: Context) -> dict[str, Any]:
     work = OtherWork()
     with context.meter.hardware():
         begun = context.clock.now()
-        alone = request_alone(engine, context.model, seed=question.seed, clock=context.clock, stop=context.stop)
+        alone = request_alone(engine, context.model, seed=question.seed, stop=context.stop)
         spent = context.clock.now() - begun
         context.reporter.progress(0.05, "", f"alone: {alone.tpot * 1000:.1f} ms a token", None)
         measured = measure_steps(
@@ -50,12 +49,11 @@ def _measure(context: Context) -> dict[str, Any]:
             context.model,
             budget_s=max(schedule.calibrate_s - spent, schedule.calibrate_s / 2),
             seed=question.seed,
-            clock=context.clock,
             stop=context.stop,
             advance=lambda share, note: context.reporter.progress(0.05 + 0.95 * share, "", note, None),
         )
         spent = context.clock.now() - begun
-    others = None if isinstance(engine, Simulated) else work.cores()
+    others = None if engine.capabilities.virtual_time else work.cores()
     with context.meter.simulating():
         cost = measured.cost(spent)
         setup = draw_setup(

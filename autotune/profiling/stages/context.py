@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.measure.evaluate import EvaluationError, Interrupted, Served, Simulated, evaluate
+from autotune.engines import Engine
+from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.profile.fingerprint import OtherWork
 from autotune.profile.parts import ModelFacts
@@ -47,7 +48,7 @@ class Asked:
 class Context:
     """One session's engine, question, study and what it has found so far."""
 
-    engine: Served
+    engine: Engine
     model: ModelFacts
     question: Question
     study: SweepStudy
@@ -109,7 +110,11 @@ class Context:
         self.check()
         try:
             found = self.study.measured(
-                key, lambda: self._measure(asked, setup, label).model_dump(mode="json"), stop=self.stop
+                key,
+                lambda: self._measure(asked, setup, label).model_dump(mode="json"),
+                stop=self.stop,
+                params={**knobs.as_dict(), "rate": asked.rate},
+                value=lambda run: run["score"]["goodput"],
             )
         except Interrupted:
             raise
@@ -129,12 +134,12 @@ class Context:
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
     def _measure(self, asked: Asked, setup: Setup, label: str) -> Run:
-        if not self.warm and not isinstance(self.engine, Simulated):
+        if not self.warm and not self.engine.capabilities.virtual_time:
             self._warm_up(asked, setup)
         self.warm = True
         begun, work = self.clock.now(), OtherWork()
         found = self._served(asked, setup, f"{asked.stage}-{self.study.count('measurements')}")
-        if not isinstance(self.engine, Simulated):
+        if not self.engine.capabilities.virtual_time:
             self.found.others.append((self.clock.now() - begun, work.cores()))
         found = found.model_copy(update={"rate": asked.rate})  # as asked, to the last digit: runs are compared by it
         return Run(stage=asked.stage, label=label, trial=-1, score=found)
@@ -168,5 +173,4 @@ class Context:
                 prompt_seed=(self.question.seed << 20) + self.study.count("loads"),
                 label=label,
                 stop=self.stop,
-                clock=self.clock,
             )

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
-from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.measure.evaluate import EvaluationError
 from autotune.measure.score import Score
+from autotune.profiling.findings import Findings
 from autotune.profiling.points import Run
-from autotune.profiling.pool import Outcome
+from autotune.profiling.search import Outcome, search
 from autotune.profiling.setup import Setup
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import SearchSpace, starting_points
 from autotune.profiling.stages.context import Context
 from autotune.profiling.stages.finalists import CANDIDATE
-from autotune.profiling.workers import SimulatedTrial, simulate_trials
+from autotune.profiling.timing import RATE, TRIALS
 from runtime.knobs import Knobs
 
 _LEAST = 4  # trials beside the starting points
@@ -39,58 +38,23 @@ class GoodputObjective:
 
 
 def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
-    """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``."""
+    """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``.
+
+    How many there was time for is kept in the study: whoever takes it up comes to the same trials.
+    """
     found, question, schedule = context.found, context.question, context.schedule
-    objective = GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0])
-    best: Run | None = None
-    starting = starting_points(space, setup.fitted)
-    known = {knobs for _, knobs in starting}
-    starting += [(CANDIDATE, knobs) for knobs in setup.candidates if knobs not in known]
-    settled, least = 0, len(starting) + _LEAST  # however slow the machine
-
-    def spent() -> float:
-        return context.meter.simulating_s
-
-    def enough() -> bool:
-        return schedule.simulate_s is not None and spent() > schedule.simulate_s and settled >= least
-
-    def show(done: int, trial: SimulatedTrial | None) -> None:
-        nonlocal best, settled
-        settled = done
-        if trial is not None and trial.failed is not None:
-            context.reporter.note(f"trial {trial.number} failed ({trial.knobs}): {trial.failed}")
-        elif trial is not None:
-            run = _run(trial)
-            best = run if best is None or run.score.goodput > best.score.goodput else best
-        share = done / question.sim_trials
-        if schedule.simulate_s is not None:
-            share = max(share, spent() / schedule.simulate_s)
-        left = spent() * (1 - share) / share if share > 0 else None
-        note = "" if best is None else f"best {best.score.goodput:.1f} req/s in SLO"
-        context.reporter.progress(min(1.0, share), f"{done} trials", note, left)
-
-    def trials(stop: Callable[[], bool] | None, enough: Callable[[], bool]) -> list[SimulatedTrial]:
-        return simulate_trials(
-            context.study,
-            objective,
-            space,
-            identity=_identity(objective),
-            starting=starting,
-            trials=question.sim_trials,
-            seed=question.seed,
-            workers=question.workers,
-            stop=stop,
-            enough=enough,
-            progress=show,
-        )
-
-    with context.meter.simulating():
-        try:
-            made = trials(context.stop, enough)
-        except Interrupted:
-            _keep(context, trials(None, lambda: True))  # what there is already
-            raise
-    _keep(context, made)
+    key = f"trials/{question.sim_trials}/{schedule.simulate_s}/{setup.rate:g}"
+    known = context.study.measurements.find(key)
+    if known is None:
+        seconds = schedule.simulate_s
+        if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
+            seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
+        with context.meter.simulating():
+            _search(context, setup, space, seconds=seconds)
+        known = context.study.measured(key, lambda: {"trials": _tried(found)}, stop=context.stop)
+        context.keep_time()
+    if known["trials"] != _tried(found):  # in an earlier session, or on another machine that was first
+        _search(context, setup, space, most=known["trials"])
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
@@ -100,27 +64,42 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     )
 
 
-def _identity(objective: GoodputObjective) -> dict[str, Any]:
-    """What tells its values from those of another machine or load."""
-    scenario = objective.simulator.scenario
-    cost = json.dumps(scenario.cost.facts.coefficients, sort_keys=True)
-    return {
-        "rate": objective.rate,
-        "window": objective.simulator.window(objective.rate),
-        "kv_tokens": scenario.kv_tokens,
-        "block_size": scenario.block_size,
-        "cost": f"{scenario.cost.facts.family} {hashlib.sha256(cost.encode()).hexdigest()[:12]}",
-    }
+def _search(
+    context: Context, setup: Setup, space: SearchSpace, *, seconds: float | None = None, most: int | None = None
+) -> None:
+    """As many as asked for; at most so many, or those there are ``seconds`` for, but always a few beside the starting points."""
+    found, question = context.found, context.question
+    found.simulated, found.failures, found.cpu_s = [], [], 0.0
+    starting = starting_points(space, setup.fitted)
+    known = {knobs for _, knobs in starting}
+    starting += [(CANDIDATE, knobs) for knobs in setup.candidates if knobs not in known]
+    begun, best = context.host.now(), 0.0
+    tried = search(
+        GoodputObjective(context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
+        space,
+        starting=starting,
+        trials=question.sim_trials,
+        seed=question.seed,
+        workers=question.workers,
+        stop=context.stop,
+    )
+    with closing(tried):
+        for trial in tried:
+            if trial.outcome is None:
+                found.failures.append((trial.number, str(trial.failed)))
+                context.reporter.note(f"trial {trial.number} failed ({trial.knobs}): {trial.failed}")
+            else:
+                score = Score.model_validate(trial.outcome.result["score"])
+                found.simulated.append(Run(stage="simulation", label=trial.label, trial=trial.number, score=score))
+                found.cpu_s += float(trial.outcome.result["cpu_s"])
+                best = max(best, score.goodput)
+            done, spent = trial.number + 1, context.host.now() - begun
+            share = max(done / (most or question.sim_trials), 0.0 if not seconds else min(1.0, spent / seconds))
+            left, note = spent * (1 - share) / share, f"best {best:.1f} req/s in SLO"
+            context.reporter.progress(share, f"{done} trials", note, left)
+            if done == most or (seconds is not None and spent > seconds and done >= len(starting) + _LEAST):
+                return
 
 
-def _keep(context: Context, trials: Sequence[SimulatedTrial]) -> None:
-    found = context.found
-    found.simulated = [_run(trial) for trial in trials if trial.failed is None]
-    found.failures = [(trial.number, trial.failed) for trial in trials if trial.failed is not None]
-    found.cpu_s = sum(float(trial.result["cpu_s"]) for trial in trials if trial.result is not None)
-
-
-def _run(trial: SimulatedTrial) -> Run:
-    assert trial.result is not None
-    score = Score.model_validate(trial.result["score"])
-    return Run(stage="simulation", label=trial.label, trial=trial.number, score=score)
+def _tried(found: Findings) -> int:
+    return len(found.simulated) + len(found.failures)

@@ -15,6 +15,7 @@ from autotune.cli.main import run
 from autotune.profile import save_profile
 from autotune.report import Evidence, Report, compose, html
 from autotune.report.files import find, place
+from runtime.knobs import KNOBS
 from tests.unit.report.reporting import SECTIONS, Page, changed
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +31,7 @@ def test_the_page_is_well_formed_and_its_parts_find_each_other(text: str, report
     assert [a[1:] for a in page.all("href")] == SECTIONS
     plots = json.loads(page.scripts[0])
     assert [f"plot-{key}" for key in plots] == [i for i in ids if i.startswith("plot-")]
-    assert sum(len(s.plots) for s in report.sections) == len(plots) == 15
+    assert sum(len(s.plots) for s in report.sections) == len(plots) == 11 + len(KNOBS)
     assert all(label for label in page.all("aria-label")) and "viewport" in page.all("name")
 
 

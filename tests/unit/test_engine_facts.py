@@ -1,0 +1,36 @@
+"""What is simulated and written down of an engine is what the engine says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.cost.model import CostModel
+from autotune.engines.own import OwnSource
+from autotune.profiling.simulator import Simulator
+from autotune.workload import parse_workload
+from runtime import Engine
+from tests.fakes import FakeExecutor, FakeModel
+from tests.unit.profiles import setup
+from tests.unit.simulated_profile import EVEN, profiled, scenario
+
+
+@pytest.mark.parametrize(("prefix_cache", "simulated"), [(True, True), ("tenant", True), (False, False)])
+def test_the_prefix_cache_is_simulated_as_the_engine_has_it(prefix_cache: Any, simulated: bool) -> None:
+    facts = profiled().cost_model
+    assert facts is not None
+    model, cost = FakeModel(), CostModel.from_facts(facts)
+    with Engine(model, executor=FakeExecutor(), kv_tokens=4096, block_size=32, prefix_cache=prefix_cache) as engine:
+        scenario = Simulator.of(cost, engine, parse_workload(EVEN), setup()).scenario
+        assert engine.facts.prefix_cache is simulated is scenario.prefix_cache
+        assert (scenario.kv_tokens, scenario.block_size) == (4096, 32)
+        assert scenario.start().facts.prefix_cache is simulated
+
+
+def test_facts_name_the_model_with_the_context_in_force() -> None:
+    source = OwnSource(FakeModel(), executor=FakeExecutor(), kv_tokens=4096).with_options(max_model_len=100)  # type: ignore[arg-type]
+    with source.start() as engine:
+        model = engine.facts.model
+        assert model is not None and (model.name, model.vocab_size, model.max_model_len) == ("fake", 257, 100)
+    assert scenario().start().facts.model is None

@@ -1,0 +1,122 @@
+"""An ordering or a listener that somebody wrote may raise anywhere: the engine goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from runtime.errors import RejectedError, StepFailedError
+from runtime.listeners import Listeners
+from runtime.llm.admission import AdmissionPolicy
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import Request
+from tests.engines import bench
+
+
+class Picky:
+    """First come, first served, by ``makes`` of the first prompt token."""
+
+    def __init__(self, **makes: Any) -> None:
+        self.makes = makes
+        self.raises_on = 666
+
+    def key(self, request: Request) -> float:
+        first = request.prompt[0]
+        if first == self.raises_on:
+            raise ZeroDivisionError("no place for this one")
+        return self.makes.get(f"t{first}", request.arrival)  # type: ignore[no-any-return]
+
+    def took(self, request: Request, key: float) -> None:
+        if request.prompt[0] == 7:
+            raise LookupError("never heard of it")
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(100, "no place for this one"), (101, "NaN"), (102, "could not convert"), (103, "TypeError")],
+    ids=["raises", "nan", "text", "none"],
+)
+def test_an_ordering_that_raises_fails_that_request(first: int, told: str) -> None:
+    picky = Picky(t101=float("nan"), t102="soon", t103=None)
+    picky.raises_on = 100
+    with bench(ordering=picky) as b:
+        with pytest.raises(StepFailedError, match=told) as raised:
+            b.engine.submit([first], max_tokens=4).result(timeout=30)
+        record = b.heard.request()
+        assert record.reason is FinishReason.ERROR and told in record.cause and "ordering" in record.cause
+        assert first != 100 or isinstance(raised.value.__cause__, ZeroDivisionError)
+        assert b.engine.submit([1], max_tokens=4).result(timeout=30).token_ids
+        assert not b.engine.closed
+
+
+def test_an_ordering_that_raises_when_a_request_begins_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with bench(ordering=Picky()) as b:
+        assert b.engine.submit([7], max_tokens=4).result(timeout=30).token_ids
+    assert "the ordering raised when request" in caplog.text and "never heard of it" in caplog.text
+
+
+def test_an_ordering_that_raises_when_it_comes_back_into_force_fails_only_those_it_raises_for() -> None:
+    picky = Picky()
+    picky.raises_on = 9
+    with bench(ordering=picky, admission=AdmissionPolicy(reject=False, queue_timeout=None)) as b:
+        [running] = b.decoding(1)
+        b.engine.set_knobs(b.engine.knobs.with_(max_batch_size=1))
+        bad, good = b.engine.submit([9], max_tokens=2), b.engine.submit([8], max_tokens=2)
+        b.step()  # both wait
+        b.engine.set_admission(None)
+        b.executor.go()
+        with pytest.raises(StepFailedError, match="no place for this one"):
+            bad.result(timeout=30)
+        assert good.result(timeout=30).token_ids and running.result(timeout=30).token_ids
+
+
+class Quits:
+    """``on_step`` and ``on_request`` raise what is no Exception."""
+
+    def on_step(self, record: StepRecord) -> None:
+        raise SystemExit(3)
+
+    def on_request(self, record: RequestRecord) -> None:
+        raise SystemExit(3)
+
+
+def test_a_listener_that_raises_what_is_no_exception_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    with bench(max_queue=1) as b:
+        [running] = b.decoding(1)
+        b.engine.subscribe(Quits())
+        waits = b.engine.submit([1], max_tokens=2)
+        with pytest.raises(RejectedError):
+            b.engine.submit([2])  # its record is told in the engine's thread, between two steps
+        b.step()
+        b.executor.go()
+        assert waits.result(timeout=30).token_ids and running.result(timeout=30).token_ids and not b.engine.closed
+    assert caplog.text.count("raised and will hear no more") == 1
+
+
+def test_an_interrupt_while_a_listener_hears_is_for_whoever_waits() -> None:
+    class Interrupted:
+        def on_request(self, record: RequestRecord) -> None:
+            raise KeyboardInterrupt
+
+    listeners = Listeners()
+    listeners.subscribe(Interrupted())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        listeners.tell(None, [None])  # type: ignore[list-item]
+    assert not listeners.known
+
+
+def test_a_change_that_raises_leaves_the_engine_running(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+
+    def change() -> None:
+        done.set()
+        raise ZeroDivisionError("no such change")
+
+    with bench() as b, caplog.at_level(logging.ERROR):
+        b.engine._loop.post(change)
+        assert done.wait(30)
+        assert b.engine.submit([1], max_tokens=4).result(timeout=30).token_ids
+    assert "no such change" in caplog.text
