@@ -24,7 +24,7 @@ class Tuning(ABC):
     call may come from any thread.
     """
 
-    def __init__(self, settings: Settings, listeners: Listeners, clock: Clock, slos: Mapping[str, SLO]) -> None:
+    def __init__(self, settings: Settings, listeners: Listeners, clock: Clock, slos: dict[str, SLO]) -> None:
         self._settings = settings
         self._listeners = listeners
         self.clock = clock

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +15,7 @@ from runtime.batching.future import ItemFuture
 from runtime.batching.item import WAITING
 from runtime.batching.pool import Pool
 from runtime.errors import RejectedError
+from runtime.progress import progress_bar
 
 _AHEAD = 8192  # items submitted before the first result is taken, at most: results wait in memory
 
@@ -32,7 +32,7 @@ def map_over(
 ) -> Iterator[Any]:
     """See :meth:`runtime.batching.batcher.Batcher.map`."""
     total = len(items) if isinstance(items, Sized) else None
-    with _bar(total) if progress else nullcontext(lambda: None) as advance:
+    with progress_bar("items", total, show=progress) as advance:
         line: deque[ItemFuture] = deque()
         crowd: dict[ItemFuture, None] = {}
         running: Collection[ItemFuture] = line if ordered else crowd  # those whose outcome has not been given out
@@ -125,22 +125,3 @@ def _next_over(over: SimpleQueue[ItemFuture], running: dict[ItemFuture, None]) -
     future = over.get()
     del running[future]
     return _outcome(future)
-
-
-class _bar(AbstractContextManager[Callable[[], None]]):
-    """A bar on stderr; inside it, the function that moves it on by one."""
-
-    def __init__(self, total: int | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = ("items", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("items", total=total)
-
-    def __enter__(self) -> Callable[[], None]:
-        self._progress.start()
-        return lambda: self._progress.advance(self._task)
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()

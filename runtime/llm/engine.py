@@ -14,7 +14,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore
-from runtime.llm.gather import complete_all, progress_bar
+from runtime.llm.gather import complete_all
 from runtime.llm.intake import Intake, ServedModel
 from runtime.llm.loop import EngineLoop
 from runtime.llm.output import Detokenizer, OutputProcessor
@@ -25,6 +25,7 @@ from runtime.llm.scheduler import Scheduler
 from runtime.llm.stream import Completion, Stream
 from runtime.llm.tuning import TunableEngine
 from runtime.ordering import Ordering
+from runtime.progress import progress_bar
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass
 from runtime.tunable import Facts, StepPolicy
@@ -241,7 +242,7 @@ class Engine(TunableEngine):
         if isinstance(prompts, str):
             raise ValueError(f"prompts is text, {prompts[:40]!r}; it must be a list of prompts")
         todo = list(prompts)
-        with progress_bar(len(todo), show=progress) as advance:
+        with progress_bar("prompts", len(todo), show=progress) as advance:
             return complete_all(
                 lambda index: self.submit(todo[index], params, **options),
                 len(todo),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from runtime.errors import RejectedError
 from runtime.llm.stream import Completion, Stream
@@ -64,18 +63,3 @@ def complete_all(
         for _, stream in running:
             stream.cancel()
     return results
-
-
-@contextmanager
-def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, and the function that moves it on by one. Without ``show`` it does nothing."""
-    if not show:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda: bar.advance(task)

@@ -30,7 +30,6 @@ class TunableCore(Tuning):
         super().__init__(core.settings, listeners, clock, slos)
         self._core = core
         self._weights = dict(weights)
-        self._own_slos = slos
 
     @abstractmethod
     def _post(self, change: Callable[[], None]) -> None:
@@ -42,7 +41,7 @@ class TunableCore(Tuning):
         return Capabilities.live()
 
     def _put_slo(self, request_class: str, slo: SLO) -> None:
-        self._own_slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
+        self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
 
     @property
     def weights(self) -> Mapping[str, float]:
