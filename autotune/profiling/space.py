@@ -75,9 +75,14 @@ class SearchSpace:
         return made
 
     def knobs(self, params: Mapping[str, float]) -> Knobs:
-        """Knobs of a trial: round numbers. A chunk longer than the budget acts like the budget, so it is written as that."""
+        """Knobs of a trial: round numbers. A chunk longer than the budget acts like the budget, so it is written as that.
+
+        A knob that the trial is older than is at its default.
+        """
         values = {**self.pinned, **params}
         for spec in KNOBS:
+            if spec.name not in values and not spec.required:
+                continue
             if not spec.integer:
                 values[spec.name] = round(values[spec.name], 1)
             elif spec.log and spec.name in self.ranges:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-NAME = "max_new_prompts"
+NAME = "max_prompts"
 USUAL, CEILING = 65536, 65536  # as if there were no such knob
 
 FIELD = f"""

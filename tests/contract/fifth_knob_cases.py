@@ -45,6 +45,7 @@ from tests.unit.control_world import SimulatedEngine, h200, poisson
 
 DATA = Path(__file__).parents[1] / "replay" / "data"
 FOUR = Knobs(max_batch_size=64, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+FOUR_AS_SAID = {"max_batch_size": 64, "max_wait_ms": 0, "token_budget": 8192, "chunk_size": 8192}
 FIVE = FOUR.with_(**{NAME: 8})
 
 
@@ -60,10 +61,10 @@ def test_there_are_five() -> None:
 
 def test_serve_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
-    assert "--max-new-prompts" in capsys.readouterr().out
+    assert "--max-prompts" in capsys.readouterr().out
     knobs, limits = _setting(None, "balanced", {NAME: 8})
     assert getattr(knobs, NAME) == 8 and getattr(limits, NAME) == CEILING
-    with pytest.raises(InputError, match="--max-new-prompts is 0"):
+    with pytest.raises(InputError, match="--max-prompts is 0"):
         checked_knobs({NAME: 0})
 
 
@@ -92,6 +93,7 @@ def test_it_is_searched_pinned_and_bounded() -> None:
     space = make_space(KnobLimits())
     assert space.ranges[NAME] == (1, 64) and NAME in space.distributions()
     assert getattr(space.knobs({**FOUR.as_dict(), NAME: 5}), NAME) == 5
+    assert getattr(space.knobs(FOUR_AS_SAID), NAME) == USUAL, "a trial from before it says nothing of it"
     assert make_space(KnobLimits(), pins=[f"{NAME}=8"]).pinned[NAME] == 8
     assert make_space(KnobLimits(), ranges=[f"{NAME}=4:9"]).ranges[NAME] == (4, 9)
     assert NAME in whole_space(KnobLimits()).ranges

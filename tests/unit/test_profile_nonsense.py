@@ -95,7 +95,7 @@ BALANCED = ("settings", "balanced")
         # what the parts say of each other
         ((*BALANCED, "knobs", "token_budget"), 300, "settings.balanced.point.knobs are not those of the setting"),
         ((*BALANCED, "point", "rate"), 99, "settings.balanced.point is of max_batch_size=32 "),
-        (("knobs", "token_budget"), 300, "knobs are max_batch_size=32 max_wait_ms=0 token_budget=300 chunk_size=256; they mus"),
+        (("knobs", "token_budget"), 300, "knobs are max_batch_size=32 max_wait_ms=0 token_budget=300 chunk_size=256"),
         (("capacity", "rate"), 99, "capacity.rate is 99; it must be the rate of a point in tried"),
         (("engine", "limits", "token_budget"), 700, "settings.throughput.knobs.token_budget is 768; it must be a whole number"),
         (("machine", "gpu"), None, "machine.gpu is null; where kind is gpu it must say which"),
