@@ -23,5 +23,6 @@ def view_of(scheduler: Scheduler, now: float, knobs: Knobs, epoch: int, limits: 
     return SchedulerView(
         now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
         decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
-        min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, limits, slack.step_time_target, in_progress, token_deadlines,
+        min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, limits, slack.step_time_target, in_progress,
+        token_deadlines,
     )  # fmt: skip
