@@ -1,4 +1,4 @@
-"""Service-level objectives: what a request was promised, and how many promises were kept.
+"""Service-level objectives (SLOs): the latency targets of requests, and how many requests met them.
 
 The one spelling is ``ttft=500ms,tpot=50ms@99%``: targets joined by commas, each with a unit (ms or s), and after an
 ``@`` the share of requests that must meet them all (99% unless said). The objective used everywhere is goodput (requests
@@ -23,7 +23,7 @@ _EXAMPLE = "ttft=500ms,tpot=50ms@99%"
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Targets in milliseconds (None: not promised) and the share of requests that must meet them all jointly.
+    """Targets in milliseconds (None: no target) and the share of requests that must meet them all jointly.
 
     ``itl_ms`` bounds the request's own 99th percentile gap between tokens. A request with one output token has no TPOT
     and no ITL and cannot violate them.
@@ -134,7 +134,7 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """A kind of request with its own promise (an SLO, or its spelling). ``weight`` is its worth relative to others."""
+    """A kind of request with its own SLO (or its spelling). ``weight`` is its worth relative to others."""
 
     name: str
     slo: SLO
@@ -150,7 +150,7 @@ class RequestClass:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """How many of the offered requests kept every promise. Cancelled ones are left out and counted apart.
+    """How many of the offered requests met every target. Cancelled ones are left out and counted apart.
 
     ``low`` and ``high`` are the 95% Wilson score interval of the share (Wilson 1927): a few hundred requests do not pin
     a 99% share, and the interval says how far off it may be.

@@ -120,8 +120,7 @@ class SchedulerView(NamedTuple):
     the tightest TPOT target among those, s (inf: none has one).
     ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
     and not yet computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
-    ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due
-    under it.
+    ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due.
     """
 
     now: float

@@ -37,14 +37,14 @@ def serve(
     ] = None,
     slo: Annotated[
         str | None,
-        Option(help="The promise to keep: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
+        Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
     ] = None,
     classes: Annotated[
         list[str] | None,
         Option(
             "--class",
             metavar="NAME:SLO[*WEIGHT]",
-            help="Requests that say request_class NAME have a promise of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.",
+            help="Requests that say request_class NAME have an SLO of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.",
         ),
     ] = None,
     host: Annotated[
@@ -70,7 +70,7 @@ def serve(
         bool,
         Option(
             "--reject-late/--no-reject-late",
-            help="Answer 429 to what cannot meet its TTFT any more, and order by deadline. Needs an SLO with a TTFT.",
+            help="Reject (429) what cannot meet its TTFT any more, and order by deadline. Needs an SLO with a TTFT.",
         ),
     ] = False,
     controlled: Annotated[
@@ -91,31 +91,31 @@ def serve(
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
     if start_with is not None and name != start_with.model.name:
         print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
-    promise = _slo(slo) or (start_with.slo if start_with else None)
+    target = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
-    if reject_late and (promise is None or promise.ttft_ms is promise.e2e_ms is None):
+    if reject_late and (target is None or target.ttft_ms is target.e2e_ms is None):
         raise InputError("--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms")
-    if controlled and promise is None:
-        raise InputError("--control needs a promise to keep: add --slo ttft=500ms,tpot=50ms")
+    if controlled and target is None:
+        raise InputError("--control needs an SLO: add --slo ttft=500ms,tpot=50ms")
     if controller is not None:
-        if controlled is False or promise is None:
+        if controlled is False or target is None:
             raise InputError(f"--controller is {controller}; it goes with --slo and without --no-control")
         _check_controller(controller)
-    if decisions is not None and (controlled is False or promise is None):
+    if decisions is not None and (controlled is False or target is None):
         raise InputError(
-            f"--decisions is {decisions}, but nothing decides; it goes with --slo and without --no-control"
+            f"--decisions is {decisions}, but no controller is attached; it goes with --slo and without --no-control"
         )
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
-    promised = request_classes(classes or [])
-    if promised and promise is None:
-        raise InputError("--class is beside the promise to all others: add --slo ttft=500ms,tpot=50ms")
+    with_classes = request_classes(classes or [])
+    if with_classes and target is None:
+        raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
     from autotune.cli.target import check_dtype, loading
 
     print(loading(name), flush=True)
     _need_extra()
     if start_with is not None:
-        _check_machine(start_with, device, anyway, controlled=promise is not None and controlled is not False)
+        _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
     if decisions is not None:
         _check_writable(decisions)
     from autotune.control.attach import attach
@@ -139,8 +139,8 @@ def serve(
         )
         try:
             engine = source.with_options(
-                slo=promise,
-                classes=promised,
+                slo=target,
+                classes=with_classes,
                 kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
                 block_size=facts.kv_pool.block_size if facts else 16,
                 prefix_cache=facts.prefix_cache if facts else True,
@@ -156,12 +156,12 @@ def serve(
         if log is not None:
             engine.subscribe(log)
         made = None
-        if promise is not None and controlled is not False:  # knobs given by hand are the operator's word
+        if target is not None and controlled is not False:  # knobs given by hand are the operator's word
             same = start_with is not None and name == start_with.model.name
             made = stack.enter_context(
                 attach(
                     engine,
-                    slo=promise,
+                    slo=target,
                     profile=start_with if same else None,  # what steps of another model take says nothing
                     start=engine.knobs,
                     pinned=knobs,
@@ -179,8 +179,8 @@ def serve(
         )
 
         def ready() -> None:
-            kept = f" · SLO {promise}, {'not controlled' if controlled is False else 'controlled'}" if promise else ""
-            print(f"serving {api.name} at {url_of(bound)}{kept} · {engine.knobs}", flush=True)
+            with_slo = f" · SLO {target}, {'not controlled' if controlled is False else 'controlled'}" if target else ""
+            print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
 
         return serve_until_stopped(api, bound, grace_s=grace, ready=ready)
 

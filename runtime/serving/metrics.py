@@ -1,4 +1,4 @@
-"""What Prometheus is told of an engine: a listener that collects, and a collector that tells.
+"""The metrics of an engine for Prometheus: a listener that collects records, and a collector that exposes them.
 
 The engine's thread only drops records into a queue; what is counted from them is counted when somebody asks, or by whoever
 calls :meth:`ServingMetrics.fold` now and then. Latencies are those of :class:`runtime.records.RequestRecord`, so a histogram
@@ -27,12 +27,12 @@ from runtime.slo import METRICS, wilson_interval
 PREFIX: Final = "autotune_"
 WINDOW_S: Final = 60.0
 REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "invalid")
-"""Why a request may have been turned away: causes of records, ``invalid`` for what could never run."""
+"""Why a request may have been rejected: causes of records, ``invalid`` for what could never run."""
 
 
 class ServingMetrics(Collector):
-    """Listens to ``engine`` from now on. ``window_s``: how far attainment looks back. ``regime`` says what a controller holds the
-    engine to be limited by, if one is attached."""
+    """Listens to ``engine`` from now on. ``window_s``: how far attainment looks back. ``regime``: that of the controller, if one
+    is attached; it must be quick, for a scrape calls it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ServingMetrics(Collector):
         self._rejections: Counter[str] = Counter()
         self._preemptions = 0
         self._met = self._offered = 0
-        self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it kept its SLO)
+        self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it met its SLO)
         self._window_met = 0
         self.close = engine.subscribe(self)
         self.registry.register(self)
@@ -137,7 +137,7 @@ class ServingMetrics(Collector):
         yield info
         if self._regime is not None:
             regime = GaugeMetricFamily(
-                f"{PREFIX}control_regime", "What limits, says the controller; always 1", labels=["regime"]
+                f"{PREFIX}control_regime", "Regime of the controller; always 1", labels=["regime"]
             )
             regime.add_metric([self._regime()], 1)
             yield regime
@@ -177,12 +177,12 @@ class ServingMetrics(Collector):
         for reason in FinishReason:
             ended.add_metric([reason.value], self._ended[reason])
         yield ended
-        turned_away = CounterMetricFamily(
-            f"{PREFIX}requests_rejected", "Requests that were turned away, by why", labels=["why"]
+        rejected = CounterMetricFamily(
+            f"{PREFIX}requests_rejected", "Requests that were rejected, by why", labels=["why"]
         )
         for why in REJECTIONS:
-            turned_away.add_metric([why], self._rejections[why])
-        yield turned_away
+            rejected.add_metric([why], self._rejections[why])
+        yield rejected
         steps = CounterMetricFamily(
             f"{PREFIX}steps", "Engine steps, by what kept them from holding more", labels=["limited_by"]
         )
@@ -196,14 +196,16 @@ class ServingMetrics(Collector):
         if not slos:
             return
         target = GaugeMetricFamily(f"{PREFIX}slo_target_seconds", "Targets of the SLO", labels=["class", "metric"])
-        promised = GaugeMetricFamily(f"{PREFIX}slo_attainment_target", "Share promised", labels=["class"])
+        share = GaugeMetricFamily(
+            f"{PREFIX}slo_attainment_target", "Attainment that the SLO asks for", labels=["class"]
+        )
         for name, slo in slos.items():
-            promised.add_metric([name], slo.attainment)
+            share.add_metric([name], slo.attainment)
             for metric, ms in slo.targets_ms.items():
                 if ms is not None:
                     target.add_metric([name, metric], ms / 1000)
         yield target
-        yield promised
+        yield share
         offered = len(self._window)
         low, high = wilson_interval(self._window_met, offered)
         span = f"of the last {self.window_s:g} s"
@@ -211,7 +213,7 @@ class ServingMetrics(Collector):
             ("slo_window_requests", f"Offered requests {span}", offered),
             (
                 "slo_attainment",
-                f"Share of them that kept the SLO; NaN of none, {span}",
+                f"Share of them that met the SLO; NaN of none, {span}",
                 _share(self._window_met, offered),
             ),
             ("slo_attainment_low", "Lower end of its 95% Wilson interval", low),
@@ -219,7 +221,7 @@ class ServingMetrics(Collector):
         ):
             yield GaugeMetricFamily(f"{PREFIX}{name}", doc, value)
         yield CounterMetricFamily(f"{PREFIX}slo_offered", "Offered requests that have ended", self._offered)
-        yield CounterMetricFamily(f"{PREFIX}slo_met", "Of those, the ones that kept the SLO", self._met)
+        yield CounterMetricFamily(f"{PREFIX}slo_met", "Of those, the ones that met the SLO", self._met)
         missed = CounterMetricFamily(
             f"{PREFIX}slo_violations", "Targets missed; completion: did not run to its end", labels=["metric"]
         )

@@ -112,7 +112,9 @@ def test_a_promise_that_one_item_breaks_is_said() -> None:
     batcher.serve(poisson(150, 10, seed=2))
     assert batcher.control is not None and batcher.knobs.max_batch_size > 4
     (told, *_) = [d.cause for d in batcher.control.decisions if d.regime == "infeasible"]
-    assert told.startswith("an item alone takes 2") and told.endswith("ms, and 15 ms are promised: throughput instead")
+    assert told.startswith("an item alone takes 2") and told.endswith(
+        "ms, so 15 ms cannot be met: maximizing throughput"
+    )
 
 
 def test_operators_have_the_last_word() -> None:

@@ -92,7 +92,7 @@ def test_help_names_every_controller_there_is(
     monkeypatch.setenv("COLUMNS", "200")
     assert run([verb, "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"from each setting on: {', '.join(CONTROLLERS)}." in said and "length_table" in CONTROLLERS
+    assert f"from each setting on: {', '.join(CONTROLLERS)}, or module:Class." in said and "length_table" in CONTROLLERS
 
 
 @pytest.mark.slow

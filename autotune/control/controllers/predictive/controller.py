@@ -187,8 +187,9 @@ class PredictiveController:
             return self._propose("throughput", opened, evidence, "no target bounds a step: opening the knobs")
         target = self.target / self.bias
         self._most = largest(lambda decodes: self._alone(decodes) <= target, limits.max_batch_size, self._most)
-        known = max(_FLOOR, int(_REACH * self._traffic.decodes.quantile(1)))  # beyond that the model only guesses
-        most = int(max(1, min(max(self._most, self._least(limits)), self._trusted_model.slow.room, known)))
+        at_once = int(self._traffic.decodes.quantile(1))
+        known = max(_FLOOR, _REACH * at_once)  # beyond that the model only guesses
+        most = int(max(1, min(max(self._most, self._least(limits, at_once)), self._trusted_model.slow.room, known)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
         if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
@@ -214,13 +215,14 @@ class PredictiveController:
         """Whether predictions are too far off to cut a knob by."""
         return self.model.error > DOUBT or self._trusted_model.unsteady > 1
 
-    def _least(self, limits: KnobLimits) -> int:
+    def _least(self, limits: KnobLimits, seen: int) -> int:
         """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no
-        batch meets the target, so that a smaller one gains nothing; else the most that met the target lately."""
+        batch meets the target, so that a smaller one gains nothing; else the most that met the target lately (``seen``: the most
+        that any step held)."""
         start = min(self.start.max_batch_size, limits.max_batch_size)
         if self._most < 1 or self._doubtful:
             return start
-        if self._most >= start:
+        if self._most >= min(start, seen):
             return 1
         return min(start, self._traffic.in_time(self.target))
 

@@ -20,6 +20,7 @@ _DRIFT, _ALARM = (
 )  # of the logarithm of actual/predicted: what is no change, and how much of more adds up to one
 _LOUDEST = 0.7  # what a single step may add: a stall of ten times is no more than one twice too long
 _LATEST = 5  # steps whose middle ratio says how much has changed
+_LEAST_RATIO = 1e-9
 _UNSTEADY = 500  # steps after which a change of speed is forgotten
 _CHANGED = 0.15  # change of speed that is worth acting on, relative
 
@@ -60,7 +61,9 @@ class TrustedModel:
         if self.model.ready:
             predicted = self.model.predict(step)
             if predicted > 0:
-                ratio = min(max(seconds / predicted, 1e-9), 1e9)  # its logarithm exists, whatever a record claims
+                ratio = seconds / predicted
+                if not _LEAST_RATIO < ratio < 1 / _LEAST_RATIO:  # so that it has a logarithm, whatever a record claims
+                    ratio = min(max(ratio, _LEAST_RATIO), 1 / _LEAST_RATIO)
                 if (
                     self.slow.saw(record.decodes, ratio) and record.decodes
                 ):  # a cliff: the model is right about the rest
@@ -72,9 +75,10 @@ class TrustedModel:
                 self.bias = min(max(self.bias + 0.02 * (min(ratio, 4.0) - self.bias), _RESERVE[0]), _RESERVE[1])
             wrong = not predicted > 0 or not 1 / (1 + _WRONG) < seconds / predicted < 1 + _WRONG
             self.wrong += 0.02 * (wrong - self.wrong)
-            trusted = self.wrong < (_DISTRUST if self.trusted else _TRUST)
-            self.unsteady += (trusted != self.trusted) * 2 - self.unsteady / _UNSTEADY
-            self.trusted = trusted
+            self.unsteady -= self.unsteady / _UNSTEADY
+            if self.trusted != (self.wrong < (_DISTRUST if self.trusted else _TRUST)):
+                self.trusted = not self.trusted
+                self.unsteady += 2
         self._untrusted = 0 if self.trusted else self._untrusted + 1
         if self._untrusted and self._untrusted % _RELEARN == 0:
             self.model = StepLearner(warm_up=0)
