@@ -64,7 +64,13 @@ def open_study(
         with database(place) as storage:
             if fresh:
                 _discard(storage, place.name)
-            yield SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)
+            study = SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)
+            try:
+                yield study
+            except KeyError:
+                if study.exists():
+                    raise
+                raise InputError(f"--storage: {place} has been discarded, by --fresh on another machine") from None
 
 
 class SweepStudy:
@@ -81,6 +87,14 @@ class SweepStudy:
         _discard(self._storage, self.name)
         self._open(identity)
         return self
+
+    def exists(self) -> bool:
+        """Whether nobody has discarded it since it was opened."""
+        try:
+            self._study.user_attrs  # noqa: B018
+        except KeyError:
+            return False
+        return True
 
     # -- facts ----------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import SQLAlchemyError
 
 import autotune.profiling.study as studies
 from autotune.profile import load_profile
@@ -70,7 +70,18 @@ def ended(process: Any, seconds: float = 90) -> int:
 
 
 def trials_of(shared: SharedStorage) -> list[FrozenTrial]:
-    return optuna.load_study(storage=shared.url, study_name=shared.name).trials
+    return trials_in(shared.url, shared.name)
+
+
+def trials_in(url: str, begin: str) -> list[FrozenTrial]:
+    """Of the studies whose names begin like that."""
+    storage = RDBStorage(url)
+    try:
+        names = [name for name in optuna.get_all_study_names(storage) if name.startswith(begin)]
+        return [trial for name in names for trial in optuna.load_study(storage=storage, study_name=name).trials]
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -134,7 +145,7 @@ def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     victim, other = [started(command, folder, model, log, "--storage", server) for folder in folders[:2]]
-    wait_for(lambda: bool(measured_in(server)))
+    wait_for(lambda: bool(trials_in(server, "model-")))
     time.sleep(2.0)
     os.kill(victim.pid, signal.SIGKILL)
     assert ended(victim) == -signal.SIGKILL and ended(other, 200) == 0
@@ -145,14 +156,6 @@ def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     assert made[0].points and made[1].points == made[0].points and made[1].knobs == made[0].knobs
     assert not (folders[0] / "a.yaml").exists() and not list(tmp_path.rglob("*.journal"))
     assert PASSWORD not in (folders[1] / "a.yaml").read_text() and ":***@127.0.0.1" in made[0].command
-
-
-def measured_in(url: str) -> list[FrozenTrial]:
-    try:
-        names = [name for name in optuna.get_all_study_names(url) if name.startswith("model-")]
-    except SQLAlchemyError:  # two are making the tables
-        return []
-    return [trial for name in names for trial in optuna.load_study(storage=url, study_name=name).trials]
 
 
 def test_a_study_that_another_machine_discards(shared: SharedStorage) -> None:
