@@ -70,7 +70,7 @@ def profile(
         str | None, Option(help="Of this machine, such as 2.50/h: tables then say money per million tokens.")
     ] = None,
     workers: Annotated[
-        int, Option(help="Processes that simulate; more than one make a study that is not repeatable.")
+        int, Option(help="Processes that simulate, up to 8 at a time; the result is the same for any number.")
     ] = 1,
     storage: Annotated[
         str | None,

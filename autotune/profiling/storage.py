@@ -95,10 +95,6 @@ def database(shared: SharedStorage) -> Iterator[RDBStorage]:
         storage = _connect(shared)
         try:
             yield storage
-        except KeyError:
-            if shared.name in optuna.get_all_study_names(storage):
-                raise
-            raise InputError(f"--storage: {shared} has been discarded, by --fresh on another machine") from None
         finally:
             storage.remove_session()
             storage.engine.dispose()

@@ -64,7 +64,13 @@ def open_study(
         with database(place) as storage:
             if fresh:
                 _discard(storage, place.name)
-            yield SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)
+            study = SweepStudy(storage, place.name, f"--storage: {place}", identity, shared=True)
+            try:
+                yield study
+            except KeyError:
+                if study.exists():
+                    raise
+                raise InputError(f"--storage: {place} has been discarded, by --fresh on another machine") from None
 
 
 class SweepStudy:
@@ -81,6 +87,14 @@ class SweepStudy:
         _discard(self._storage, self.name)
         self._open(identity)
         return self
+
+    def exists(self) -> bool:
+        """Whether nobody has discarded it since it was opened."""
+        try:
+            self._study.user_attrs  # noqa: B018
+        except KeyError:
+            return False
+        return True
 
     # -- facts ----------------------------------------------------------------------------------------------------------
 
@@ -189,6 +203,7 @@ class Measurements:
 
     def __init__(self, study: Study, turn: Path | None) -> None:
         self._study, self._turn = study, turn
+        self._mine: int | None = None  # the trial that this process runs
 
     def find(self, key: str) -> dict[str, Any] | None:
         """What was measured under ``key``, or None."""
@@ -246,6 +261,7 @@ class Measurements:
 
         def objective(trial: Trial) -> float:
             nonlocal ran
+            self._mine = trial.number
             for name, given in params.items():
                 if isinstance(given, int):
                     trial.suggest_int(name, given, given)
@@ -275,8 +291,10 @@ class Measurements:
             raise error.__context__ or error from None
         except (UpdateFinishedTrialError, ValueError):
             # So long was nothing heard of this process that others held it for dead and measured anew. Theirs counts.
-            if not ran:
+            if not ran or self._turn is None:
                 raise
+        finally:
+            self._mine = None
 
     def _first(self, trial: Trial, key: str, stop: Callable[[], bool]) -> bool:
         """Whether nobody claimed ``key`` before us. Who began before us and has not said what it measures may yet."""
@@ -300,7 +318,8 @@ class Measurements:
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 fail_stale_trials(self._study)
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if self._turn is None or (doubted is not None and trial.user_attrs.get(_KEY) == doubted):
+            lost = self._turn is None or (doubted is not None and trial.user_attrs.get(_KEY) == doubted)
+            if lost and trial.number != self._mine:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 

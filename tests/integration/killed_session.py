@@ -18,6 +18,7 @@ from autotune.profiling.study import SweepStudy, open_study
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
+from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
@@ -61,10 +62,13 @@ def profile(journal: Path, log: Path) -> None:
         workload=parse_workload("poisson:rate=20,prompt=120,output=20"), slo=SLO(ttft_ms=400, tpot_ms=30), rate=None,
         seed=0, trials=4, budget_s=None, space=make_space(LIMITS), sim_trials=SIMULATED_TRIALS,
     )  # fmt: skip
-    schedule = Schedule(None, window_s=10.0, warmup_s=1.0, calibrate_s=5.0)
+    schedule = Schedule(None, window_s=10.0, warmup_s=1.0, calibrate_s=5.0, simulate_s=0.5)  # loads of few requests
     with open_study(journal, {"q": 1}) as study:
-        found = Session(engine, FACTS, question, study, Silent(), schedule=schedule).run()
+        host = VirtualClock()  # stands still: as many trials as were asked for, however slow the host
+        found = Session(engine, FACTS, question, study, Silent(), schedule=schedule, host=host).run()
         assert not found.stopped and found.runs and found.capacity is not None
+        for run in found.simulated:
+            note(log.with_suffix(".simulated"), f"{run.trial} {run.label} {run.knobs} {run.score.goodput}")
         study.finish(question.trials, question.budget_s, question.sim_trials)
 
 

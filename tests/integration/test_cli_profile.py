@@ -15,6 +15,7 @@ import pytest
 from autotune.cli.main import run
 from autotune.profile import load_profile
 from autotune.profile.schema import editor_line
+from tests.integration.killing import measured
 from tests.integration.llama_folder import llama_folder
 
 QUICK = [
@@ -203,10 +204,10 @@ def start(model: str, *options: str) -> subprocess.Popen[str]:
 
 
 def wait_for_trials(process: subprocess.Popen[str], count: int) -> None:
-    """Until ``count`` simulated trials are in the journal; what was measured before them does not count."""
+    """Until ``count`` measurements are in the journal; what was found before them does not count."""
     give_up = time.monotonic() + 120
     journal = Path("a.journal")
-    while not journal.exists() or journal.read_text().count('"result":{"score":') < count:
+    while not journal.exists() or len([key for key in measured(journal) if key.startswith("run/")]) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < give_up, "no trial was done"
         time.sleep(0.05)

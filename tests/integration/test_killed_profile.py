@@ -13,7 +13,7 @@ import pytest
 
 from autotune.profile import load_profile
 from tests.integration.killed_session import MOMENTS, SIMULATED_TRIALS, command, command_that_dies, profile
-from tests.integration.killing import Kill, finished, killed_often, measured
+from tests.integration.killing import Kill, killed_often, measured
 from tests.integration.llama_folder import llama_folder
 from tests.unit.simulating import noted
 
@@ -25,8 +25,9 @@ def test_a_whole_run_measures_nothing_twice(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path / "whole.journal", tmp_path / "whole.log")
     journal, log = tmp_path / "a.journal", tmp_path / "log"
     kills = killed_often(profile, (journal, log), log, journal, 1, tmp_path / "whole.journal")
-    assert finished(journal) == finished(tmp_path / "whole.journal"), "the simulated stage, trial by trial"
-    assert len(finished(journal)) == SIMULATED_TRIALS
+    simulated = noted(log.with_suffix(".simulated"))
+    assert simulated == noted(tmp_path / "whole.simulated"), "trial by trial, though none of it is kept"
+    assert len(simulated) == SIMULATED_TRIALS
     ended = sum(line.startswith("end") for line in whole)
     assert abs(len(on_the_hardware(measured(journal))) - ended) <= 3, "other noise, and so another one or two chosen"
     nothing_twice(journal, log, kills)

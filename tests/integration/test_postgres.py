@@ -6,29 +6,26 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
-from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
-from optuna.trial import TrialState
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
 
-import autotune.profiling.storage as storages
+import autotune.profiling.study as studies
 from autotune.profile import load_profile
 from autotune.profiling.storage import SharedStorage
 from autotune.profiling.study import open_study
-from autotune.profiling.trials import quiet
-from autotune.profiling.workers import SimulatedTrial, simulate_trials
 from runtime.errors import InputError
 from tests.integration.killed_session import command
 from tests.integration.llama_folder import llama_folder
 from tests.integration.postgres_server import PASSWORD, postgres
-from tests.unit.simulating import SPACE, STARTING, Valley, note, noted
+from tests.unit.simulating import note, noted
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
-TRIALS = 12
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +39,19 @@ def shared(server: str, request: pytest.FixtureRequest) -> SharedStorage:
     return SharedStorage.of(server, request.node.name, heartbeat_s=1)
 
 
-def simulate(shared: SharedStorage, objective: Valley, machine: str, workers: int = 1) -> list[SimulatedTrial]:
-    """As on a machine of that name: the death of a process is then seen by its heartbeats only."""
-    storages.this_machine = lambda: machine  # type: ignore[assignment]  # in a process of its own
+def measure(shared: SharedStorage, log: Path, machine: str, seconds: float, count: int = 1) -> None:
+    """``count`` measurements, as on a machine of that name: nothing there is queued up behind another's."""
+    studies._turn_of = lambda name: log.with_name(f"{machine}.turn")  # type: ignore[assignment]  # in a process of its own
     with open_study(shared, {"q": 1}) as study:
-        return simulate_trials(
-            study, objective, SPACE, identity={}, starting=STARTING, trials=TRIALS, seed=0, workers=workers
-        )
+        for number in range(count):
 
+            def run(number: int = number) -> dict[str, str]:
+                note(log, f"{machine} begins {number}")
+                time.sleep(seconds)
+                return {"by": machine}
 
-def measure(shared: SharedStorage, log: Path, machine: str, seconds: float) -> None:
-    storages.this_machine = lambda: machine  # type: ignore[assignment]
-    with open_study(shared, {"q": 1}) as study:
-
-        def run() -> dict[str, str]:
-            note(log, f"{machine} begins")
-            time.sleep(seconds)
-            return {"by": machine}
-
-        found = study.measured("calibration", run)
-        note(log, f"{machine} has {found['by']}")
+            found = study.measured(str(number), run, params={"token_budget": number}, value=lambda run: 1.0)
+            note(log, f"{machine} has {number} by {found['by']}")
 
 
 def started(target: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,13 +69,16 @@ def ended(process: Any, seconds: float = 90) -> int:
     return int(process.exitcode)
 
 
-def trials_of(shared: SharedStorage) -> list[Any]:
-    storage = RDBStorage(shared.url)
+def trials_of(shared: SharedStorage) -> list[FrozenTrial]:
+    return trials_in(shared.url, shared.name)
+
+
+def trials_in(url: str, begin: str) -> list[FrozenTrial]:
+    """Of the studies whose names begin like that."""
+    storage = RDBStorage(url)
     try:
-        study = storage.get_study_id_from_name(f"{shared.name}/simulation")
-        return storage.get_all_trials(study)
-    except KeyError:
-        return []
+        names = [name for name in optuna.get_all_study_names(storage) if name.startswith(begin)]
+        return [trial for name in names for trial in optuna.load_study(storage=storage, study_name=name).trials]
     finally:
         storage.remove_session()
         storage.engine.dispose()
@@ -99,69 +92,50 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_three_machines_at_once_on_an_empty_database(shared: SharedStorage, tmp_path: Path) -> None:
-    """None of them makes the tables for the others first."""
-    logs = [tmp_path / name for name in "abc"]
-    processes = [started(simulate, shared, Valley(log, seconds=0.4), log.name) for log in logs]
-    assert [ended(process) for process in processes] == [0, 0, 0]
-    settings = Counter(line for log in logs for line in noted(log))
-    assert sum(settings.values()) == TRIALS == len(settings), "every setting once"
-    trials = trials_of(shared)
-    assert sum(t.state is TrialState.COMPLETE for t in trials) == TRIALS
-    assert len({t.user_attrs["worker"]["machine"] for t in trials if t.state is TrialState.COMPLETE}) >= 2
-
-
-def test_a_worker_killed_in_a_trial_is_stood_in_for(shared: SharedStorage, tmp_path: Path) -> None:
+    """None of them makes the tables for the others first, and each comes to every key at about the same moment."""
     log = tmp_path / "log"
-    victim = started(simulate, shared, Valley(log, seconds=300), "one machine")
-    other = started(simulate, shared, Valley(log, seconds=0.3), "another")
-    wait_for(lambda: any("worker" in t.user_attrs and of(t) == "one machine" for t in trials_of(shared)))
-    killed = next(t for t in trials_of(shared) if "worker" in t.user_attrs and of(t) == "one machine")
-    assert killed.state is TrialState.RUNNING
-    os.kill(victim.pid, signal.SIGKILL)
-    assert ended(victim) == -signal.SIGKILL and ended(other) == 0
-    trials = trials_of(shared)
-    assert trials[killed.number].state is TrialState.FAIL
-    with quiet():
-        again = [t for t in trials if RetryHeartbeatStaleTrialCallback.retried_trial_number(t) == killed.number]
-    assert [(t.state, t.params, of(t)) for t in again] == [(TrialState.COMPLETE, killed.params, "another")]
-    assert len(noted(log)) == TRIALS == sum(t.state is TrialState.COMPLETE for t in trials)
+    processes = [started(measure, shared, log, name, 0.2, 5) for name in "abc"]
+    assert [ended(process) for process in processes] == [0, 0, 0]
+    begun = [line.split(" begins ")[1] for line in noted(log) if "begins" in line]
+    assert sorted(begun) == list("01234"), "every measurement once"
+    assert len({line.split(" has ")[1] for line in noted(log) if "has" in line}) == 5, "of one result each"
+    done = [t for t in trials_of(shared) if t.state is TrialState.COMPLETE]
+    assert [(t.params["token_budget"], t.value) for t in sorted(done, key=lambda t: t.user_attrs["key"])] == [
+        (n, 1.0) for n in range(5)
+    ]
 
 
-def of(trial: Any) -> str:
-    return str(trial.user_attrs["worker"]["machine"])
-
-
-def test_killed_again_and_again_and_taken_up_on_the_same_machine(shared: SharedStorage, tmp_path: Path) -> None:
-    """With worker processes of its own; what was finished at a kill is not tried again."""
-    log, finished = tmp_path / "log", 0
-    for _ in range(4):
-        process = started(simulate, shared, Valley(log, seconds=0.2), "one machine", 2)
-        until = time.monotonic() + 60
-        while len(noted(log)) <= finished:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+def test_killed_again_and_again_and_taken_up(shared: SharedStorage, tmp_path: Path) -> None:
+    """What was measured at a kill is not measured again."""
+    log = tmp_path / "log"
+    for kill in range(3):
+        process = started(measure, shared, log, "one", 0.2, 5)
+        wait_for(lambda kill=kill: len(set(finished(log))) > kill)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        finished = len(noted(log))
-    assert ended(started(simulate, shared, Valley(log, seconds=0.2), "one machine", 2)) == 0
-    done = [t for t in trials_of(shared) if t.state is TrialState.COMPLETE]
-    assert len(done) == TRIALS
-    assert len(noted(log)) <= TRIALS + 4 * 2, "at most what was being tried in either process"
+    assert ended(started(measure, shared, log, "one", 0.0, 5)) == 0
+    assert set(finished(log)) == set("01234")
+    begun = [line.split(" begins ")[1] for line in noted(log) if "begins" in line]
+    assert len(begun) <= 5 + 3, "at most what was being measured at each kill"
+
+
+def finished(log: Path) -> list[str]:
+    return [line.split(" has ")[1][0] for line in noted(log) if " has " in line]
 
 
 def test_a_measurement_whose_machine_dies_is_made_by_who_waited(shared: SharedStorage, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victim = started(measure, shared, log, "one", 300.0)
-    wait_for(lambda: noted(log) == ["one begins"])
+    wait_for(lambda: noted(log) == ["one begins 0"])
     waiting = [started(measure, shared, log, name, 1.0) for name in ("two", "three")]
     time.sleep(2.0)
-    assert noted(log) == ["one begins"]
+    assert noted(log) == ["one begins 0"]
     os.kill(victim.pid, signal.SIGKILL)
     assert [ended(p) for p in (victim, *waiting)] == [-signal.SIGKILL, 0, 0]
     lines = noted(log)
-    assert len(lines) == 4 and lines[1] in ("two begins", "three begins")
+    assert len(lines) == 4 and lines[1] in ("two begins 0", "three begins 0")
     who = lines[1].split()[0]
-    assert sorted(lines[2:]) == [f"three has {who}", f"two has {who}"]
+    assert sorted(lines[2:]) == [f"three has 0 by {who}", f"two has 0 by {who}"]
 
 
 def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
@@ -171,7 +145,7 @@ def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     victim, other = [started(command, folder, model, log, "--storage", server) for folder in folders[:2]]
-    wait_for(lambda: "measurements" in studies_of(server))
+    wait_for(lambda: bool(trials_in(server, "model-")))
     time.sleep(2.0)
     os.kill(victim.pid, signal.SIGKILL)
     assert ended(victim) == -signal.SIGKILL and ended(other, 200) == 0
@@ -182,17 +156,6 @@ def test_the_command_shares_a_study(server: str, tmp_path: Path) -> None:
     assert made[0].points and made[1].points == made[0].points and made[1].knobs == made[0].knobs
     assert not (folders[0] / "a.yaml").exists() and not list(tmp_path.rglob("*.journal"))
     assert PASSWORD not in (folders[1] / "a.yaml").read_text() and ":***@127.0.0.1" in made[0].command
-
-
-def studies_of(url: str) -> str:
-    storage = RDBStorage(url)
-    try:
-        return " ".join(
-            study.study_name for study in storage.get_all_studies() if study.study_name.startswith("model-")
-        )
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
 
 
 def test_a_study_that_another_machine_discards(shared: SharedStorage) -> None:

@@ -70,6 +70,61 @@ def test_a_measurement_cut_short_by_death_is_made_again(journal: Path) -> None:
         assert measured(study) == ["0", "1", "2"]
 
 
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], None]:
+    """``kill_at(n, torn)``: the n-th write from now is the first not to happen; ``torn``: half of it still does."""
+    real, state = JournalFileBackend.append_logs, {"left": 10**9, "torn": False}
+
+    def append(journal: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        state["left"] -= 1
+        if state["left"] >= 0:
+            return real(journal, logs)
+        if state["left"] == -1 and state["torn"]:
+            path = Path(journal._file_path)
+            size = path.stat().st_size
+            real(journal, logs)
+            os.truncate(path, (size + path.stat().st_size) // 2)
+        raise Killed
+
+    def arm(writes: int, torn: bool) -> None:
+        state.update(left=writes, torn=torn)
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", append)
+    return arm
+
+
+def test_killed_at_any_write_nothing_is_lost_or_repeated(tmp_path: Path, kill_at: Callable[[int, bool], None]) -> None:
+    with open_study(tmp_path / "whole.journal", IDENTITY) as study:
+        expected = measure(study, 4)
+    writes = len((tmp_path / "whole.journal").read_bytes().splitlines())
+    assert writes > 4 * 3
+    for at in range(writes):
+        journal, log = tmp_path / f"{at}.journal", []
+        kill_at(at, at % 2 == 0)
+        with pytest.raises(Killed), open_study(journal, IDENTITY) as study:
+            measure(study, 4, log)
+        written = journal.read_bytes().count(b'"result":{') - (at % 2 == 0 and b'"result":{' in torn(journal))
+        kill_at(10**9, False)
+        with open_study(journal, IDENTITY) as study:
+            assert measure(study, 4, log) == expected, f"killed at write {at}"
+            assert measured(study) == ["0", "1", "2", "3"]
+        assert all(log.count(number) == 1 for number in range(written)), f"killed at write {at}: its result was written"
+        assert len(log) <= 5
+
+
+def torn(journal: Path) -> bytes:
+    """What follows the last whole line."""
+    return journal.read_bytes().rpartition(b"\n")[2]
+
+
+def test_what_is_known_may_be_asked_while_something_is_measured(journal: Path) -> None:
+    with open_study(journal, IDENTITY) as study:
+        measure(study, 1)
+        asked = study.measured("1", lambda: {"known": [study.measurements.known(key) for key in ("0", "1", "2")]})
+        assert asked == {"known": [True, True, False]}
+        assert measured(study) == ["0", "1"]
+
+
 def test_another_question_is_refused_and_the_difference_named(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
         measure(study, 1)
