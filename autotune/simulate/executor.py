@@ -20,7 +20,7 @@ PredictRun = Callable[[int, int, int], list[float]]
 """``predict_run(decodes, context, count)``: seconds of ``count`` decode steps, the context growing by ``decodes`` after each."""
 
 FASTEST: Final = 0.3  # of the predicted time: noise never makes a step faster than that
-_USUAL: Final = StepFeatures(8, 2048, 0, 0, 0)
+_USUAL: Final = StepFeatures(8, 2048, 128, 128, 128 * 129 // 2, 1)
 """A step that takes about as long as one factor of jitter by time lasts."""
 _MOST_AT_ONCE: Final = FACTORS  # steps predicted together
 

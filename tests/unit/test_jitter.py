@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from autotune.cli.show import model_lines
 from autotune.cost.model import CostModel
+from autotune.measure.evaluate import evaluate
 from autotune.profile.parts import JitterFacts
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
+from autotune.simulate import SimulatedEngine
+from autotune.simulate.executor import CostExecutor
 from autotune.simulate.jitter import FACTORS, jitter_factors
+from autotune.workload import parse_workload
 from benchmarks.controller.hardware import h200
+from runtime.knobs import Knobs
+from runtime.llm.plan import DecodeSet, StepPlan
+from runtime.records import LimitedBy
+from runtime.slo import SLO
 from runtime.step_model import StepFeatures
 from tests.sample_profile import sample_profile
 from tests.unit.jitter_cases import STALLS
@@ -154,3 +163,56 @@ def test_settings_are_compared_without_jitter_and_with_the_excess() -> None:
     even = model.even()
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
     assert even.facts.jitter is None and even.facts.excess_s == 2e-3 and even.predict(step) == model.predict(step)
+
+
+# -- slow stretches at the same times -----------------------------------------------------------------------------------
+
+
+def stretches(decodes: int, seed: int = 1, until: float = 30.0, **options: Any) -> list[tuple[float, float]]:
+    """(begin, factor) of decode steps one after the other."""
+    cost = h200()
+    executor = CostExecutor(cost, jitter=STALLS, seed=seed, **options)
+    plan, now, found = decode_plan(decodes), 0.0, []
+    while now < until:
+        (end,) = executor.execute(plan, now, now).ends
+        found.append((now, (end - now) / cost.predict(StepFeatures(decodes, 100 * decodes, 0, 0, 0))))
+        now = end
+    return found
+
+
+def decode_plan(decodes: int) -> StepPlan:
+    return StepPlan(
+        step=0, n_decode=decodes, decode_context=100 * decodes, chunks=(), decodes=DecodeSet(), version=0, repeat=1,
+        wake_at=math.inf, epoch=0, budget_used=512, limited_by=LimitedBy.DEMAND, preemptions=0,
+    )  # fmt: skip
+
+
+def test_by_time_settings_of_other_steps_are_slow_together() -> None:
+    """Of two settings one makes longer steps. By the number of a step, they have as little in common as two seeds have."""
+
+    def slow_shares(decodes: int, **options: Any) -> list[float]:
+        bins: dict[int, list[float]] = {}
+        for begin, factor in stretches(decodes, **options):
+            bins.setdefault(int(begin), []).append(factor)
+        return [statistics.fmean(bins[i]) for i in range(30)]
+
+    def alike(**options: Any) -> float:
+        return statistics.correlation(slow_shares(8, **options), slow_shares(200, **options))
+
+    assert alike(by_time=True) > 0.9 > 0.5 > abs(alike())
+
+
+def test_by_time_a_run_of_steps_takes_what_single_ones_do() -> None:
+    slo, load, knobs = SLO(ttft_ms=500), parse_workload("azure-conv").at_rate(5.0), Knobs(64, 0, 512, 512)
+    scores = []
+    for fast in (True, False):
+        engine = SimulatedEngine(
+            h200(), kv_tokens=40_000, slo=slo, jitter=STALLS, jitter_by_time=True, seed=4, fast_forward=fast
+        )
+        scores.append(evaluate(engine, knobs, load, slo, vocab_size=2, seed=1, duration=10.0))
+    assert scores[0].model_dump(exclude={"wall_s"}) == scores[1].model_dump(exclude={"wall_s"})
+
+
+def test_by_time_there_is_no_other_noise() -> None:
+    with pytest.raises(ValueError, match="by_time is for jitter alone"):
+        CostExecutor(h200(), noise=0.1, jitter=STALLS, by_time=True)

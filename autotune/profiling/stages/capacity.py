@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.measure.score import Score
 from autotune.profile.parts import Capacity
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
@@ -67,10 +68,14 @@ def _expected(context: Context, setup: Setup, knobs: Knobs) -> float:
     """The capacity in simulation, 0 where no rate in reach meets the SLO; from the study if it was looked for before."""
 
     def simulated() -> dict[str, float]:
-        context.check()
         simulator = context.simulator(setup)
+
+        def simulate(knobs: Knobs, rate: float, seed: int) -> Score:
+            context.check()
+            return simulator.long(knobs, rate, seed)
+
         search = Search(
-            lambda knobs, rate, seed: simulator.long(knobs, rate, seed, stop=context.stop),
+            simulate,
             setup.slo.attainment, (context.question.seed + 2001,), _PRECISION,
             lowest=setup.rate / _RANGE, highest=min(_FURTHER * setup.rate, setup.most_rate),
             late=context.within(SIMULATED_CAPACITY),

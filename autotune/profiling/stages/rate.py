@@ -207,7 +207,7 @@ def _simulated(context: Context, setup: Setup) -> Callable[[Knobs, float, int], 
         context.check()
         context.reporter.progress(0.0, "", f"looking for the rate, {rate:.3g} req/s", None)
         try:
-            return simulator.long(knobs, rate, seed, stop=context.stop)
+            return simulator.long(knobs, rate, seed)
         except Interrupted:
             raise
         except EvaluationError as error:
