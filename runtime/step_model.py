@@ -335,7 +335,10 @@ class StepLearner:
         alone = self.predict(StepFeatures(decodes, context, 0, 0, 0)) if decodes and self._decode.samples else 0.0
         if alone > seconds:
             return seconds - alone
-        if not self._mixed.samples or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds:
+        if (
+            not self._mixed.samples
+            or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds
+        ):
             return math.inf
         fits, over = 0, _MOST_TOKENS
         while over - fits > 1:
