@@ -23,7 +23,7 @@ EXAMPLES = (
     "Examples:  autotune profile  ·  "
     "autotune profile --model ./my-model --slo ttft=500ms,tpot=50ms --workload azure-code --budget 10m --out mine.yaml"
 )
-DEFAULT_BUDGET = "2m20s"
+DEFAULT_BUDGET = "3m"
 _MOST_WORKERS = 256
 
 

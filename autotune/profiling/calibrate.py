@@ -16,6 +16,8 @@ from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder
 from autotune.profile.parts import Calibration, ModelFacts
 from autotune.profiling.setup import (
     LOAD,
+    REQUESTS,
+    TARGET_RATE,
     Setup,
     default_slo,
     fitted_knobs,
@@ -95,7 +97,8 @@ def draw_setup(
     if scale == 1.0:  # no scale of its own
         natural = sample(workload, seed)
         prompt, output = _means(natural)
-        scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot)
+        wanted = max(TARGET_RATE, REQUESTS / window_s)
+        scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot, wanted)
     room = min(model.max_model_len, engine.facts.kv_tokens)
     cap_output = max(1, room // 4)
     scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output)

@@ -17,7 +17,11 @@ from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepModel
 
-TARGET_RATE = 12.0  # requests/s: enough of them in a few seconds of window for a share to mean something
+TARGET_RATE = 12.0
+"""Requests/s that lengths are scaled to at the least."""
+
+REQUESTS = 200
+"""In a window, where short lengths allow as many: an attainment of 90% is then known to within some 4 points."""
 LOAD = 0.9
 """Where the search for the rate begins, in units of the full engine's."""
 
@@ -76,14 +80,16 @@ def sample(workload: Workload, seed: int, count: int = 1000) -> list[Arrival]:
     return list(workload.arrivals(seed, limit=count))
 
 
-def length_scale(prompt: float, output: float, per_prompt_token: float, per_output_token: float) -> float:
-    """The largest power of two, at most 1, at which about ``TARGET_RATE`` requests/s can be served.
+def length_scale(
+    prompt: float, output: float, per_prompt_token: float, per_output_token: float, rate: float = TARGET_RATE
+) -> float:
+    """The largest power of two, at most 1, at which about ``rate`` requests/s can be served.
 
     A decode step serves several requests at once; six is what a small batch shares without getting much slower. Outputs
     are not shrunk below 8 tokens on average (or an eighth): a TPOT over fewer says little.
     """
     service = per_prompt_token * prompt + per_output_token * output / 6
-    ideal = 1 / (TARGET_RATE * service)
+    ideal = 1 / (rate * service)
     floor = max(_SMALLEST_MEAN_PROMPT / prompt, min(_SMALLEST_MEAN_OUTPUT, output / _MOST_SHRUNK_OUTPUT) / output)
     scale = 2.0 ** math.floor(math.log2(min(1.0, ideal)))
     while scale < floor and scale < 1:

@@ -21,7 +21,7 @@ RATE, TRIALS, RATE_AGAIN, CANDIDATES = 0.03, 0.12, 0.02, 0.03
 SIMULATED_CAPACITY, PAIRED = 0.04, 0.05
 """Shares of what is simulated before the capacity is measured, and at the end."""
 
-_RUNS = 9  # validating measurements the windows are sized for
+_RUNS = 8  # validating measurements the windows are sized for
 _SHORTEST_RUN, _LONGEST_RUN = 2.0, 40.0
 _UNBOUNDED_RUN = 6.0  # s a measurement when settings are counted instead
 _LONGEST_CALIBRATION = 90.0  # s; more rounds teach nothing new

@@ -119,6 +119,9 @@ def show(profile: Profile, console: Console) -> None:
 def conclusion(profile: Profile) -> str:
     """What to set and what it gains over vLLM's defaults on this engine, in one sentence."""
     setting, base = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values()))), profile.baseline
+    if not setting.point.met:
+        rate = f"{setting.point.offered_rate:.3g} req/s"
+        return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
     if base is not None and base.knobs == setting.knobs:
         others = {p.knobs for p in profile.points if p.stage == setting.point.stage} - {base.knobs}
         best = "it was the only setting measured" if not others else f"none of {len(others)} others measured was better"

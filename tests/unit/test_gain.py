@@ -92,6 +92,11 @@ def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:
     assert text == "No setting beats vLLM's defaults here: none of 2 others measured was better."
 
 
+def test_where_no_request_met_the_slo_nothing_is_advised() -> None:
+    text = told([0] * 6, [0] * 6)[1]
+    assert text.startswith("No setting can be advised: at 10 req/s no request met the SLO.")
+
+
 def test_without_the_defaults_beside_it_there_is_nothing_to_claim() -> None:
     text = conclusion(profile(findings(of_seconds([9] * 8))))
     assert text.endswith("vLLM's defaults were not measured beside it.")
