@@ -32,7 +32,6 @@ from autotune.report.headline import headline
 from autotune.report.panels.provenance import everything, origins
 from autotune.report.profile_table import table
 from runtime.batching.options import first_knobs
-from runtime.batching.settings import BATCHER_LIMITS
 from runtime.batching.strategies import Adaptive
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
@@ -209,7 +208,7 @@ def test_a_change_of_it_is_a_new_epoch_and_a_metric() -> None:
 
 
 def test_a_batcher_is_not_bothered_with_it() -> None:
-    assert getattr(first_knobs({}, BATCHER_LIMITS, Adaptive()), NAME) == CEILING
+    assert getattr(first_knobs({}, KnobLimits(), Adaptive()), NAME) == CEILING
     made = CallableProfile.model_construct(slo=SLO(e2e_ms=200), strategy="dynamic", knobs=FIVE, replicas=1)
     assert NAME not in made.options and made.options["token_budget"] == 8192
 
