@@ -13,7 +13,6 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from rich.console import Console
-from runtime.batching.settings import BATCHER_LIMITS
 
 from autotune import control
 from autotune.bench.contenders import parse_fixed, short
@@ -209,7 +208,7 @@ def test_a_change_of_it_is_a_new_epoch_and_a_metric() -> None:
 
 
 def test_a_batcher_is_not_bothered_with_it() -> None:
-    assert getattr(first_knobs({}, BATCHER_LIMITS, Adaptive()), NAME) == CEILING
+    assert getattr(first_knobs({}, KnobLimits(), Adaptive()), NAME) == CEILING
     made = CallableProfile.model_construct(slo=SLO(e2e_ms=200), strategy="dynamic", knobs=FIVE, replicas=1)
     assert NAME not in made.options and made.options["token_budget"] == 8192
 

@@ -19,9 +19,8 @@ import pytest
 from autotune.cost.facts import CostFacts, LearnerFacts, StepPoint
 from autotune.cost.model import WRITTEN_OUT, CostModel, fit_cost_model, untold_terms
 from autotune.cost.shape import EXPERT_TOKENS, Shape
-from autotune.profile import ModelFacts, dump_profile, load_profile, save_profile
+from autotune.profile import dump_profile, load_profile, save_profile
 from autotune.profile.serving import serving_cost, serving_knowledge
-from autotune.profiling.steps import measure_steps
 from autotune.simulate import SimulatedEngine
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
@@ -303,20 +302,12 @@ def test_a_profile_with_a_row_that_this_version_lacks_is_refused_by_name() -> No
         )  # fmt: skip
 
 
-def test_the_calibration_says_which_rows_its_steps_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Machine:
-        def predict(self, step: StepFeatures) -> float:
-            return hardware(step)
-
-    engine = SimulatedEngine(Machine(), kv_tokens=200_000)
-    model = ModelFacts(
-        name="8b", architecture="llama", parameters=8_000_000_000, dtype="bfloat16", random_weights=True, seed=0,
-        max_model_len=8192, vocab_size=1000, kv_bytes_per_token=131072,
-    )  # fmt: skip
-    seen = measure_steps(engine, model, budget_s=20.0, seed=3, clock=engine.clock).points
-    assert untold_terms(seen) == []
+def test_a_row_that_no_measured_step_tells_apart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calibration asks (tests/unit/test_calibration_steps.py), and a profile then says so."""
+    assert untold_terms(points()) == []
     monkeypatch.setitem(TERMS, PADDING.name, PADDING)
-    assert untold_terms(seen) == []
+    assert untold_terms(points()) == []
+    assert untold_terms([p for p in points() if p.decodes == points()[0].decodes]) != []
     never = Term("adapters", "adapters", lambda s: 0.0 * s.decodes, "adapter_s")
     monkeypatch.setitem(TERMS, never.name, never)
-    assert untold_terms(seen) == ["adapters"]
+    assert untold_terms(points()) == ["adapters"]
