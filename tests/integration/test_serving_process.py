@@ -146,7 +146,10 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
         told = httpx.get(f"{server.url}/metrics", timeout=30).text
         assert f"autotune_kv_blocks_total {made.engine.kv_pool.blocks}.0" in told
         asked = {"prompt": "a b c d", "max_tokens": 60, "ignore_eos": True}
-        assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code == 200
+        for _ in range(40):  # on a busy machine the first steps differ too much among themselves to be judged
+            assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code == 200
+            if "the profile predicts" in (tmp_path / "log.jsonl").read_text():
+                break
         server.signal()
         assert server.ended() == 0
     decisions = list(read_decisions(tmp_path / "log.jsonl"))

@@ -1,0 +1,56 @@
+"""Who asks how a controller stands, a dashboard or a scrape of the metrics, does not hold up the engine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from autotune import control
+from autotune.control import attainment
+from runtime.slo import SLO
+from tests.unit.control_world import SimulatedEngine, h200, poisson
+
+CHAT = SLO(ttft_ms=500, tpot_ms=30)
+
+
+def test_steps_go_on_while_a_status_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, computing, done = SimulatedEngine(h200), threading.Event(), threading.Event()
+    real = attainment.percentile
+
+    def slow(*arguments: object) -> float | None:
+        computing.set()
+        assert done.wait(60)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with control(engine, slo=CHAT) as attached:
+        engine.play(poisson(12, 3, 800, 100, seed=1))
+        monkeypatch.setattr(attainment, "percentile", slow)
+        found: list[int] = []
+        asking = threading.Thread(target=lambda: found.append(attached.status().attainment.offered))
+        asking.start()
+        assert computing.wait(60)
+        before = len(engine.records)
+        serving = threading.Thread(target=lambda: engine.play(poisson(12, 3, 800, 100, seed=2, start=engine.now)))
+        serving.start()
+        serving.join(60)
+        finished = not serving.is_alive()
+        done.set()
+        asking.join(60)
+        serving.join(60)
+        assert finished, "steps waited for the status"
+        assert found == [before] and len(engine.records) > before, "it is as of when it was asked for"
+
+
+def test_the_regime_takes_no_lock() -> None:
+    """It is what every scrape of the metrics asks for."""
+    engine = SimulatedEngine(h200)
+    with control(engine, slo=CHAT) as attached:
+        assert attached.regime == "learning"
+        engine.play(poisson(12, 5, 800, 100, seed=1))
+        found: list[str] = []
+        with attached._lock:  # a step in progress
+            asking = threading.Thread(target=lambda: found.append(attached.regime), daemon=True)
+            asking.start()
+            asking.join(60)
+        assert found == [attached.status().regime] != ["learning"]
