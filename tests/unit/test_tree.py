@@ -12,7 +12,7 @@ import pytest
 from tests.integration.vllm_environment import BUILD
 
 ROOT = Path(__file__).parents[2]
-LONGEST = 300
+LONGEST = 500  # a file is as long as its subject; beyond this it has two
 VAGUE = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
 
 # Pieced together, or this file would find itself.
