@@ -12,7 +12,6 @@ import pytest
 from tests.integration.vllm_environment import BUILD
 
 ROOT = Path(__file__).parents[2]
-LONGEST = 600
 VAGUE = {"utils", "util", "helpers", "helper", "manager", "managers", "common", "misc"}
 
 # Pieced together, or this file would find itself.
