@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +17,7 @@ from autotune.profile.fingerprint import machine
 from autotune.profile.schema import schema_text
 from runtime.errors import InputError
 from runtime.slo import SLO
+from runtime.tunable import ModelInfo
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
@@ -26,7 +27,7 @@ PROMISE = SLO(ttft_ms=500)
 def engine_of(name: str, device: str = "cpu") -> SimulatedEngine:
     """One that says what it runs on, as a live one does."""
     made = SimulatedEngine(h200)
-    made.model = SimpleNamespace(name=name, device=SimpleNamespace(type=device))  # type: ignore[attr-defined]
+    made._facts = replace(made.facts, model=ModelInfo(name, 1000, 8192, device=device))
     return made
 
 
@@ -37,7 +38,7 @@ def test_control_warns_of_another_machine_and_model(tmp_path: Path) -> None:
         assert attached.status().knobs == sample_profile().knobs, "it is a start all the same"
     assert str(told[0].message) == (
         "profile was measured on NVIDIA H200, here the CPU is used; profile was measured with llama-3.1-8b, not tiny; "
-        "its knobs are a start that the controller will correct"
+        "the controller starts from its knobs and corrects them"
     )
     assert told[0].filename == __file__
 

@@ -11,15 +11,25 @@ import pytest
 import torch
 
 from autotune.cli.profile_study import pool_of
+from autotune.engines.own import OwnSource
 from autotune.profiling.study import open_study
 from runtime.errors import InputError
 from runtime.torch_backend import kv_pool
+from runtime.tunable import ModelInfo
 from tests.unit.profiled_machine import question, session
 
 pytestmark = pytest.mark.unit
 IDENTITY = {"q": 1}
-LOADED = cast(
-    Any, SimpleNamespace(name="m", device=torch.device("cpu"), kv_bytes_per_token=1 << 10, max_model_len=65536)
+LOADED = OwnSource(
+    cast(
+        Any,
+        SimpleNamespace(
+            device=torch.device("cpu"),
+            kv_bytes_per_token=1 << 10,
+            max_model_len=65536,
+            info=ModelInfo("m", 1000, 65536, kv_bytes_per_token=1 << 10),
+        ),
+    )
 )
 
 

@@ -61,7 +61,7 @@ def test_the_prefix_cache_is_simulated_as_the_engine_has_it(shared: bool) -> Non
     engine = SimulatedEngine(Padded(), kv_tokens=60_000, limits=LIMITS, prefix_cache=shared)
     assert engine.prefix_cache is shared
     found = Simulator.of(h200(), engine, question().workload, setup())
-    assert found.scenario.prefix_cache is shared and found.scenario.engine(SMALL).prefix_cache is shared
+    assert found.scenario.prefix_cache is shared and found.scenario.start(SMALL).facts.prefix_cache is shared
 
 
 # -- its speed ------------------------------------------------------------------------------------------------------------

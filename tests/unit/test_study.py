@@ -17,7 +17,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-import autotune.profiling.stages.context as measuring
+import autotune.profiling.target as measuring
 from autotune.profiling.study import SweepStudy, differences, open_study
 from runtime.errors import InputError
 from tests.unit.profiled_machine import question, session

@@ -89,14 +89,14 @@ def test_every_verb_says_of_a_read_only_disk_that_it_is(tmp_path: Path) -> None:
         "import contextlib, io\nfrom autotune.cli.main import run\n(folder / 'old.yaml').write_text('')\nread_only()\n"
         "told = []\n"
         "for verb, name in (('profile --cpu', 'x.yaml'), ('profile --cpu', 'old.yaml'), ('report cpu-2core-tiny', 'x.html'),\n"
-        "                   ('export cpu-2core-tiny --to vllm --model a/b --allow-lossy', 'x.yaml'), ('bench --cpu', 'x.svg')):\n"
+        "                  ('export cpu-2core-tiny --to vllm --model a/b --allow-lossy', 'x.yaml'), ('bench --cpu', 'y.html')):\n"
         "    errors = io.StringIO()\n"
         "    with contextlib.redirect_stderr(errors):\n"
         "        code = run([*verb.split(), '--out', str(folder / name)])\n"
         "    told.append([code, errors.getvalue().replace(str(folder), '')])\n"
         "print(json.dumps(told))",
     )
-    names = ("x.yaml", "old.yaml", "x.html", "x.yaml", "x.svg")
+    names = ("x.yaml", "old.yaml", "x.html", "x.yaml", "y.html")
     assert told == [[2, f"error: --out: /{name} cannot be written (Read-only file system)\n"] for name in names]
 
 
