@@ -15,8 +15,8 @@ from contextlib import closing
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile
-from autotune.profiling.callables.subject import Subject
-from autotune.profiling.callables.timed_calls import OutOfMemory, TimedCalls
+from autotune.profiling.callable_calibration import OutOfMemory, TimedCalls
+from autotune.profiling.callable_subject import Subject
 from autotune.profiling.check import CROWDED, Check, RegionCheck, median_interval
 
 _WARM_UP, _FEWEST, _MOST = 2, 6, 500  # rounds
