@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.measure.evaluate import Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.measure.score import Score
 from autotune.profile import Machine
 from autotune.profile.callable import BatcherSetting, Point, StrategyName
@@ -28,7 +28,7 @@ from autotune.profiling.callable_subject import Subject
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, callable_point
 from autotune.profiling.reporting import Reporter, Silent
-from autotune.profiling.study import SweepStudy
+from autotune.profiling.study import SweepStudy, kept_run
 from autotune.profiling.target import Load
 from autotune.version import __version__
 from runtime.knobs import Knobs
@@ -271,11 +271,12 @@ class Rounds:
         self._warm = True
         gc.collect()
         load = Load(self._found.rate, self._seed + _WARM_UP_SEED, _SHORTEST_S, 0.0)
-        with contextlib.suppress(Interrupted):
+        with contextlib.suppress(EvaluationError):  # a setting that fails is told of where it is measured
             self._measure(self._found.simulated[0].setting, load)
 
     def run(self, plan: Plan, reporter: Reporter, end: float) -> None:
-        """Fill ``found.measured``, with what was measured before and with what was not."""
+        """Fill ``found.measured``, with what was measured before and with what was not. A setting that fails is left out;
+        EvaluationError if all of them do."""
         found, now = self._found, self._now
         scores: dict[BatcherSetting, list[Score]] = {setting: [] for setting in plan.settings}
         done, begun = 0, now()
@@ -283,11 +284,17 @@ class Rounds:
             if self._stop() or (round_ and now() + (now() - begun) / round_ > end + plan.each_s):
                 break
             load = Load(found.rate, self._seed + _MEASURED_SEED + round_, plan.window_s, plan.warmup_s)
-            for setting in plan.settings if round_ % 2 == 0 else reversed(plan.settings):
+            for setting in list(scores) if round_ % 2 == 0 else list(reversed(scores)):
                 try:
                     scores[setting].append(self._one(setting, load))
                 except Interrupted:
                     break
+                except EvaluationError as error:
+                    del scores[setting]
+                    if not scores:
+                        raise
+                    reporter.note(f"{setting} failed: {error}")
+                    continue
                 done += 1
                 found.load = load
                 left, share = max(0.0, end - now()), scores[setting][-1].attainment
@@ -296,19 +303,12 @@ class Rounds:
         reporter.stage_done(f"{done}/{plan.runs}", f"windows of {plan.window_s:.3g} s")
 
     def _one(self, setting: BatcherSetting, load: Load) -> Score:
-        def run() -> dict[str, Any]:
+        def run() -> Run:
             self.warm_up()
-            score = self._measure(setting, load)
-            return Run(stage="validation", label=str(setting), trial=-1, score=score).model_dump(mode="json")
+            return Run(stage="validation", label=str(setting), trial=-1, score=self._measure(setting, load))
 
-        kept = self._study.measured(
-            f"run/validation/{setting}/{load.rate:g}/{load.seed}",
-            run,
-            stop=self._stop,
-            params={**setting.knobs.as_dict(), "rate": load.rate},
-            value=lambda run: run["score"]["goodput"],
-        )
-        return Run.model_validate(kept).score
+        key = f"run/validation/{setting}/{load.rate:g}/{load.seed}"
+        return kept_run(self._study, key, run, setting.knobs, load.rate, self._stop).score
 
     def _measure(self, setting: BatcherSetting, load: Load) -> Score:
         found = self._found

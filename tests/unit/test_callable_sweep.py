@@ -7,19 +7,24 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autotune
 from autotune.cli.main import run
-from autotune.measure.evaluate import Interrupted
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.measure.score import Score
 from autotune.profile.callable import BatcherSetting, Point, load_callable_profile
+from autotune.profiling import callable_sweep
 from autotune.profiling.callable_calibration import calibrate
 from autotune.profiling.callable_runs import items, simulate
 from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
+from autotune.profiling.callable_subject import Subject
 from autotune.profiling.callable_sweep import Question, sweep
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import callable_point
+from autotune.profiling.reporting import Silent
 from autotune.profiling.target import Load
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
@@ -138,6 +143,37 @@ def test_stopped_at_once_nothing_was_tried() -> None:
     ticking = Ticking(0, 0)
     with pytest.raises(Interrupted):
         sweep(subject(ticking), Question(SLO(e2e_ms=100), 100.0, 5.0), new_study(), stop=lambda: True)
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+def test_a_setting_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, tried, notes = calibrated(Ticking(0.001, 0.0), subject(list)), [], Notes()
+
+    def measured(setting: BatcherSetting, of: Subject, load: Load, slo: SLO, *args: Any, workers: int) -> Score:
+        tried.append(setting)
+        if setting in failing:
+            raise EvaluationError("request run-3 failed: no memory")
+        return simulate(setting, cost, of.costs, load, slo)
+
+    monkeypatch.setattr(callable_sweep, "measure", measured)
+    question, failing = Question(SLO(e2e_ms=100), 100.0, 5.0, most=2), [AS_IT_COMES]
+    found = sweep(subject(list), question, new_study(), notes, now=lambda: 0.0)
+    (left,) = found.measured
+    assert left.setting == found.ranked[0].setting != AS_IT_COMES and len(left.seeds) == 2
+    assert tried.count(AS_IT_COMES) == 2, "as the warm-up, and once; not in the next round"
+    assert [text for text in notes.told if "failed" in text] == [
+        f"{AS_IT_COMES} failed: request run-3 failed: no memory"
+    ]
+    failing.append(left.setting)
+    with pytest.raises(EvaluationError, match="request run-3 failed: no memory"):
+        sweep(subject(list), question, new_study(), now=lambda: 0.0)
 
 
 FUNCTION = """
