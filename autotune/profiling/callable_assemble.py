@@ -27,8 +27,8 @@ def assemble(
     """The profile. ``found`` must hold at least one setting."""
     ranked = found.ranked[:_KEPT]
     best = ranked[0]
-    yardsticks = [p for p in found.simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
-    shown = [*ranked, *(p for p in yardsticks if p.setting not in [r.setting for r in ranked])]
+    baselines = [p for p in found.simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    shown = [*ranked, *(p for p in baselines if p.setting not in [r.setting for r in ranked])]
     price = found.cost.price
     slo_met = not Objective(found.slo).refuted(best)
     return CallableProfile(

@@ -1,7 +1,7 @@
 """How long a call takes: planned calls of several sizes over the real inputs, their medians, and a model fitted to them.
 
-Sizes 1, 2, 4, … are each called with groups of cheap, mixed and dear inputs, so that items and cost vary apart; a group is
-called three times and its median counts. The doubling ends where an average call no longer fits the promise,
+Sizes 1, 2, 4, … are each called with groups of cheap, mixed and expensive inputs, so that items and cost vary apart; a group is
+called three times and its median counts. The doubling ends where an average call no longer fits the SLO,
 where memory runs out, or with the time. The model is the batcher's own (:mod:`runtime.batching.service_model`).
 """
 
@@ -161,7 +161,7 @@ class OutOfMemory(Exception):
 
 
 class TimedCalls:
-    """Calls the function with cheap, mixed and dear inputs, the same ones for the same seed and size.
+    """Calls the function with cheap, mixed and expensive inputs, the same ones for the same seed and size.
 
     ``of`` raises :class:`InputError` when the function cannot be called with these inputs, and Interrupted when ``stop`` says so.
     """

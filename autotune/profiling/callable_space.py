@@ -1,4 +1,4 @@
-"""The settings of a callable's batcher: the yardsticks, a grid small enough to be simulated whole, and which to measure."""
+"""The settings of a callable's batcher: the baselines, a grid small enough to be simulated whole, and which to measure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.knobs import Knobs
 STRATEGIES: tuple[StrategyName, ...] = ("adaptive", "dynamic")
 
 OPEN = Knobs(**BATCHER_LIMITS.as_dict())  # type: ignore[arg-type]  # its values are those of knobs
-_WAITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # of what the promise leaves beside one call
+_WAITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # of what the SLO leaves beside one call
 
 AS_IT_COMES = BatcherSetting("adaptive", OPEN)
 """``Batcher(fn, slo=…)`` with no size and no window."""
@@ -32,7 +32,7 @@ def grid(
 ) -> list[BatcherSetting]:
     """Every setting to simulate, in an order drawn by ``seed`` so that an early end leaves a sample of all.
 
-    Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the promise leaves beside one
+    Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the SLO leaves beside one
     call; the adaptive strategy with one worker holds nothing back, so its window is 0; with several it is open as well, for it
     may keep calls apart that slow one another down. ``mean_cost``: None where all
     inputs cost the same, and a budget of cost would say no more than the size does.

@@ -42,7 +42,7 @@ MOST_RATE = 1000.0
 
 _CALIBRATING, _SIMULATING = 0.15, 0.15  # of the budget
 _SIMULATED_ITEMS = 2000
-_PROMISED = 10  # calls of one item that the promise lasts, unless it is given
+_SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
 _MEASURED, _ROUNDS = 4, 2  # settings, and runs of each
 _SHORTEST_S, _LONGEST_S = 0.5, 60.0  # of a window
 _SIMULATED_SEED, _WARM_UP_SEED, _MEASURED_SEED = 1_000_003, 2_000_002, 2_000_003  # to the seed of the question
@@ -51,7 +51,7 @@ _BEGUN, _PLAN = "begun", "plan"  # facts of the study
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked. ``most``: items in a call, at most; ``slo`` and ``rate``: None for the run to find. ``replicas``:
+    """What is asked. ``most``: items in a call, at most; ``slo`` and ``rate``: None for the run to find. ``replicas``:
     workers that call at a time."""
 
     slo: SLO | None
@@ -155,14 +155,14 @@ def sweep(
 
 
 def _settled(subject: Subject, question: Question, cost: CallCost) -> Findings:
-    """The promise and the rate, as asked or from the calibration."""
+    """The SLO and the rate, as given or from the calibration."""
     slo, slo_from = question.slo, "given"
     if slo is None:
         one = cost.seconds(1, subject.mean_cost) * 1e3
-        slo = SLO(e2e_ms=max(20.0, _rounded_up(_PROMISED * one)))
-        slo_from = f"{_PROMISED} times a call of one item, and at least 20 ms"
+        slo = SLO(e2e_ms=max(20.0, _rounded_up(_SLO_CALLS * one)))
+        slo_from = f"{_SLO_CALLS} times a call of one item, and at least 20 ms"
     assert slo.e2e_ms is not None
-    # An item waits for the call before its own: a size serves all comers only if two calls fit the promise.
+    # An item waits for the call before its own: a size serves all comers only if two calls fit the SLO.
     capacity, size = cost.capacity(subject.mean_cost, slo.e2e_ms / 2e3)
     rate, rate_from = question.rate, "as asked"
     if rate is None:
@@ -182,7 +182,7 @@ def _simulate(
     over: Callable[[], bool],
     planned: Plan | None,
 ) -> None:
-    """Fill ``found.simulated``: the yardsticks first, then the grid until the time is over, or only what is ``planned`` to be
+    """Fill ``found.simulated``: the baselines first, then the grid until the time is over, or only what is ``planned`` to be
     measured already. All under the same arrivals."""
     window = _SIMULATED_ITEMS / found.rate
     load = Load(found.rate, question.seed + _SIMULATED_SEED, window, window / 10)
