@@ -112,6 +112,22 @@ def test_simulating_tells_settings_apart() -> None:
     assert simulated(AS_IT_COMES) == free
 
 
+def test_runs_of_one_setting_make_one_point() -> None:
+    ticking = Ticking(0.020, 0.002)
+    cost, slo = calibrated(ticking, subject(ticking)), SLO(e2e_ms=60)
+    runs = [simulate(AS_IT_COMES, cost, [1], Load(200.0, seed, 4.0, 1.0), slo) for seed in (7, 8)]
+    first, second = runs
+    both = callable_point(AS_IT_COMES, runs, simulated=False)
+    assert (both.source, both.setting, both.seeds) == ("measured", AS_IT_COMES, (7, 8))
+    assert (both.offered, both.met) == (first.offered + second.offered, first.met + second.met)
+    assert 0 < both.attainment == both.met / both.offered < 1 and both.goodput == pytest.approx(both.met / 8.0)
+    assert both.attainment_low < both.attainment < both.attainment_high
+    assert both.e2e_p99_ms == pytest.approx(((first.e2e_ms.p99 or 0) + (second.e2e_ms.p99 or 0)) / 2, abs=1e-3)
+    calls = first.steps.steps + second.steps.steps
+    assert both.calls_per_s == calls / 8.0
+    assert both.items_per_call == pytest.approx(both.met / calls, rel=0.05), "what cannot meet the SLO is not called"
+
+
 def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
     load, costs = Load(50.0, 3, 4.0, 1.0), [10, 20, 30]
     sent = list(parse_workload("poisson:rate=50,prompt=1,output=1").arrivals(3, duration=5.0))
