@@ -1,4 +1,4 @@
-"""``autotune profile --callable``: wiring only; the work is in autotune/callables."""
+"""``autotune profile --callable``: wiring only; the work is in autotune/profiling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.profiling.callables.subject import Subject
-    from autotune.profiling.callables.sweep import Question
+    from autotune.profiling.callable_subject import Subject
+    from autotune.profiling.callable_sweep import Question
     from autotune.profiling.study import SweepStudy
 
 DEFAULT_BUDGET = "60s"
@@ -80,8 +80,8 @@ def profile_callable(
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.profile.fingerprint import machine
-    from autotune.profiling.callables.kept import identity
-    from autotune.profiling.callables.subject import load_subject
+    from autotune.profiling.callable_subject import load_subject
+    from autotune.profiling.callable_sweep import identity
     from autotune.profiling.study import open_study
     from autotune.writing import writable
 
@@ -126,14 +126,14 @@ def _sweep(
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile.callable import save_callable_profile
     from autotune.profile.fingerprint import machine, software
-    from autotune.profiling.callables.assemble import assemble
-    from autotune.profiling.callables.sweep import sweep
+    from autotune.profiling.callable_assemble import assemble
+    from autotune.profiling.callable_sweep import sweep
     from autotune.report.callable_table import show
 
     display = Display(console, "")
     display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
     try:
-        found = sweep(subject, question, display, stop=stop, study=study)
+        found = sweep(subject, question, study, display, stop=stop)
     except Interrupted as stopped:
         display.close()
         console.print(f"{stopped}; nothing written to {place}. Run the same command to go on.", highlight=False)
@@ -175,8 +175,8 @@ def _sweep(
 def _question(
     strategy: str | None, most: int, replicas: int, slo: str | None, rate: float | None, budget: str | None, seed: int
 ) -> Question:
-    from autotune.profiling.callables.settings import STRATEGIES
-    from autotune.profiling.callables.sweep import Question
+    from autotune.profiling.callable_space import STRATEGIES
+    from autotune.profiling.callable_sweep import Question
 
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,10 +20,20 @@ from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
 from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS
+from runtime.knobs import KNOBS, Knobs
 
 SCHEMA_VERSION = 1
 StrategyName = Literal["adaptive", "dynamic"]
+
+
+class BatcherSetting(NamedTuple):
+    """What is tried: a strategy with knobs."""
+
+    strategy: StrategyName
+    knobs: Knobs
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.knobs}"
 
 
 class Inputs(Part):
@@ -86,6 +96,10 @@ class Point(Part):
     calls_per_s: Amount
     lateness_p99_ms: Amount = Field(description="how late the sender was; counted in the latencies")
     seeds: tuple[Count, ...]
+
+    @property
+    def setting(self) -> BatcherSetting:
+        return BatcherSetting(self.strategy, self.knobs)
 
     @model_validator(mode="after")
     def _possible(self) -> Point:

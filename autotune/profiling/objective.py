@@ -17,6 +17,7 @@ from scipy.stats import binom
 from autotune.cost.price import per_million
 from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting
+from autotune.profile.callable import Point as CallablePoint
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 
@@ -62,7 +63,7 @@ class Objective:
         """Money per million output tokens; None without a price, or where no tokens come out."""
         return None if self.price_per_hour is None else per_million(self.price_per_hour, tokens_per_s)
 
-    def refuted(self, point: Point) -> bool:
+    def refuted(self, point: Point | CallablePoint) -> bool:
         """Whether this point shows that the SLO's attainment is not met.
 
         By the binomial tail: were it met, so many misses would be seen less than once in twenty times. (Of 14 requests one
@@ -73,7 +74,7 @@ class Objective:
         misses = point.offered - point.met
         return misses > 0 and float(binom.sf(misses - 1, point.offered, 1 - self.slo.attainment)) < SIGNIFICANCE
 
-    def confirmed(self, point: Point) -> bool:
+    def confirmed(self, point: Point | CallablePoint) -> bool:
         """Whether this point met the SLO's attainment, with requests enough to say so.
 
         Enough: an attainment that is just met brings one miss among them. If none came, three times as many misses as
@@ -124,6 +125,21 @@ class Objective:
             "balanced": Setting(knobs=balanced.knobs, why=why, point=balanced),
             "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
         }
+
+    def ranked(self, found: Sequence[CallablePoint]) -> list[CallablePoint]:
+        """The best setting of a callable first: by attainment. Of those that the best does not beat by more than chance (one
+        item, or twice the deviation of its count) first those whose p99 is within 5% of the lowest, in the order given."""
+        left = [(p, inf if p.e2e_p99_ms is None else p.e2e_p99_ms) for p in found]
+        ranked: list[CallablePoint] = []
+        while left:
+            top = max(p.attainment for p, _ in left)
+            n = max(1, min(p.offered for p, _ in left))
+            least = top - max(1 / n, 2 * (top * (1 - top) / n) ** 0.5) - 1e-12
+            lowest = min(p99 for p, p99 in left if p.attainment >= least)
+            first = next(pair for pair in left if pair[0].attainment >= least and pair[1] <= 1.05 * lowest)
+            ranked.append(first[0])
+            left.remove(first)
+        return ranked
 
     def cheapest(self, found: Sequence[Point]) -> Point | None:
         """Of those that do not refute the SLO the one with the most output tokens/s, for the machine costs the same for all."""

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 
 from autotune.measure.score import Score
+from autotune.profile.callable import BatcherSetting
+from autotune.profile.callable import Point as CallablePoint
 from autotune.profile.parts import Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
@@ -81,6 +83,31 @@ def point(runs: Sequence[Run]) -> Point:
         e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
         preemptions=sum(s.steps.preemptions for s in scores),
         lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
+    )
+
+
+def callable_point(setting: BatcherSetting, scores: Sequence[Score], *, simulated: bool) -> CallablePoint:
+    """Runs of one setting of a batcher, each under a seed of its own. Shares are pooled, percentiles the median of the runs'."""
+    offered, met = sum(s.offered for s in scores), sum(s.met for s in scores)
+    calls = sum(s.steps.steps for s in scores)
+    window = sum(s.window_s for s in scores)
+    low, high = wilson_interval(met, offered)
+    return CallablePoint(
+        source="simulated" if simulated else "measured",
+        strategy=setting.strategy,
+        knobs=setting.knobs,
+        offered=offered,
+        met=met,
+        attainment=met / offered if offered else 0.0,
+        attainment_low=low,
+        attainment_high=high,
+        goodput=met / window,
+        e2e_p50_ms=_median(scores, lambda s: s.e2e_ms.p50),
+        e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
+        items_per_call=sum(s.steps.steps * s.steps.mean_running for s in scores) / max(1, calls),
+        calls_per_s=calls / window,
+        lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
+        seeds=tuple(s.seed for s in scores),
     )
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.profile.callable import CallableProfile, Point
-from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, Setting
+from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Room, empty_table, fullest
 
 _OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
@@ -39,7 +39,7 @@ def show(profile: CallableProfile, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if _setting(profile.points[0]) == AS_IT_COMES:
+    if profile.points[0].setting == AS_IT_COMES:
         console.print("Recommended is the Batcher as it comes: Batcher(fn, slo=…) needs nothing else.", highlight=False)
     late = max(p.lateness_p99_ms for p in profile.points)
     if profile.slo.e2e_ms is not None and late > max(profile.slo.e2e_ms / 10, 5.0):
@@ -79,17 +79,13 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
 
 
 def _rows(profile: CallableProfile) -> list[Point]:
-    yardsticks = [p for p in profile.points[1:] if _setting(p) in (AS_IT_COMES, ONE_AT_A_TIME)]
+    yardsticks = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
     others = [p for p in profile.points[1:] if p not in yardsticks]
     return [profile.points[0], *others[:_OTHERS], *yardsticks]
 
 
-def _setting(point: Point) -> Setting:
-    return Setting(point.strategy, point.knobs)
-
-
 def _label(index: int, point: Point) -> str:
-    known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(_setting(point), "also tried")
+    known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(point.setting, "also tried")
     return ("recommended" if index == 0 else known) + (" (simulated)" if point.source == "simulated" else "")
 
 

@@ -8,8 +8,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.profiling.callables.calibrate import Calibration, calibrate
-from autotune.profiling.callables.subject import Subject
+from optuna.storages import InMemoryStorage
+
+from autotune.profiling.callable_calibration import CallCost, calibrate
+from autotune.profiling.callable_subject import Subject
+from autotune.profiling.study import SweepStudy
 
 
 class Ticking:
@@ -38,9 +41,14 @@ def subject(function: Any, lengths: Sequence[int] = (1,), *, by_length: bool = F
     )
 
 
-def calibrated(ticking: Ticking, of: Subject, **options: Any) -> Calibration:
+def new_study() -> SweepStudy:
+    """One in memory, of no question."""
+    return SweepStudy(InMemoryStorage(), "autotune", "memory", {})
+
+
+def calibrated(ticking: Ticking, of: Subject, **options: Any) -> CallCost:
     given: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32}
-    return calibrate(of, clock=ticking.clock, **(given | options))
+    return calibrate(of, new_study(), clock=ticking.clock, **(given | options))
 
 
 def interrupt_when_measured(module: Any) -> None:

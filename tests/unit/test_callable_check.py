@@ -14,13 +14,14 @@ from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.callables.assemble import assemble
-from autotune.profiling.callables.check import check_calls, predicted_s, sizes_of
-from autotune.profiling.callables.load import Load
-from autotune.profiling.callables.settings import AS_IT_COMES
-from autotune.profiling.callables.simulate import simulate
-from autotune.profiling.callables.sweep import Findings, Question
+from autotune.profiling.callable_assemble import assemble
+from autotune.profiling.callable_check import check_calls, predicted_s, sizes_of
+from autotune.profiling.callable_runs import simulate
+from autotune.profiling.callable_space import AS_IT_COMES
+from autotune.profiling.callable_sweep import Findings, Question
 from autotune.profiling.check import Check
+from autotune.profiling.points import callable_point
+from autotune.profiling.target import Load
 from runtime import SLO
 from tests.unit.callable_world import Ticking, calibrated, subject
 
@@ -33,7 +34,8 @@ def made() -> CallableProfile:
     ticking, slo = Ticking(0.020, 0.002, 0.0001), SLO(e2e_ms=400)
     of = subject(ticking, LENGTHS, by_length=True)
     found = Findings(calibrated(ticking, of), slo, "given", 50.0, "as asked", 60.0, 12)
-    found.simulated = [simulate(AS_IT_COMES, found.calibration, list(of.costs), Load(50.0, 2.0, 0.5, 1), slo)]
+    score = simulate(AS_IT_COMES, found.cost, of.costs, Load(50.0, 1, 2.0, 0.5), slo)
+    found.simulated = [callable_point(AS_IT_COMES, [score], simulated=True)]
     facts: dict[str, Any] = {"name": "embed", "command": "", "machine": machine(), "software": software()}
     return assemble(found, of, Question(slo, 50.0, 60.0), **facts)
 

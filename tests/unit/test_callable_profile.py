@@ -16,11 +16,12 @@ from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
 from autotune.profile.callable import CallableProfile, load_callable_profile, load_either, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.callables.assemble import assemble
-from autotune.profiling.callables.load import Load
-from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.profiling.callables.simulate import simulate
-from autotune.profiling.callables.sweep import Findings, Question
+from autotune.profiling.callable_assemble import assemble
+from autotune.profiling.callable_runs import simulate
+from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profiling.callable_sweep import Findings, Question
+from autotune.profiling.points import callable_point
+from autotune.profiling.target import Load
 from autotune.report.callable_table import table
 from runtime import SLO, Batcher, InputError
 from tests.sample_profile import sample_profile
@@ -33,8 +34,11 @@ def made() -> CallableProfile:
     ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
     of = subject(ticking)
     found = Findings(calibrated(ticking, of), slo, "given", 200.0, "as asked", 380.0, 32, stopped=True)
-    load = Load(200.0, 5.0, 1.0, 1)
-    found.simulated = [simulate(s, found.calibration, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
+    load = Load(200.0, 1, 5.0, 1.0)
+    found.simulated = [
+        callable_point(s, [simulate(s, found.cost, [1], load, slo)], simulated=True)
+        for s in (AS_IT_COMES, ONE_AT_A_TIME)
+    ]
     return assemble(
         found,
         of,

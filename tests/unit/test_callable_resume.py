@@ -14,14 +14,13 @@ import pytest
 from autotune.cli.main import run
 from autotune.profile.callable import load_callable_profile
 from autotune.profile.fingerprint import machine
-from autotune.profiling.callables import rounds
-from autotune.profiling.callables.calibrate import calibrate
-from autotune.profiling.callables.kept import identity
-from autotune.profiling.callables.sweep import Question
+from autotune.profiling import callable_sweep
+from autotune.profiling.callable_calibration import calibrate
+from autotune.profiling.callable_sweep import Question, identity
 from autotune.profiling.study import open_study
 from runtime import SLO
 from tests.integration.killing import measured
-from tests.unit.callable_world import Ticking, interrupt_when_measured, subject
+from tests.unit.callable_world import Ticking, interrupt_when_measured, new_study, subject
 
 FUNCTION = """
 import os, signal, threading, time
@@ -67,13 +66,13 @@ def test_killed_while_it_measures(
     (folder / "deadly").unlink()
     (folder / "calls.log").write_text("")
     runs: list[str] = []
-    original = rounds.measure
+    original = callable_sweep.measure
 
     def counted(*arguments: Any, **options: Any) -> Any:
         runs.append(str(arguments[0]))
         return original(*arguments, **options)
 
-    monkeypatch.setattr(rounds, "measure", counted)
+    monkeypatch.setattr(callable_sweep, "measure", counted)
     code = run(ARGUMENTS)
     made = load_callable_profile("embed.yaml")
     assert code == (0 if made.slo_met else 1) and made.status == "complete"
@@ -103,16 +102,16 @@ def test_killed_while_it_calibrates(tmp_path: Path) -> None:
     about = identity(subject(ticking), question, tmp_path / "inputs.jsonl", machine())
     options: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32, "clock": ticking.clock}
     with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Killed):
-        calibrate(subject(deadly), study=study, **options)
+        calibrate(subject(deadly), study, **options)
     assert set(ticking.sizes) == {1, 2, 4}
     ticking.sizes.clear()
     with open_study(tmp_path / "a.journal", about) as study:
-        found = calibrate(subject(ticking), study=study, **options)
+        found = calibrate(subject(ticking), study, **options)
     assert sorted(set(ticking.sizes)) == [1, 8, 16, 32] and ticking.sizes.count(1) == 1, "one to wake it up"
     assert found.largest == 32 and found.price == pytest.approx((0.020, 0.002, 0.0), rel=0.02, abs=1e-6)
     ticking.sizes.clear()
     with open_study(tmp_path / "a.journal", about) as study:
-        assert calibrate(subject(ticking), study=study, **options) == found
+        assert calibrate(subject(ticking), study, **options) == found
     assert ticking.sizes == [], "nothing is called when all is known"
 
 
@@ -129,11 +128,11 @@ def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:
             raise Once
         return ticking(items)
 
-    whole = calibrate(subject(ticking), budget_s=1.1, **options)
+    whole = calibrate(subject(ticking), new_study(), budget_s=1.1, **options)
     with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Exception, match="Once"):
-        calibrate(subject(deadly), budget_s=1.1, study=study, **options)
+        calibrate(subject(deadly), study, budget_s=1.1, **options)
     with open_study(tmp_path / "a.journal", about) as study:
-        found = calibrate(subject(ticking), budget_s=1.1, study=study, **options)
+        found = calibrate(subject(ticking), study, budget_s=1.1, **options)
     assert found.largest == whole.largest and found.ended == whole.ended == "the time for calibrating was over"
 
 

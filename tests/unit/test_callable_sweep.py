@@ -7,24 +7,29 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autotune
 from autotune.cli.main import run
-from autotune.measure.evaluate import Interrupted
-from autotune.profile.callable import load_callable_profile
-from autotune.profiling.callables.calibrate import calibrate
-from autotune.profiling.callables.load import Load
-from autotune.profiling.callables.outcome import Outcome, best_first
-from autotune.profiling.callables.rounds import choose
-from autotune.profiling.callables.settings import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, Setting, grid
-from autotune.profiling.callables.simulate import simulate
-from autotune.profiling.callables.sweep import Question, sweep
-from autotune.workload import prompt_ids
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.measure.score import Score
+from autotune.profile.callable import BatcherSetting, Point, load_callable_profile
+from autotune.profiling import callable_sweep
+from autotune.profiling.callable_calibration import calibrate
+from autotune.profiling.callable_runs import items, simulate
+from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
+from autotune.profiling.callable_subject import Subject
+from autotune.profiling.callable_sweep import Question, sweep
+from autotune.profiling.objective import Objective
+from autotune.profiling.points import callable_point
+from autotune.profiling.reporting import Silent
+from autotune.profiling.target import Load
+from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
 from runtime.knobs import KNOBS
-from tests.unit.callable_world import Ticking, calibrated, interrupt_when_measured, subject
+from tests.unit.callable_world import Ticking, calibrated, interrupt_when_measured, new_study, subject
 
 SLOW_START = SLO(e2e_ms=400)  # with 20 + 2·n ms a call
 
@@ -93,46 +98,98 @@ def test_settings_to_try_hold_every_knob_within_its_bounds() -> None:
 
 def test_simulating_tells_settings_apart() -> None:
     ticking = Ticking(0.020, 0.002)
-    calibration = calibrated(ticking, subject(ticking))
-    load = Load(300.0, 10.0, 1.0, 7)
-    free = simulate(AS_IT_COMES, calibration, [1], load, SLOW_START)
-    single = simulate(ONE_AT_A_TIME, calibration, [1], load, SLOW_START)
-    late = simulate(
-        Setting("dynamic", OPEN.with_(max_batch_size=64, max_wait_ms=390)), calibration, [1], load, SLOW_START
-    )
-    assert free.share > 0.99 > 0.5 > single.share and free.batch > 4
-    assert (late.latency_ms(50) or 0) > 1.5 * (free.latency_ms(50) or 0)
-    assert best_first([single, late, free])[0] is free
-    again = simulate(AS_IT_COMES, calibration, [1], load, SLOW_START)
-    assert again.latencies_ms == free.latencies_ms
+    cost = calibrated(ticking, subject(ticking))
+    load = Load(300.0, 7, 10.0, 1.0)
+
+    def simulated(setting: BatcherSetting) -> Point:
+        return callable_point(setting, [simulate(setting, cost, [1], load, SLOW_START)], simulated=True)
+
+    free, single = simulated(AS_IT_COMES), simulated(ONE_AT_A_TIME)
+    late = simulated(BatcherSetting("dynamic", OPEN.with_(max_batch_size=64, max_wait_ms=390)))
+    assert free.attainment > 0.99 > 0.5 > single.attainment and free.items_per_call > 4
+    assert (late.e2e_p50_ms or 0) > 1.5 * (free.e2e_p50_ms or 0)
+    assert Objective(SLOW_START).ranked([single, late, free])[0] is free
+    assert simulated(AS_IT_COMES) == free
+
+
+def test_runs_of_one_setting_make_one_point() -> None:
+    ticking = Ticking(0.020, 0.002)
+    cost, slo = calibrated(ticking, subject(ticking)), SLO(e2e_ms=60)
+    runs = [simulate(AS_IT_COMES, cost, [1], Load(200.0, seed, 4.0, 1.0), slo) for seed in (7, 8)]
+    first, second = runs
+    both = callable_point(AS_IT_COMES, runs, simulated=False)
+    assert (both.source, both.setting, both.seeds) == ("measured", AS_IT_COMES, (7, 8))
+    assert (both.offered, both.met) == (first.offered + second.offered, first.met + second.met)
+    assert 0 < both.attainment == both.met / both.offered < 1 and both.goodput == pytest.approx(both.met / 8.0)
+    assert both.attainment_low < both.attainment < both.attainment_high
+    assert both.e2e_p99_ms == pytest.approx(((first.e2e_ms.p99 or 0) + (second.e2e_ms.p99 or 0)) / 2, abs=1e-3)
+    calls = first.steps.steps + second.steps.steps
+    assert both.calls_per_s == calls / 8.0
+    assert both.items_per_call == pytest.approx(both.met / calls, rel=0.05), "what cannot meet the SLO is not called"
 
 
 def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
-    load, costs = Load(50.0, 4.0, 1.0, 3), [10, 20, 30]
-    sent = list(load.workload.arrivals(3, duration=5.0))
-    items = load.items(costs)
-    assert [i.arrival for i in items] == [a.time for a in sent]
-    assert [i.cost for i in items] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
-    assert {i.cost for i in items} == {10, 20, 30}
+    load, costs = Load(50.0, 3, 4.0, 1.0), [10, 20, 30]
+    sent = list(parse_workload("poisson:rate=50,prompt=1,output=1").arrivals(3, duration=5.0))
+    found = items(load, costs)
+    assert [i.arrival for i in found] == [a.time for a in sent]
+    assert [i.cost for i in found] == [costs[prompt_ids(a, 3, 3)[0]] for a in sent]
+    assert {i.cost for i in found} == {10, 20, 30}
 
 
-def _outcome(setting: Setting, met: int, p99: float) -> Outcome:
-    return Outcome(setting, simulated=True, offered=1000, met=met, seconds=10, latencies_ms=[p99])
+def _point(setting: BatcherSetting, met: int, p99: float) -> Point:
+    return Point(
+        source="simulated", strategy=setting.strategy, knobs=setting.knobs, offered=1000, met=met, attainment=met / 1000,
+        attainment_low=0, attainment_high=1, goodput=met / 10, e2e_p50_ms=p99, e2e_p99_ms=p99, items_per_call=1,
+        calls_per_s=1, lateness_p99_ms=0, seeds=(0,),
+    )  # fmt: skip
 
 
 def test_of_equals_the_faster_and_of_those_the_first() -> None:
-    small, large = (Setting("dynamic", OPEN.with_(max_batch_size=n, max_wait_ms=0)) for n in (4, 32))
-    a, b, c = _outcome(small, 998, 50), _outcome(large, 999, 30), _outcome(AS_IT_COMES, 999, 31)
-    assert best_first([a, b, c]) == [b, c, a] and best_first([c, b, a]) == [c, b, a]
-    assert best_first([_outcome(small, 900, 10), b])[0] is b
-    assert choose([b, a, c], 2) == [large, AS_IT_COMES]
-    assert choose([b, a, c, _outcome(ONE_AT_A_TIME, 1000, 1)], 3) == [large, AS_IT_COMES, small]
+    small, large = (BatcherSetting("dynamic", OPEN.with_(max_batch_size=n, max_wait_ms=0)) for n in (4, 32))
+    a, b, c = _point(small, 998, 50), _point(large, 999, 30), _point(AS_IT_COMES, 999, 31)
+    ranked = Objective(SLOW_START).ranked
+    assert ranked([a, b, c]) == [b, c, a] and ranked([c, b, a]) == [c, b, a]
+    assert ranked([_point(small, 900, 10), b])[0] is b
+    assert choose([large, AS_IT_COMES, small], 2) == [large, AS_IT_COMES]
+    assert choose([ONE_AT_A_TIME, large, AS_IT_COMES, small], 3) == [large, AS_IT_COMES, small]
 
 
 def test_stopped_at_once_nothing_was_tried() -> None:
     ticking = Ticking(0, 0)
     with pytest.raises(Interrupted):
-        sweep(subject(ticking), Question(SLO(e2e_ms=100), 100.0, 5.0), stop=lambda: True)
+        sweep(subject(ticking), Question(SLO(e2e_ms=100), 100.0, 5.0), new_study(), stop=lambda: True)
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+def test_a_setting_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, tried, notes = calibrated(Ticking(0.001, 0.0), subject(list)), [], Notes()
+
+    def measured(setting: BatcherSetting, of: Subject, load: Load, slo: SLO, *args: Any, workers: int) -> Score:
+        tried.append(setting)
+        if setting in failing:
+            raise EvaluationError("request run-3 failed: no memory")
+        return simulate(setting, cost, of.costs, load, slo)
+
+    monkeypatch.setattr(callable_sweep, "measure", measured)
+    question, failing = Question(SLO(e2e_ms=100), 100.0, 5.0, most=2), [AS_IT_COMES]
+    found = sweep(subject(list), question, new_study(), notes, now=lambda: 0.0)
+    (left,) = found.measured
+    assert left.setting == found.ranked[0].setting != AS_IT_COMES and len(left.seeds) == 2
+    assert tried.count(AS_IT_COMES) == 2, "as the warm-up, and once; not in the next round"
+    assert [text for text in notes.told if "failed" in text] == [
+        f"{AS_IT_COMES} failed: request run-3 failed: no memory"
+    ]
+    failing.append(left.setting)
+    with pytest.raises(EvaluationError, match="request run-3 failed: no memory"):
+        sweep(subject(list), question, new_study(), now=lambda: 0.0)
 
 
 FUNCTION = """
@@ -205,13 +262,13 @@ def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: b
         return texts
 
     of = subject(call)
-    found = calibrate(of, seed=0, budget_s=60, most=4, workers=2)
+    found = calibrate(of, new_study(), seed=0, budget_s=60, most=4, workers=2)
     assert found.slowdown(1) == 1.0 and found.slowdown(2) == found.beside
     assert (1.5 < found.beside < 2.6) if shared else found.beside < 1.4
-    one = calibrate(of, seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
+    one = calibrate(of, new_study(), seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
     assert found.capacity(1, 0.1)[0] == pytest.approx(one * 2 / found.beside, rel=0.2)
-    load, setting = Load(1.4 * one, 5.0, 1.0, 7), Setting("adaptive", OPEN.with_(max_batch_size=4))
-    many, single = (simulate(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).share for n in (2, 1))
+    load, setting = Load(1.4 * one, 7, 5.0, 1.0), BatcherSetting("adaptive", OPEN.with_(max_batch_size=4))
+    many, single = (simulate(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).attainment for n in (2, 1))
     assert single < 0.8 and (many < 0.8 if shared else many > 0.95)
 
 

@@ -13,7 +13,7 @@ from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.setup import Setup, balanced_seeds
-from autotune.profiling.study import SweepStudy
+from autotune.profiling.study import SweepStudy, kept_run
 from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
@@ -110,12 +110,8 @@ class Context:
         stage, knobs, key = request.stage, request.knobs, request.key
         self.check()
         try:
-            found = self.study.measured(
-                key,
-                lambda: self._measure(request, setup, label).model_dump(mode="json"),
-                stop=self.stop,
-                params={**knobs.as_dict(), "rate": request.rate},
-                value=lambda run: run["score"]["goodput"],
+            found = kept_run(
+                self.study, key, lambda: self._measure(request, setup, label), knobs, request.rate, self.stop
             )
         except Interrupted:
             raise
@@ -126,7 +122,7 @@ class Context:
                 self.reporter.note(f"{stage} of {knobs} failed: {error}")
             return None
         self.keep_time()
-        return self.found.measured.setdefault(key, Run.model_validate(found))
+        return self.found.measured.setdefault(key, found)
 
     def recall(self) -> None:
         """Have in ``found`` what an earlier session measured and this one has not come to."""

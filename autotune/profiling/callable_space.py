@@ -1,30 +1,23 @@
-"""What is tried: a strategy with knobs; the yardsticks, and a grid small enough to be simulated whole."""
+"""The settings of a callable's batcher: the baselines, a grid small enough to be simulated whole, and which to measure."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from autotune.profile.callable import StrategyName
+from autotune.profile.callable import BatcherSetting, StrategyName
 from runtime.batching.options import BATCHER_LIMITS
 from runtime.knobs import Knobs
 
 STRATEGIES: tuple[StrategyName, ...] = ("adaptive", "dynamic")
 
 OPEN = Knobs(**BATCHER_LIMITS.as_dict())  # type: ignore[arg-type]  # its values are those of knobs
-_WAITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # of what the promise leaves beside one call
+_WAITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # of what the SLO leaves beside one call
 
-
-class Setting(NamedTuple):
-    strategy: StrategyName
-    knobs: Knobs
-
-
-AS_IT_COMES = Setting("adaptive", OPEN)
+AS_IT_COMES = BatcherSetting("adaptive", OPEN)
 """``Batcher(fn, slo=…)`` with no size and no window."""
 
-ONE_AT_A_TIME = Setting("dynamic", OPEN.with_(max_batch_size=1, max_wait_ms=0))
+ONE_AT_A_TIME = BatcherSetting("dynamic", OPEN.with_(max_batch_size=1, max_wait_ms=0))
 """No batching."""
 
 
@@ -36,10 +29,10 @@ def grid(
     mean_cost: float | None,
     seed: int,
     workers: int = 1,
-) -> list[Setting]:
+) -> list[BatcherSetting]:
     """Every setting to simulate, in an order drawn by ``seed`` so that an early end leaves a sample of all.
 
-    Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the promise leaves beside one
+    Sizes are the powers of two up to ``largest``. Windows are shares of ``slack_ms``, what the SLO leaves beside one
     call; the adaptive strategy with one worker holds nothing back, so its window is 0; with several it is open as well, for it
     may keep calls apart that slow one another down. ``mean_cost``: None where all
     inputs cost the same, and a budget of cost would say no more than the size does.
@@ -56,7 +49,7 @@ def grid(
                 for budget in budgets:
                     wanted = {"max_batch_size": size, "max_wait_ms": wait, "token_budget": budget}
                     capped = {name: min(value, getattr(OPEN, name)) for name, value in wanted.items()}
-                    found.append(Setting(strategy, OPEN.with_(**capped)))
+                    found.append(BatcherSetting(strategy, OPEN.with_(**capped)))
     random.Random(seed).shuffle(found)
     return list(dict.fromkeys(found))
 
@@ -65,3 +58,23 @@ def _windows(strategy: StrategyName, waits: Sequence[float], workers: int) -> Se
     if strategy == "dynamic":
         return waits
     return [0.0] if workers == 1 else [0.0, OPEN.max_wait_ms]
+
+
+def choose(ranked: Sequence[BatcherSetting], count: int) -> list[BatcherSetting]:
+    """Which of the settings ``ranked`` by simulation to measure: the best, the batcher as it comes, and the next best unlike
+    those before it."""
+    ranked = [setting for setting in ranked if setting != ONE_AT_A_TIME]
+    chosen = ranked[:1]
+    if AS_IT_COMES in ranked and AS_IT_COMES not in chosen:
+        chosen.append(AS_IT_COMES)
+    for setting in ranked:
+        if len(chosen) >= count:
+            break
+        if all(_unlike(setting, other) for other in chosen):
+            chosen.append(setting)
+    return chosen
+
+
+def _unlike(a: BatcherSetting, b: BatcherSetting) -> bool:
+    sizes = sorted((a.knobs.max_batch_size, b.knobs.max_batch_size))
+    return a.strategy != b.strategy or sizes[1] >= 2 * sizes[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -46,6 +48,15 @@ class Subject:
     def new_grouping(self) -> str | Grouping:
         """One that holds nothing yet."""
         return copy.deepcopy(self.grouping)
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files of the function: of the module it was named in, and that in which it is written."""
+        module = sys.modules.get(self.name.partition(":")[0])
+        found = [getattr(module, "__file__", None)]
+        with contextlib.suppress(TypeError):  # built in, or an object
+            found.append(inspect.getsourcefile(self.function))
+        return [Path(name) for name in dict.fromkeys(found) if name]
 
     @property
     def mean_cost(self) -> float:

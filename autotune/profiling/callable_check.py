@@ -15,8 +15,8 @@ from contextlib import closing
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile
-from autotune.profiling.callables.subject import Subject
-from autotune.profiling.callables.timed_calls import OutOfMemory, TimedCalls
+from autotune.profiling.callable_calibration import OutOfMemory, TimedCalls
+from autotune.profiling.callable_subject import Subject
 from autotune.profiling.check import CROWDED, Check, RegionCheck, median_interval
 
 _WARM_UP, _FEWEST, _MOST = 2, 6, 500  # rounds
@@ -72,7 +72,7 @@ def check_calls(
 
 
 def sizes_of(profile: CallableProfile) -> list[int]:
-    """One item, as many as the function does most with inside its promise, and as many as were tried."""
+    """One item, the size of the highest throughput inside the SLO, and as many as were tried."""
     tried = sorted({group.items for group in profile.service.groups})
     best = max((size for size in tried if size <= profile.load.capacity_size), default=tried[0])
     return sorted({tried[0], best, tried[-1]})
