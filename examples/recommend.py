@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--people", type=int, default=300)
     parser.add_argument("--steps", type=int, default=150, help="of training")
-    parser.add_argument("--slo", default="e2e=100ms@95%", help="what is promised; what cannot keep it is refused")
+    parser.add_argument("--slo", default="e2e=100ms@95%", help="latency target; what cannot meet it is rejected")
     args = parser.parse_args()
     try:
         slo = SLO.parse(args.slo)

@@ -24,7 +24,7 @@ PROFILE_HELP = (
 )
 OPTION_HELP = "Another way to give PROFILE."
 WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
-SLO_HELP = "The promise: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
+SLO_HELP = "The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
 SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
 KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
@@ -74,7 +74,7 @@ class Asked:
         if controller is not None:
             checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
-        promise = None if slo is None else checked("--slo", SLO.parse, slo)
+        target = None if slo is None else checked("--slo", SLO.parse, slo)
         if workload is not None:
             checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
@@ -85,7 +85,7 @@ class Asked:
         self.scale = scale
         self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}), *_above(self.profile, overrides))
         scenario = checked(
-            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
+            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=target, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
         facts = self.profile.workload
         self.spec = workload or facts.spec

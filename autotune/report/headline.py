@@ -12,7 +12,7 @@ from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.profile_table import cheapest, doubts
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import asked, number, percent, plus_minus, ratio
+from autotune.report.wording import number, percent, plus_minus, ratio, target_share
 from runtime.knobs import KNOBS
 
 
@@ -121,7 +121,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         "attainment",
         percent(point.attainment),
         "in SLO",
-        f"at {number(point.offered_rate)} req/s offered; asked {asked(profile.slo.attainment)}",
+        f"at {number(point.offered_rate)} req/s offered; asked {target_share(profile.slo.attainment)}",
         "good" if point.attainment >= profile.slo.attainment else "",
     )
     found = [goodput, share]
@@ -172,7 +172,7 @@ def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
         ("Machine", describe(profile.machine)),
         ("Model", f"{model.name}, {size}, {model.dtype}{', random weights' if model.random_weights else ''}"),
         ("Workload", f"{load.spec}{scale}: {load.description}"),
-        ("SLO", f"{bounds} for {asked(profile.slo.attainment)} of requests"),
+        ("SLO", f"{bounds} for {target_share(profile.slo.attainment)} of requests"),
     )
 
 

@@ -2,7 +2,7 @@
 
 **Over HTTP.** A service that takes 20 + 2·n ms a call (n ≤ 32, one call at a time: 381 items/s at most), behind the same thin
 server for everybody (:mod:`benchmarks.batcher.service`); each contender in an environment of its own, which this makes. Open-loop
-Poisson load from a process of its own at shares of the capacity, and a burst; the promise is 400 ms from when a request was due
+Poisson load from a process of its own at shares of the capacity, and a burst; the SLO is 400 ms from when a request was due
 to when its answer was read. Contenders take turns within a round, in another order each time. Each run's first three seconds
 and its last one are left out.
 
@@ -120,7 +120,7 @@ def told(accounts: Sequence[Account]) -> Burst:
 
 
 def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
-    print(f"\nOver HTTP: share in time (range), p50 / p99 ms; promise {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
+    print(f"\nOver HTTP: share in time (range), p50 / p99 ms; SLO {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
     for contender in contenders:
         print(f"  {contender.name}: {contender.settings}; HTTP alone {found.bare[contender.name] * 1e3:.1f} ms")
     names = list(found.runs)
@@ -200,7 +200,7 @@ def virtual(seconds: float, bursts: int) -> dict[str, float]:
 
 def show_price(seconds: float) -> float:
     """The table of calls per 1,000 items; returns ours ÷ the cheapest static window that keeps as much, the worst load."""
-    print(f"\na price per call: calls per 1,000 items answered (share in time); promise {SLO_S * 1e3:.0f} ms")
+    print(f"\na price per call: calls per 1,000 items answered (share in time); SLO {SLO_S * 1e3:.0f} ms")
     print(f"{'load':>6}  {'ours':20}{'cheapest window as good':40}{'cheapest window ≥ 99%':40}{'when free + drop':20}")
     worst = 0.0
     for row in cases.priced(seconds, SEEDS):

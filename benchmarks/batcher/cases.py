@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def rules(slo_s: float, workers: int = 1, price_s: float = 0.0) -> Rules:
-    """Ours and the others, for a promise."""
+    """Ours and the others, for an SLO."""
     return {
         "ours": lambda: Ours(slo_s, workers, price_s),
         "when free + early drop": WhenFree,
@@ -83,7 +83,7 @@ UNIT_S = 0.0002
 def base() -> Case:
     return Case(
         "the service of the peers",
-        "one worker, 20 + 2·n ms, n ≤ 32; promise 400 ms",
+        "one worker, 20 + 2·n ms, n ≤ 32; SLO 400 ms",
         lambda: OwnDevices(own), CAPACITY, LOADS, SLO_S, rules(SLO_S),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def shared() -> Case:
 
     return Case(
         "three replicas that share one device",
-        "each call 20 ms by itself, then 2 ms an item on a device that all calls share; promise 400 ms",
+        "each call 20 ms by itself, then 2 ms an item on a device that all calls share; SLO 400 ms",
         device, flooded(device(), 3, lambda _: 1.0), LOADS, SLO_S, rules(SLO_S, 3), workers=3,
     )  # fmt: skip
 
@@ -102,8 +102,8 @@ def shared() -> Case:
 def tight() -> Case:
     slo_s = 2.5 * BARE_S
     return Case(
-        "a promise of 2.5 × the bare service time",
-        f"one worker, 20 + 2·n ms; promise {slo_s * 1e3:.0f} ms, so a call after another may hold 3",
+        "an SLO of 2.5 × the bare service time",
+        f"one worker, 20 + 2·n ms; SLO {slo_s * 1e3:.0f} ms, so a call after another may hold 3",
         lambda: OwnDevices(own), CAPACITY, (0.05, 0.1, 0.2, 0.3, 0.5, 0.9), slo_s, rules(slo_s),
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def uneven() -> Case:
 
     return Case(
         "costs that vary 100-fold",
-        f"one worker, 20 ms + {UNIT_S * 1e3:.1f} ms a unit, items of 1 to 100 units (log-uniform); promise 400 ms",
+        f"one worker, 20 ms + {UNIT_S * 1e3:.1f} ms a unit, items of 1 to 100 units (log-uniform); SLO 400 ms",
         device, flooded(device(), 1, log_uniform), LOADS, SLO_S, rules(SLO_S), cost=log_uniform,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """``end``: when its answer came, inf if it never did. ``deadline`` is ``arrival`` + the promise."""
+    """``end``: when its answer came, inf if it never did. ``deadline`` is ``arrival`` + the SLO."""
 
     arrival: float
     deadline: float

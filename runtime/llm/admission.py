@@ -182,7 +182,7 @@ class Admission:
         after = now + self.rate.seconds_for(tokens, now) - sequence.request.arrival
         if not after > within:
             return None
-        why = f"its first token is predicted after {after:.3g} s and was promised within {target:.3g} s"
+        why = f"its first token is predicted after {after:.3g} s, its target is {target:.3g} s"
         return Verdict(SLO_REASON, why, after - within)
 
     # -- the queue's timeout ------------------------------------------------------------------------------------------

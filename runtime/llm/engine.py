@@ -40,7 +40,7 @@ class Engine(TunableEngine):
     """Serves one model to many threads and event loops at once.
 
     ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
-    ``limits``. ``slo`` is the promise to requests of class ``default``, ``classes`` those to others. ``kv_tokens``: size of
+    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``kv_tokens``: size of
     the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most ``max_queue``
     requests wait; ``admission`` ends those that cannot keep their TTFT any more. ``prefix_cache``: prompts share the KV of
     equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask.

@@ -107,7 +107,7 @@ class Message(Part):
 
 class GenerationRequest(Part):
     """What both endpoints understand. ``model`` may be left out: there is one. ``priority``: higher ones go first.
-    ``request_class``: whose promise holds for it, one of the engine's."""
+    ``request_class``: whose SLO applies to it, one of the engine's."""
 
     model: str | None = None
     stream: bool = False

@@ -17,7 +17,7 @@ from runtime.serving.errors import CLIENT_GONE, ApiError, api_error
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo what the engine promises
+    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo what the engine must deliver
 ]
 
 

@@ -23,7 +23,7 @@ Load = list[tuple[float, int, int]]
 
 
 def kept(records: list[RequestRecord], slo: SLO = CHAT) -> float:
-    """Share of promises kept."""
+    """Attainment."""
     return attainment(records, slo).share
 
 
@@ -60,14 +60,14 @@ def test_traffic_that_swings_at_the_pace_of_decisions(period: float) -> None:
     assert turns(attached) < 30, "it does not turn knobs with every swing"
 
 
-def test_a_promise_that_is_changed_every_ten_seconds() -> None:
-    """Requests are judged by the promise in force when they came; a second after each change it is kept again."""
-    promises = [SLO(ttft_ms=500, tpot_ms=15), SLO(ttft_ms=2000, tpot_ms=100), SLO(ttft_ms=500, tpot_ms=30)]
+def test_an_slo_that_is_changed_every_ten_seconds() -> None:
+    """Requests are judged by the SLO in force when they came; a second after each change it is met again."""
+    slos = [SLO(ttft_ms=500, tpot_ms=15), SLO(ttft_ms=2000, tpot_ms=100), SLO(ttft_ms=500, tpot_ms=30)]
 
     def served(engine: SimulatedEngine) -> list[float]:
         shares = []
         for number in range(9):
-            slo = promises[number % 3]
+            slo = slos[number % 3]
             engine.set_slo(slo)
             start = engine.now
             load = poisson(11, 10, 1500, 150, seed=number, start=start)
@@ -76,9 +76,9 @@ def test_a_promise_that_is_changed_every_ten_seconds() -> None:
         return shares
 
     engine = SimulatedEngine(h200)
-    with controlled(engine, promises[0]) as attached:
+    with controlled(engine, slos[0]) as attached:
         ours = served(engine)
-        assert attached.slo == promises[2] and str(promises[2]) == attached.status().as_dict()["slo"]
+        assert attached.slo == slos[2] and str(slos[2]) == attached.status().as_dict()["slo"]
     alone = served(SimulatedEngine(h200))
     assert min(ours[1:]) > 0.95
     assert sum(ours) > sum(alone) + 0.15

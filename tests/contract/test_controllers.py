@@ -61,7 +61,7 @@ def test_a_decision_that_does_not_explain_itself_is_found(lacking: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("slo", SLOS, ids=str)
 @pytest.mark.parametrize("start", [VLLM, Knobs(1, 0, 1, 1), Knobs(3, 400, 7, 2)], ids=str)
-def test_the_engine_makes_progress_from_any_start_under_any_promise(name: str, slo: SLO, start: Knobs) -> None:
+def test_the_engine_makes_progress_from_any_start_under_any_slo(name: str, slo: SLO, start: Knobs) -> None:
     limits = KnobLimits(512, 1000, 8192, 8192)
     engine = SimulatedEngine(h200, knobs=limits.clamp(start), limits=limits)
     arrivals = [(t, min(p, 40 if start.token_budget < 10 else 4000), o) for t, p, o in LOAD[:40]]
@@ -168,7 +168,7 @@ def test_turns_its_knob_and_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if isinstance(make(name), SLOAware)])
-def test_goes_by_the_promise_in_force(name: str) -> None:
+def test_goes_by_the_slo_in_force(name: str) -> None:
     """Tightened in mid-run, through the engine: the steps of a controller that is told of it grow shorter."""
     engine = SimulatedEngine(h200)
     steps: list[StepRecord] = []

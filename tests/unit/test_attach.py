@@ -70,7 +70,7 @@ def test_one_controller_at_a_time() -> None:
     assert engine.core.policy is None and not engine.listeners
 
 
-def test_needs_a_promise() -> None:
+def test_needs_an_slo() -> None:
     with pytest.raises(ValueError, match="slo is None, and the engine has none"):
         control(SimulatedEngine(h200))
 
@@ -212,7 +212,7 @@ def test_what_control_cannot_be_made_of(options: dict[str, Any], message: str) -
         pass
 
 
-def test_a_request_is_judged_by_the_promise_of_its_class() -> None:
+def test_a_request_is_judged_by_the_slo_of_its_class() -> None:
     engine = SimulatedEngine(h200)
     engine._slos["batch"] = SLO(ttft_ms=60_000)
     with control(engine, slo="ttft=100ms") as attached:
@@ -245,7 +245,7 @@ def test_status_is_a_line_and_data() -> None:
         assert set(fared["latencies_ms"]) == {"ttft", "tpot", "e2e"}
 
 
-def test_a_promise_changed_on_the_engine_is_the_controllers_from_then_on() -> None:
+def test_an_slo_changed_on_the_engine_is_the_controllers_from_then_on() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo="ttft=2s,tpot=100ms") as attached:
         engine.play(LOAD)

@@ -88,13 +88,13 @@ def test_a_line_is_found_and_never_falls() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Bento(SLO_S), WhenFree, Aimd, Clipper])
-def test_every_rule_keeps_its_promise_at_low_load(make: type[Rule]) -> None:
+def test_every_rule_meets_its_slo_at_low_load(make: type[Rule]) -> None:
     played = play(make(), poisson([(20.0, 0.3 * CAPACITY)], SLO_S, 9), OwnDevices(own))
     assert played.kept() == 1.0
     assert max(n for _, n, _ in played.calls) <= LARGEST
 
 
-def test_past_capacity_only_those_that_give_up_items_keep_any_promise() -> None:
+def test_past_capacity_only_those_that_give_up_items_meet_any_slo() -> None:
     case = base()
     shares = {name: measure(case, make, 1.3, 6.0, (9,)).kept for name, make in case.rules.items()}
     assert min(shares["when free + early drop"], shares["BentoML"]) > 0.7

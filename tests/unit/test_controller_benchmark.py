@@ -173,7 +173,7 @@ class TestRun:
         assert shares[0] > 0.95
         assert shares[1] < 0.5 < shares[2]
 
-    def test_a_new_promise_holds_for_who_comes_under_it(self) -> None:
+    def test_a_new_slo_holds_for_who_comes_under_it(self) -> None:
         phases = (Phase(20.0, one("conv", "mlperf"), 1.6), Phase(20.0, one("conv", "strict"), 1.6))
         outcome = run(replace(SHORT, phases=phases), Driver((Knobs(512, 0, 8192, 8192),)), 1, RATES)
         (kept, lost) = (met / offered for offered, met in outcome.phases)

@@ -1,4 +1,4 @@
-"""What controllers are made of: searching, promises of several classes, what a window of steps says."""
+"""What controllers are made of: searching, SLOs of several classes, what a window of steps says."""
 
 from __future__ import annotations
 
@@ -44,41 +44,41 @@ def test_the_largest_that_fits_from_any_guess(fitting: int, top: int, guess: int
 
 def test_the_tightest_of_the_classes_that_are_served() -> None:
     chat, code = SLO(ttft_ms=500, tpot_ms=30), SLO(ttft_ms=2000, tpot_ms=100)
-    promises = SLOTargets({"default": code, "chat": chat})
-    assert (promises.step, promises.first) == (0.03, 0.5), "before any request, all of them"
-    assert promises.tightest(0.03) == "TPOT 30 ms of class chat"
+    targets = SLOTargets({"default": code, "chat": chat})
+    assert (targets.step, targets.first) == (0.03, 0.5), "before any request, all of them"
+    assert targets.tightest(0.03) == "TPOT 30 ms of class chat"
     for _ in range(300):
-        promises.saw("code")  # of no class that is named: default
-    assert (promises.step, promises.first) == (0.1, 2.0)
-    assert promises.tightest(0.1) == "TPOT 100 ms"
-    promises.saw("chat")
-    assert promises.step == 0.03, "one is enough to be kept to"
+        targets.saw("code")  # of no class that is named: default
+    assert (targets.step, targets.first) == (0.1, 2.0)
+    assert targets.tightest(0.1) == "TPOT 100 ms"
+    targets.saw("chat")
+    assert targets.step == 0.03, "one is enough to be kept to"
     for _ in range(300):
-        promises.saw("code")
-    assert promises.step == 0.1
-    assert promises.change({"default": chat}) and promises.step == 0.03
-    assert not promises.change({"default": chat})
-    assert promises.of("anything") == chat
+        targets.saw("code")
+    assert targets.step == 0.1
+    assert targets.change({"default": chat}) and targets.step == 0.03
+    assert not targets.change({"default": chat})
+    assert targets.of("anything") == chat
 
 
 def test_all_four_metrics_say_something_of_a_step() -> None:
     outputs = Recent(10)
-    promises = SLOTargets({"default": SLO(itl_ms=40, tpot_ms=50)})
-    assert (promises.step, promises.gap, promises.first) == (0.04, 0.04, math.inf)
-    promises = SLOTargets({"default": SLO(e2e_ms=6000)})
-    assert (promises.step, promises.gap, promises.first) == (math.inf, math.inf, 6.0)
-    assert promises.step_time_for_e2e(outputs) == math.inf, "nothing is known of outputs yet"
+    targets = SLOTargets({"default": SLO(itl_ms=40, tpot_ms=50)})
+    assert (targets.step, targets.gap, targets.first) == (0.04, 0.04, math.inf)
+    targets = SLOTargets({"default": SLO(e2e_ms=6000)})
+    assert (targets.step, targets.gap, targets.first) == (math.inf, math.inf, 6.0)
+    assert targets.step_time_for_e2e(outputs) == math.inf, "nothing is known of outputs yet"
     for n in (10, 20, 100):
         outputs.add(n)
-    assert promises.step_time_for_e2e(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
-    assert promises.tightest(0.04) == "E2E 6000 ms"
+    assert targets.step_time_for_e2e(outputs) == pytest.approx(6.0 * 2 / 3 / 100)
+    assert targets.tightest(0.04) == "E2E 6000 ms"
     both = SLOTargets({"default": SLO(e2e_ms=6000, tpot_ms=50)})
     assert (both.step, both.step_time_for_e2e(outputs)) == (0.05, pytest.approx(0.04)), (
         "kept jointly: the tighter one bounds a step"
     )
 
 
-def test_a_window_counts_what_can_break_a_promise() -> None:
+def test_a_window_counts_what_can_violate_an_slo() -> None:
     window = StepWindow()
     assert (len(window), window.seconds, window.bound, window.tokens) == (0, 0, 0, 0)
     window.add(step(10, decodes=4, prefill=20))

@@ -35,7 +35,7 @@ def measure(engine: Engine, slo: SLO = EASY, workload: str = WORKLOAD, **options
     return evaluate(engine, KNOBS, parse_workload(workload), slo, **(given | options))
 
 
-def test_an_easy_promise_is_kept_and_counted_over_the_window_only() -> None:
+def test_an_easy_slo_is_met_and_counted_over_the_window_only() -> None:
     with paced() as engine:
         found = measure(engine)
         expected = [a for a in parse_workload(WORKLOAD).arrivals(0, duration=0.8) if a.time >= 0.2]
@@ -200,7 +200,7 @@ def test_step_statistics() -> None:
 
 
 def test_answers_that_are_kept_for_a_minute_count_however_short_the_window() -> None:
-    """400 tokens at 90 ms take 36 s and are promised within 41: the drain lasts as long as the promise."""
+    """400 tokens at 90 ms take 36 s and have a target of 41: the drain lasts as long as the SLO."""
     engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
     load = parse_workload("poisson:rate=5,prompt=10,output=400")
     found = evaluate(engine, ROOMY, load, SLO.parse("ttft=1s,tpot=100ms"), vocab_size=10, seed=0, duration=4.0)

@@ -75,7 +75,7 @@ def test_a_class_that_cannot_be_kept_costs_the_others_nothing(other: SLO, words:
 
 
 def test_a_class_counts_again_once_it_can_be_kept() -> None:
-    """The machine becomes five times as fast; then the promise becomes one that takes no such machine."""
+    """The machine becomes five times as fast; then the SLO becomes one that takes no such machine."""
     other = SLO(ttft_ms=1000, tpot_ms=2)
     engine = Served(CHAT, other)
     with control(engine, slo=CHAT) as attached:
@@ -143,30 +143,30 @@ def test_of_a_loose_pace_and_a_tight_end_both_are_kept() -> None:
     assert ours > 0.97 > alone + 0.05
 
 
-def test_promises_leave_out_what_cannot_be_kept_and_take_it_back() -> None:
+def test_targets_leave_out_what_cannot_be_met_and_take_it_back() -> None:
     fast, chat = SLO(ttft_ms=500, tpot_ms=2, itl_ms=30), SLO(ttft_ms=1000, tpot_ms=20, itl_ms=60)
-    promises = SLOTargets({"default": chat, "fast": fast})
-    assert promises.give_up({"fast": frozenset({"tpot"})}) and not promises.give_up({"fast": frozenset({"tpot"})})
-    assert (promises.step, promises.gap, promises.first) == (0.02, 0.06, 1.0)
-    assert promises.left_out == {0.002, 0.03} and not promises.all_lost
-    assert promises.targets("fast") is None and promises.targets("chat") is not None
+    targets = SLOTargets({"default": chat, "fast": fast})
+    assert targets.give_up({"fast": frozenset({"tpot"})}) and not targets.give_up({"fast": frozenset({"tpot"})})
+    assert (targets.step, targets.gap, targets.first) == (0.02, 0.06, 1.0)
+    assert targets.left_out == {0.002, 0.03} and not targets.all_lost
+    assert targets.targets("fast") is None and targets.targets("chat") is not None
     for _ in range(300):
-        promises.saw("fast")
-    assert promises.all_lost, "nobody else is served"
-    assert (promises.step, promises.gap, promises.first) == (0.03, 0.03, 0.5), "what can be kept of it, is"
-    assert promises.left_out == {0.002}
-    assert promises.give_up({}) and (promises.step, promises.left_out) == (0.002, frozenset())
+        targets.saw("fast")
+    assert targets.all_lost, "nobody else is served"
+    assert (targets.step, targets.gap, targets.first) == (0.03, 0.03, 0.5), "what can be kept of it, is"
+    assert targets.left_out == {0.002}
+    assert targets.give_up({}) and (targets.step, targets.left_out) == (0.002, frozenset())
 
 
 def test_ends_go_by_the_answers_of_their_own_class() -> None:
     outputs = Recent(64)
-    promises = SLOTargets({"default": SLO(tpot_ms=30), "short": SLO(e2e_ms=600)})
+    targets = SLOTargets({"default": SLO(tpot_ms=30), "short": SLO(e2e_ms=600)})
     for _ in range(40):
-        promises.saw("short", 10)
-        promises.saw("default", 1000)
+        targets.saw("short", 10)
+        targets.saw("default", 1000)
         outputs.add(10)
         outputs.add(1000)
-    assert promises.step_time_for_e2e(outputs) == pytest.approx(0.04), "and not 0.4 ms"
+    assert targets.step_time_for_e2e(outputs) == pytest.approx(0.04), "and not 0.4 ms"
 
 
 def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> None:
@@ -180,11 +180,11 @@ def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> Non
     assert view.decode_slack == min(left for _, left in view.token_deadlines) < 0
     made = PredictiveController(CHAT, VLLM, kv_tokens=10_000)
     made.set_slos({"default": CHAT, "other": SLO(tpot_ms=2, itl_ms=3)})
-    steps, promises = made._steps, made._targets
+    steps, targets = made._steps, made._targets
     assert steps._without_infeasible(view) is view
-    promises.give_up({"other": frozenset({"tpot", "itl"})})
+    targets.give_up({"other": frozenset({"tpot", "itl"})})
     counted = steps._without_infeasible(view)
     assert counted.step_time_target == 0.02 and counted.decode_slack == dict(view.token_deadlines)[0.02] > 0
-    promises.give_up({"other": frozenset({"tpot"}), "default": frozenset({"ttft"})})
+    targets.give_up({"other": frozenset({"tpot"}), "default": frozenset({"ttft"})})
     assert steps._without_infeasible(view).step_time_target == 0.003, "of those lost, what can be kept"
     assert math.isfinite(made.target)

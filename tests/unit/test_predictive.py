@@ -65,7 +65,7 @@ def test_recovers_from_a_start_that_is_far_too_small() -> None:
 def test_a_machine_that_stalls_does_not_make_it_starve_the_queue(stalls: float, gain: float) -> None:
     """Steps 1.5 to 4 times longer now and then, as beside other work: some late decodes must not make all prompts late."""
     arrivals = poisson(18, 20, 70, 14, seed=13) + poisson(6, 20, 210, 40, seed=14, start=20)
-    promise = SLO(ttft_ms=600, tpot_ms=25)
+    slo = SLO(ttft_ms=600, tpot_ms=25)
 
     def found(*, controlled: bool) -> float:
         dice = random.Random(1)
@@ -73,7 +73,7 @@ def test_a_machine_that_stalls_does_not_make_it_starve_the_queue(stalls: float, 
         def stalling(step: StepFeatures) -> float:
             return slow_cpu(step) * (dice.uniform(1.5, 4) if dice.random() < stalls else 1)
 
-        return share(stalling, promise, arrivals, VLLM, controlled=controlled)
+        return share(stalling, slo, arrivals, VLLM, controlled=controlled)
 
     assert found(controlled=True) > found(controlled=False) + gain
 
@@ -86,10 +86,10 @@ def small_model_on_one_core(step: StepFeatures) -> float:
 
 def test_past_what_the_pace_can_carry_it_gives_way_instead_of_missing_everything() -> None:
     arrivals = poisson(37, 20, 72, 13, seed=16) + poisson(12, 20, 216, 40, seed=17, start=20)
-    promise = SLO(ttft_ms=380, tpot_ms=19)
-    fixed = share(small_model_on_one_core, promise, arrivals, VLLM, controlled=False)
+    slo = SLO(ttft_ms=380, tpot_ms=19)
+    fixed = share(small_model_on_one_core, slo, arrivals, VLLM, controlled=False)
     assert 0.2 < fixed < 0.9
-    assert share(small_model_on_one_core, promise, arrivals, VLLM, controlled=True) > 0.7 * fixed
+    assert share(small_model_on_one_core, slo, arrivals, VLLM, controlled=True) > 0.7 * fixed
 
 
 def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
@@ -107,7 +107,7 @@ def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
     assert proposal.cause.endswith("of their predicted time: holding the starting knobs")
 
 
-def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
+def test_says_that_an_slo_cannot_be_met_and_goes_for_throughput() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
     with control(engine, slo=SLO(tpot_ms=4)) as attached:
         engine.play(poisson(4, 20, 100, 40, seed=9))
@@ -117,7 +117,7 @@ def test_says_that_a_promise_cannot_be_kept_and_goes_for_throughput() -> None:
     assert engine.knobs.max_batch_size == 256
 
 
-def test_names_the_broken_promise_within_seconds_while_nothing_has_ended_yet() -> None:
+def test_names_the_violated_slo_within_seconds_while_nothing_has_ended_yet() -> None:
     engine = SimulatedEngine(lambda step: 0.0609 + 1e-4 * step.decodes + 1e-5 * step.prefill_tokens)
     with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=50)) as attached:
         for number in range(3):
@@ -129,7 +129,7 @@ def test_names_the_broken_promise_within_seconds_while_nothing_has_ended_yet() -
     assert re.match(r"a single decode takes 61\.\d ms, so TPOT 50 ms cannot be met", said[0].cause)
 
 
-def test_a_promise_just_kept_is_not_called_impossible() -> None:
+def test_an_slo_just_met_is_not_called_impossible() -> None:
     """Every step seen is too long, but for that many decodes; what one alone takes is a guess that it does not trust."""
     engine = SimulatedEngine(lambda step: 0.02 + 1e-3 * step.decodes + 1e-5 * step.prefill_tokens)
     with control(engine, slo=SLO(ttft_ms=5000, tpot_ms=50)) as attached:

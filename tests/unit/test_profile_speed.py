@@ -64,7 +64,7 @@ def changed(
 
 @pytest.mark.slow
 def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
-    """The rate follows it, and the promise is still about kept."""
+    """The rate follows it, and the SLO is still about met."""
     found, told = changed(1.35, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     assert told.setup is not None and found.setup is not None
     assert any("the machine serves at 7" in note for note in told.notes)

@@ -1,4 +1,4 @@
-"""Each request is judged by what its class was promised: in the status, in `autotune watch`, and on the page of a run."""
+"""Each request is judged by the SLO of its class: in the status, in `autotune watch`, and on the page of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def share(records: Iterable[RequestRecord], slos: dict[str, SLO]) -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[RequestRecord], float]:
-    """The log, the records and when the promise to chats was tightened."""
+    """The log, the records and when the SLO to chats was tightened."""
     folder = tmp_path_factory.mktemp("run")
     log, requests, kept, made = folder / "run.jsonl", folder / "requests.jsonl", Kept(), engine()
     made.subscribe(kept)
@@ -70,7 +70,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[Re
     return log, requests, kept.records, changed
 
 
-def test_the_log_tells_every_promise_and_when_it_changed(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
+def test_the_log_has_every_slo_and_when_it_changed(files: tuple[Path, Path, list[RequestRecord], float]) -> None:
     log, _, _, changed = files
     told = [(d.at, d.evidence["slos"]) for d in read_decisions(log) if "slos" in d.evidence]
     assert [slos for _, slos in told] == [
@@ -89,7 +89,7 @@ def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[Requ
         share(before, {"default": CHAT, ODD: BATCH}),
         share(after, {"default": TIGHT, ODD: BATCH}),
     )
-    late = [p.at for p in run.promises][1]
+    late = [p.at for p in run.slo_periods][1]
     between = [r for r in after if r.arrival < late]  # came before the controller had looked
     found = run.judged(run.records)
     assert found.offered == of + of_after and abs(found.met - met - met_after) <= len(between)
@@ -111,7 +111,7 @@ def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[Requ
     assert "<b>" not in page.partition('<script type="application/json"')[0].replace('<p class="eyebrow"><b>', "")
 
 
-def test_an_older_log_has_one_promise(files: tuple[Path, Path, list[RequestRecord], float], tmp_path: Path) -> None:
+def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], float], tmp_path: Path) -> None:
     run = read_run(files[0], files[1])
     decisions = [d._replace(evidence={k: v for k, v in d.evidence.items() if k != "slos"}) for d in run.decisions]
     old = tmp_path / "old.jsonl"
@@ -119,7 +119,7 @@ def test_an_older_log_has_one_promise(files: tuple[Path, Path, list[RequestRecor
     again: Run = read_run(old, files[1])
     assert again.slo == CHAT and again.classes == ["default"] and "ttft=300ms" in compose(again).sections[0].title
     old.write_text(decisions[0]._replace(evidence={"slos": {"default": "fast"}}).as_json() + "\n")
-    with pytest.raises(InputError, match='the promises of the attach at 0 s: "fast" is not a target'):
+    with pytest.raises(InputError, match='the SLOs of the attach at 0 s: "fast" is not a target'):
         read_run(old)
 
 
@@ -131,17 +131,17 @@ def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFi
         made.run()
         status = attached.status().as_dict()
         assert set(status["classes"]) == {"default", ODD}
-        for name, promise in (("default", CHAT), (ODD, BATCH)):
+        for name, slo in (("default", CHAT), (ODD, BATCH)):
             mine = [r for r in kept.records if r.request_class == name]
-            fared, (met, offered) = status["classes"][name], share(mine, {"default": promise})
-            assert (fared["attainment"], fared["offered"], fared["slo"]) == (met / offered, offered, str(promise))
+            fared, (met, offered) = status["classes"][name], share(mine, {"default": slo})
+            assert (fared["attainment"], fared["offered"], fared["slo"]) == (met / offered, offered, str(slo))
             late = max(1e3 * r.ttft for r in mine if r.ttft is not None)
             assert fared["latencies_ms"]["ttft"]["p99"] == pytest.approx(late, rel=0.5)
-            assert fared["targets_ms"] == {"ttft": promise.ttft_ms, "tpot": promise.tpot_ms}
+            assert fared["targets_ms"] == {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms}
         assert status["offered"] == sum(fared["offered"] for fared in status["classes"].values())
         assert cli(["watch", "--once"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for name, promise in (("default", CHAT), (ODD, BATCH)):
+    for name, slo in (("default", CHAT), (ODD, BATCH)):
         fared = status["classes"][name]
-        assert f"{name} {fared['attainment']:.1%} of {fared['offered']} within {promise}" in shown
+        assert f"{name} {fared['attainment']:.1%} of {fared['offered']} within {slo}" in shown
         assert f"{name} ttft p50 {fared['latencies_ms']['ttft']['p50']:.4g} ms" in shown

@@ -8,8 +8,7 @@ from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
 from autotune.report.standing import limit
-from autotune.report.wording import asked as promise
-from autotune.report.wording import listed, ms, number, percent
+from autotune.report.wording import listed, ms, number, percent, target_share
 
 KEY, TOPIC = "capacity", "How much it carries"
 
@@ -35,7 +34,7 @@ def section(evidence: Evidence) -> Section:
     low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
     x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
     y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
-    label = Label(0.93 * min(xs), 100 * asked, f"asked: {promise(asked)}", "@target")
+    label = Label(0.93 * min(xs), 100 * asked, f"target: {target_share(asked)}", "@target")
     view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
     kept, missed = limit(evidence)
     if kept is None:
@@ -50,7 +49,7 @@ def section(evidence: Evidence) -> Section:
     else:
         title = f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
     lead = (
-        "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the promise may be bad "
+        "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the SLO may be bad "
         "luck, and one above it good luck."
     )
     return Section(KEY, TOPIC, title, lead, (Plot("capacity", "", f"{TOPIC}. {title}.", [view], 300),))

@@ -16,7 +16,7 @@ class State:
     """What a strategy may look at; kept by the core, which alone writes to it.
 
     ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
-    could be. ``slo_s``: the smallest time promised, None without a promise. ``gap_s``: seconds between arrivals, lately
+    could be. ``slo_s``: the smallest target, None without an SLO. ``gap_s``: seconds between arrivals, lately
     (inf before the second). ``room``: items that the queue still takes; ``outside``: how many wait for room there.
     ``closing``: nothing more will come. ``wanted``: items that somebody waits for who brings nothing before they have come;
     ``pressed``: all that arrived until then are such.

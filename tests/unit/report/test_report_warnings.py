@@ -136,7 +136,7 @@ def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -
     assert head.tone == "unsure" and f"missed at {missed}" in head.status
 
 
-def test_a_limit_that_too_few_requests_tell_of_is_not_promised(evidence: Evidence) -> None:
+def test_a_limit_that_too_few_requests_tell_of_is_not_stated(evidence: Evidence) -> None:
     found = evidence.profile.capacity
     assert found is not None and evidence.profile.slo.attainment == 0.99
     top = max(found.tried, key=lambda p: p.offered_rate)
@@ -157,7 +157,7 @@ def test_a_limit_that_too_few_requests_tell_of_is_not_promised(evidence: Evidenc
 
     sure, rate = headline(of(400, 399)), number(top.offered_rate)
     assert (sure.status, sure.tone) == (f"SLO kept up to {rate} req/s", "good")
-    for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than promised though not refuted
+    for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than the target though not refuted
         few = of(offered, met)
         assert headline(few).tone == "unsure" and headline(few).status.startswith(
             f"SLO perhaps kept up to {rate} req/s"
