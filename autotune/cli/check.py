@@ -32,7 +32,7 @@ def check(
     profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
     budget: Annotated[str, Option(help="Time to measure for, loading the model left out.")] = "10s",
     threshold: Annotated[
-        str, Option(help="How much slower or faster steps may be; less than the noise cannot be told.")
+        str, Option(help="How much slower or faster steps may be; less than the noise cannot be measured.")
     ] = "10%",
     model: Annotated[
         str | None,

@@ -49,7 +49,7 @@ def one_profile(argument: str | None, option: str | None, verb: str) -> str:
     return found
 
 
-class Asked:
+class Requested:
     """The options both verbs have, checked."""
 
     def __init__(
@@ -117,10 +117,10 @@ class Asked:
 
         return neighbours(whole_space(self.scenario.limits), knobs)
 
-    def offered(self, asked: float | None) -> tuple[float, str]:
-        """The rate to simulate and whose it is: ``asked`` (--rate), or the one --workload names, or the profile's."""
-        if asked is not None:
-            return asked, "--rate"
+    def offered(self, rate: float | None) -> tuple[float, str]:
+        """The rate to simulate and whose it is: ``rate`` (--rate), or the one --workload names, or the profile's."""
+        if rate is not None:
+            return rate, "--rate"
         if self.rate is not None:
             check_rate("--workload: rate", self.rate)
             return self.rate, "the workload's"
@@ -223,16 +223,16 @@ def progress(display: Display) -> Callable[[float, bool], None]:
     """Tells ``display`` of each simulation. How many it takes is not known before."""
     count = 0
 
-    def told(rate: float, held: bool) -> None:
+    def advance(rate: float, held: bool) -> None:
         nonlocal count
         count += 1
         display.progress(1 - 0.94**count, f"{count} runs", f"{rate:.3g} req/s {'held' if held else 'missed'}", None)
 
-    return told
+    return advance
 
 
 def checked(option: str, parse: Any, *arguments: Any) -> Any:
-    """``parse(*arguments)``; what is wrong with them is told with the option's name."""
+    """``parse(*arguments)``; errors name the option."""
     try:
         return parse(*arguments)
     except InputError as error:

@@ -73,7 +73,7 @@ def yaml_file(head: list[str], entries: list[Entry]) -> str:
     for entry in entries:
         label = "approximate: " if entry.lossy and entry.written else ""
         note = f"; {label}{one_line(entry.note)}" if entry.note else ""
-        text = f"{one_line(entry.told)}: {entry.doc}{note}"
+        text = f"{one_line(entry.source)}: {entry.doc}{note}"
         comment = "".join(f"# {line}\n" for line in _wrapped(text, indent=2))
         blocks.append(
             comment + yaml.safe_dump(dict(entry.written), sort_keys=False, width=10**6) if entry.written else comment

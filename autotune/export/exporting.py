@@ -34,9 +34,9 @@ class Export:
         lines = list(self.warnings)
         for entry in self.entries:
             if entry.lossy and entry.fit is Fit.UNSUPPORTED:
-                lines.append(f"{entry.told} is dropped: {entry.note}")
+                lines.append(f"{entry.source} is dropped: {entry.note}")
             elif entry.lossy:
-                lines.append(f"{entry.told} is approximate: {entry.note}")
+                lines.append(f"{entry.source} is approximate: {entry.note}")
             elif entry.fit is Fit.UNSUPPORTED:
                 lines.append(f"{entry.name}: {entry.note}")
         return lines
@@ -115,7 +115,7 @@ def _apply(ours: Ours, row: Row, source: Source) -> Entry:
     return Entry(
         name=ours.name,
         value=ours.value(source),
-        told=ours.told(source),
+        source=ours.shown(source),
         doc=ours.doc,
         fit=row.fit,
         written=row.write(source),

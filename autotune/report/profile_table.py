@@ -107,8 +107,8 @@ def show(profile: Profile, console: Console) -> None:
             f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
             style="yellow",
         )
-    for doubt in doubts(profile):
-        console.print(escape(doubt), highlight=False, style="yellow")
+    for warning in warnings(profile):
+        console.print(escape(warning), highlight=False, style="yellow")
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
     if (text := cheapest(profile)) is not None:
@@ -153,7 +153,7 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.0f}%"
 
 
-def doubts(profile: Profile) -> tuple[str, ...]:
+def warnings(profile: Profile) -> tuple[str, ...]:
     """What about the run makes its figures doubtful, a sentence each."""
     return tuple(
         text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.doubts

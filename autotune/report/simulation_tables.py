@@ -132,7 +132,7 @@ def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int
         return None
     return (
         f"unbounded: no rate tried missed {slo} ({', '.join(one.label for one in endless)}; up to "
-        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests keep it however close together they come; "
+        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests meet it however close together they come; "
         "more --requests may not"
     )
 

@@ -114,7 +114,7 @@ class Scenario:
 
     @property
     def model(self) -> None:
-        """Nobody has told it which."""
+        """It does not know which."""
         return None
 
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> SimulatedEngine:

@@ -204,7 +204,9 @@ class TokenBuffer:
                 after = round(record.finished - record.arrival, 3)
                 return RequestTimeoutError(f"{name} timed out after {after:g} s and {record.output_tokens} tokens")
             case FinishReason.REJECTED:
-                told = str(self.cause) if isinstance(self.cause, RejectedError) else f"{name} was not accepted{because}"
-                return RejectedError(told, reason=record.cause or "rejected", retry_after_s=record.retry_after_s)
+                message = (
+                    str(self.cause) if isinstance(self.cause, RejectedError) else f"{name} was not accepted{because}"
+                )
+                return RejectedError(message, reason=record.cause or "rejected", retry_after_s=record.retry_after_s)
             case _:
                 return StepFailedError(f"{name} failed after {record.output_tokens} tokens{because}")

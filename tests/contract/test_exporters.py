@@ -249,5 +249,5 @@ def test_a_row_that_does_not_say_what_it_must_is_refused(wrong: Wrong) -> None:
 
 def test_a_value_is_told_as_people_write_it() -> None:
     source = export(sample_profile(), TARGETS["vllm"]).source
-    told = [Ours("a", "ms", "", lambda s, v=v: v).told(source) for v in (5.0, 0.5, 7, True, False, "x")]  # type: ignore[misc]
-    assert told == ["a 5 ms", "a 0.5 ms", "a 7 ms", "a on ms", "a off ms", "a x ms"]
+    shown = [Ours("a", "ms", "", lambda s, v=v: v).shown(source) for v in (5.0, 0.5, 7, True, False, "x")]  # type: ignore[misc]
+    assert shown == ["a 5 ms", "a 0.5 ms", "a 7 ms", "a on ms", "a off ms", "a x ms"]

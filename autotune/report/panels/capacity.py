@@ -16,7 +16,7 @@ KEY, TOPIC = "capacity", "How much it carries"
 def section(evidence: Evidence) -> Section:
     found, asked = evidence.profile.capacity, evidence.profile.slo.attainment
     if found is None:
-        return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that keeps the SLO.")
+        return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that meets the SLO.")
     if len(found.tried) < 2:
         return absent(KEY, TOPIC, f"Only one rate was tried{_why_one(evidence.profile)}, so there is no curve to show.")
     tried = sorted(found.tried, key=lambda p: p.offered_rate)
@@ -36,18 +36,16 @@ def section(evidence: Evidence) -> Section:
     y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
     label = Label(0.93 * min(xs), 100 * asked, f"target: {target_share(asked)}", "@target")
     view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
-    kept, missed = limit(evidence)
-    if kept is None:
-        title = "The SLO was not kept at any rate tried"
+    met, missed = limit(evidence)
+    if met is None:
+        title = "The SLO was not met at any rate tried"
     elif missed:
         below = listed(number(p.offered_rate) for p in missed)
-        title = (
-            f"The SLO was kept at {number(kept.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
-        )
-    elif not Objective.of(evidence.profile).confirmed(kept):
-        title = f"The SLO is perhaps kept up to about {number(kept.offered_rate)} req/s: too few requests to tell"
+        title = f"The SLO was met at {number(met.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
+    elif not Objective.of(evidence.profile).confirmed(met):
+        title = f"The SLO is perhaps met up to about {number(met.offered_rate)} req/s: too few requests to tell"
     else:
-        title = f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
+        title = f"The SLO is met up to about {number(met.offered_rate)} req/s"
     lead = (
         "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the SLO may be bad "
         "luck, and one above it good luck."

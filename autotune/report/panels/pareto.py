@@ -59,7 +59,7 @@ def section(evidence: Evidence) -> Section:
     tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
     lead = (
         f"Each point is one of {tried} settings. Higher is more requests a second within the SLO, further left is faster; in the "
-        "shaded region the 99th percentile keeps its target. The star is the recommended setting, with the 95% interval of its "
+        "shaded region the 99th percentile meets its target. The star is the recommended setting, with the 95% interval of its "
         f"goodput and the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
     return Section(

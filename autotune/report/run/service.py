@@ -35,7 +35,7 @@ def kept(run: Run) -> Section:
     plot = Plot(
         "kept",
         "Requests within every target, by when they came",
-        f"{percent(whole.share)} of {whole.offered} requests kept the SLO.",
+        f"{percent(whole.share)} of {whole.offered} requests met the SLO.",
         [View("", data, layout(axis("s"), y, shapes=[rule(y=share) for share in sorted(shares)]), labels)],
     )
     seconds = max(run.end - run.start, 1e-9)
@@ -78,7 +78,7 @@ def latencies(run: Run) -> Section:
 
 def turned_away(run: Run) -> Section:
     """Who was not served, and why."""
-    key, topic = "rejected", "Turned away"
+    key, topic = "rejected", "Rejected"
     if not run.records:
         return absent(key, topic, run.lacking[-1] if run.lacking else "There are no records of requests.")
     causes = Counter(r.cause or "no cause given" for r in run.records if r.reason is FinishReason.REJECTED)

@@ -113,9 +113,9 @@ def read_run(log: Path, records: Path | None = None) -> Run:
 
 def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
     """The SLOs that a decision states, by class; empty if of none."""
-    told = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
+    stated = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
     try:
-        return {name: SLO.of(text) for name, text in told.items()}
+        return {name: SLO.of(text) for name, text in stated.items()}
     except (ValueError, AttributeError) as error:
         raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 

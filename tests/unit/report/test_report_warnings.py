@@ -14,7 +14,7 @@ from autotune.profile import Capacity, Profile, Spread, load_profile
 from autotune.report import Evidence, compose, gather, html
 from autotune.report import profile_table as table
 from autotune.report.headline import headline
-from autotune.report.panels import capacity, sensitivity, steps, twins
+from autotune.report.panels import capacity, paired, sensitivity, steps
 from autotune.report.sweep import Sweep, sweep
 from autotune.report.wording import number, off
 from runtime.knobs import Knobs
@@ -38,7 +38,7 @@ def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidenc
     swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
     assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
     made = sensitivity.section(found, swept)
-    assert made.title.startswith("At this rate the simulation keeps nothing in SLO") and made.plots
+    assert made.title.startswith("At this rate no simulated request meets the SLO") and made.plots
     for plot in made.plots:
         assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
     bare = replace(found, runs=())
@@ -75,7 +75,7 @@ def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
         p.model_copy(update={"goodput": Spread(mean=0.1 * p.goodput.mean, low=0, high=1, runs=(0.1,))})
         for p in evidence.profile.simulated
     )
-    made = twins.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
+    made = paired.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
     assert "not to be relied on: typically off by 9" in made.title and "within" not in made.title
     wrong = replace(
         evidence,
@@ -98,24 +98,24 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
         points, simulated = (*at.profile.points, measured), (*at.profile.simulated, twin)
         return replace(at, profile=at.profile.model_copy(update={"points": points, "simulated": simulated}))
 
-    plain = twins.section(evidence)
+    plain = paired.section(evidence)
     assert "the rate compared" not in plain.title and "left" not in plain.lead
     once = left(evidence, 39.2, 2.31)
-    made = twins.section(once)
+    made = paired.section(once)
     assert made.title == f"{plain.title}, at the rate compared; by 131% at 39.2 req/s, before the speed was settled"
-    assert f"over the {len(evidence.twins())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
+    assert f"over the {len(evidence.pairs())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
     assert [p.title for p in made.plots] == [p.title for p in plain.plots], (
         "titles of plots are of the rate compared too"
     )
-    assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.twins()) + 1, "it is shown all the same"
-    twice = twins.section(left(once, 32.4, 1.01)).title
+    assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.pairs()) + 1, "it is shown all the same"
+    twice = paired.section(left(once, 32.4, 1.01)).title
     assert twice.endswith("; by up to 131% at 32.4 and 39.2 req/s, before the speed was settled")
 
 
 def test_the_title_says_the_error_that_the_profile_has() -> None:
     for file in sorted((ROOT / "profiles").rglob("*.yaml")):
         profile = load_profile(file)
-        title = twins.section(Evidence(profile, file.name)).title
+        title = paired.section(Evidence(profile, file.name)).title
         assert profile.simulation is not None and f"off by {profile.simulation.goodput_error:.1%} (median)" in title
 
 
@@ -156,12 +156,10 @@ def test_a_limit_that_too_few_requests_tell_of_is_not_stated(evidence: Evidence)
         return replace(evidence, profile=evidence.profile.model_copy(update={"capacity": capacities, "slo_met": True}))
 
     sure, rate = headline(of(400, 399)), number(top.offered_rate)
-    assert (sure.status, sure.tone) == (f"SLO kept up to {rate} req/s", "good")
+    assert (sure.status, sure.tone) == (f"SLO met up to {rate} req/s", "good")
     for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than the target though not refuted
         few = of(offered, met)
-        assert headline(few).tone == "unsure" and headline(few).status.startswith(
-            f"SLO perhaps kept up to {rate} req/s"
-        )
+        assert headline(few).tone == "unsure" and headline(few).status.startswith(f"SLO perhaps met up to {rate} req/s")
         assert "perhaps" in capacity.section(few).title
 
 
@@ -174,13 +172,13 @@ def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
         | {"cost_model": None, "doubts": ("the <machine> was busy",)}
     )
     made = compose(replace(evidence, profile=doubted))
-    assert made.headline.doubts == ("The <machine> was busy.",)
+    assert made.headline.warnings == ("The <machine> was busy.",)
     words = "".join(Page(html(made)).words)
     assert words.index("The <machine> was busy.") < words.index(made.headline.meaning[0])
     console = Console(width=120, record=True, file=StringIO())
     table.show(doubted, console)
     assert "The <machine> was busy." in console.export_text()
-    assert headline(evidence).doubts == ()
+    assert headline(evidence).warnings == ()
 
 
 # -- profiles that lack things ------------------------------------------------------------------------------------------
@@ -248,4 +246,4 @@ def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
     capacity = Capacity(knobs=none.knobs, rate=None, tried=none.tried)
     made = compose(Evidence(changed(evidence, slo_met=False, capacity=capacity, cost_model=None), "p.yaml"))
     assert made.headline.status == "SLO not met" and made.headline.tone == "bad"
-    assert section(made, "capacity").title == "The SLO was not kept at any rate tried"
+    assert section(made, "capacity").title == "The SLO was not met at any rate tried"
