@@ -19,7 +19,10 @@ KEY, TOPIC = "sensitivity", "Each knob around the choice"
 _FEWEST = 8  # trials that say something
 _NOTHING = 0.01  # changes of goodput below it are no change
 _BINS = 9
-_NOTHING_KEPT = "At this rate no simulated request meets the SLO, whatever a knob is set to. So the simulation cannot tell what a knob does."
+_NONE_MET = (
+    "At this rate no simulated request meets the SLO, whatever a knob is set to. "
+    "So the simulation cannot tell what a knob does."
+)
 _ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
 
 
@@ -27,7 +30,7 @@ def section(evidence: Evidence, swept: Sweep | None) -> Section:
     if swept is not None and (tops := _goodputs(swept)) and max(tops) > 0:
         return _from_sweep(evidence, swept)
     trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
-    nothing = "" if swept is None else _NOTHING_KEPT
+    nothing = "" if swept is None else _NONE_MET
     if len(trials) < _FEWEST or (nothing and not any(t.goodput > 0 for t in trials)):
         return absent(KEY, TOPIC, nothing or _why(evidence.profile, len(trials)))
     return _from_trials(evidence, trials, nothing)
