@@ -120,7 +120,7 @@ def main() -> None:
         logits = clients(batcher, images, args.clients)
 
     right = sum(int(row.argmax()) == kind for row, kind in zip(logits, kinds.tolist(), strict=True))
-    print(f"{right} of {len(kinds)} images told right")
+    print(f"{right} of {len(kinds)} images classified right")
     seconds = sorted(figures.seconds)
     print(
         f"{len(figures.calls)} calls of {len(kinds) / len(figures.calls):.1f} images; "

@@ -48,9 +48,10 @@ def serve(path: Path, purpose: str, requests: int, tokens: int) -> None:
     ) as engine:
         done = engine.generate([f"Question {i}: why?" for i in range(requests)], max_tokens=tokens)
 
-    kept = attainment((completion.record for completion in done), profile.slo)
+    found = attainment((completion.record for completion in done), profile.slo)
     print(
-        f"{kept.met} of {kept.offered} requests in time ({kept.share:.0%}; with 95% confidence {kept.low:.0%}–{kept.high:.0%})"
+        f"{found.met} of {found.offered} requests in time "
+        f"({found.share:.0%}; with 95% confidence {found.low:.0%}–{found.high:.0%})"
     )
 
 

@@ -3,7 +3,7 @@
     python examples/rate_limited_api.py [--items 200]
 
 The API here is a server on this machine that takes lists, counts its calls, and answers 429 beyond ten a second. The
-function is asynchronous, knows the limit, and may have two calls under way. Every call costs money, so the Batcher is told to
+function is asynchronous, knows the limit, and may have two calls under way. Every call costs money, so the Batcher is set to
 hold items back as long as the SLO allows (``call_price_ms=inf``).
 """
 

@@ -4,7 +4,7 @@
 
 One tower makes a vector of a person's history, the other one of each film; the product says how well they go together. The
 histories are ragged: 1 to 60 films. A call gets them end to end with offsets (``EmbeddingBag``), so a batch costs what its films
-cost, and the Batcher is told so: ``cost=len``.
+cost, and the Batcher gets it: ``cost=len``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``autotune capacity``: the highest rate that holds the SLO, by bisection in simulation."""
+"""``autotune capacity``: the highest rate that meets the SLO, by bisection in simulation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def capacity(
     requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
-    """Search and print; 1 when no rate holds the SLO."""
+    """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")
     requested = shared.Requested(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
-    "none of them holds the SLO."
+    "none of them meets the SLO."
 )
 EXAMPLES = (
     "Examples:  autotune simulate mine.yaml --workload azure-code --rate 12  ·  "
@@ -47,7 +47,7 @@ def simulate(
     requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
-    """Simulate and print; 1 when nothing holds the SLO."""
+    """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
     requested = shared.Requested(

@@ -166,7 +166,7 @@ def _cost(profile: Profile, point: Point) -> str:
 
 
 def cheapest(profile: Profile) -> str | None:
-    """The cheapest setting that holds the SLO, in a sentence; None without a price or such a setting."""
+    """The cheapest setting that meets the SLO, in a sentence; None without a price or such a setting."""
     if profile.price_per_hour is None:
         return None
     tried = profile.capacity.tried if profile.capacity is not None else ()
@@ -175,9 +175,9 @@ def cheapest(profile: Profile) -> str | None:
     best = objective.cheapest(points)
     cost = None if best is None else objective.cost(best.throughput.mean)
     if best is None or cost is None:
-        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known holds the SLO"
+        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known meets the SLO"
     return (
-        f"cheapest of the {known} settings known that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"cheapest of the {known} settings known that meets the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
         f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
     )
 

@@ -26,9 +26,9 @@ Rules = dict[str, Callable[[], Rule]]
 
 
 class Cell(NamedTuple):
-    """One rule at one load: medians over the seeds, and the range of the share kept. ``call`` is the mean items in a call."""
+    """One rule at one load: medians over the seeds, and the range of the attainment. ``call`` is the mean items in a call."""
 
-    kept: float
+    attainment: float
     kept_range: tuple[float, float]
     p50: float
     p99: float
@@ -129,7 +129,7 @@ def measure(case: Case, make: Callable[[], Rule], load: float, seconds: float, s
 
 
 def cell(played: Sequence[Played], start: float, stop: float) -> Cell:
-    kept = [run.kept(start, stop) for run in played]
+    kept = [run.attainment(start, stop) for run in played]
     counted = [[call for call in run.calls if start <= call[0] < stop] or [(0.0, 0, 0.0)] for run in played]
     items = [sum(n for _, n, _ in calls) for calls in counted]
     return Cell(
@@ -143,10 +143,10 @@ def cell(played: Sequence[Played], start: float, stop: float) -> Cell:
 
 
 class Burst(NamedTuple):
-    """A rule through a burst: p50 before it, share kept during it, and s until p50 is back within 10% (inf: never seen)."""
+    """A rule through a burst: p50 before it, attainment during it, and s until p50 is back within 10% (inf: never seen)."""
 
     before: float
-    kept: float
+    attainment: float
     recovery_s: float
 
 
@@ -179,7 +179,7 @@ def burst(case: Case, make: Callable[[], Rule], seeds: Sequence[int]) -> Burst:
         run = play(make(), items, case.device(), case.workers)
         before += [item.latency for item in run.between(2.0, CALM_S)]
         after += [(item.arrival - CALM_S - BURST_S, item.latency) for item in run.between(CALM_S + BURST_S, inf)]
-        kept.append(run.kept(CALM_S, CALM_S + BURST_S))
+        kept.append(run.attainment(CALM_S, CALM_S + BURST_S))
     return Burst(statistics.median(before), statistics.median(kept), recovery(statistics.median(before), after))
 
 
@@ -199,7 +199,7 @@ class Priced(NamedTuple):
 
 
 def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_LOADS) -> list[Priced]:
-    """Every call costs the same, whatever it holds: ours told so, against every static window, each load by itself."""
+    """Every call costs the same, whatever it holds: ours knowing it, against every static window, each load by itself."""
     case = base()
     found = []
     for load in loads:
@@ -213,7 +213,7 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
             Priced(
                 load,
                 mine,
-                _cheapest(windows, mine.kept - 0.003),
+                _cheapest(windows, mine.attainment - 0.003),
                 _cheapest(windows, 0.99),
                 measure(case, WhenFree, load, seconds, seeds),
             )
@@ -222,5 +222,5 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
 
 
 def _cheapest(windows: dict[str, Cell], kept: float) -> tuple[str, Cell] | None:
-    good = [(name, cell) for name, cell in windows.items() if cell.kept >= kept]
+    good = [(name, cell) for name, cell in windows.items() if cell.attainment >= kept]
     return min(good, key=lambda pair: pair[1].per_item, default=None)

@@ -18,7 +18,7 @@ _LIMITS = KnobLimits(max_batch_size=LARGEST, max_wait_ms=10_000, token_budget=1 
 
 
 class Ours:
-    """Told the SLO, the largest call, how many workers there are, and what a call costs; all else is learned.
+    """Given the SLO, the largest call, how many workers there are, and what a call costs; all else is learned.
 
     ``price_s``: what a call costs, in seconds that one item waits; inf: hold as long as the SLO allows.
     """

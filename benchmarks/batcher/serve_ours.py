@@ -1,4 +1,4 @@
-"""Our Batcher behind the thin server: it is told the SLO and the largest call, and nothing else.
+"""Our Batcher behind the thin server: it gets the SLO and the largest call, and nothing else.
 
 The SLO it is given is the clients' less what HTTP may take. Run by :mod:`benchmarks.batcher.peers`::
 

@@ -37,7 +37,7 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away; ``full``:
+    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were rejected; ``full``:
     whether slots ever ran out."""
 
     phases: tuple[tuple[int, int], ...]

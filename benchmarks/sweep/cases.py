@@ -123,7 +123,7 @@ def timed(machine: Machine) -> Iterator[list[float]]:
 
 
 # Rates lie where the best cell of the grid meets some 90 to 97% of its SLOs in the long run: below, all settings look alike;
-# above, none can be called good. They were found beforehand, from the truth; every contender is told the same one.
+# above, none can be called good. They were found beforehand, from the truth; every contender gets the same one.
 # Lengths carry an explicit scale, which keeps `autotune profile` from choosing one.
 CASES = (
     Case(

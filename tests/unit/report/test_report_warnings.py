@@ -33,7 +33,7 @@ def slower(evidence: Evidence, speed: float) -> Profile:
     )
 
 
-def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidence) -> None:
+def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence: Evidence) -> None:
     found = replace(evidence, profile=slower(evidence, 0.1))
     swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
     assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
@@ -43,7 +43,7 @@ def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidenc
         assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
     bare = replace(found, runs=())
     bare = replace(bare, profile=bare.profile.model_copy(update={"simulated": ()}))
-    assert (without := sensitivity.section(bare, swept)).absent is not None and "keeps nothing" in without.absent
+    assert (without := sensitivity.section(bare, swept)).absent is not None and "no simulated request" in without.absent
     here = found.recommended.knobs.as_dict()
     elsewhere = {
         name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
