@@ -84,7 +84,7 @@ def export(
     model: str | None = None,
     allow_lossy: bool = False,
 ) -> Export:
-    """One setting of ``profile`` in the words of ``target``.
+    """One setting of ``profile`` in the terms of ``target``.
 
     ``purpose``: which setting. ``model``: what to serve, None for what was measured (see
     :func:`autotune.export.models.model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a

@@ -31,7 +31,7 @@ class Report:
 
 
 def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = None) -> Report:
-    """Every section in reading order. ``advance`` is told the share of the simulations that is done."""
+    """Every section in reading order. ``advance`` gets the share of the simulations that is done."""
     chosen = evidence.recommended
     swept: Sweep | None = sweep(evidence.profile, chosen.knobs, chosen.point.rate, advance=advance)
     sections = (

@@ -20,7 +20,7 @@ _LABEL = 14  # columns of a label that is broken into lines
 
 
 def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
-    """One row a setting: what it did at the rate asked for. Those that met the SLO's share are bright.
+    """One row a setting: what it did at the requested rate. Those that met the SLO's share are bright.
 
     For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """

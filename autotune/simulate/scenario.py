@@ -187,7 +187,7 @@ class Scenario:
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
             )  # fmt: skip
-        return found.model_copy(update={"rate": rate})  # as it was asked for, not as the scaled workload rounds it
+        return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
 
 
 def parse_speeds(text: str) -> dict[str, float]:

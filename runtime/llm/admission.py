@@ -6,8 +6,8 @@ computed before a request's own, and r the prompt tokens computed a second as th
 
 - at arrival a request is not accepted if ``now + w/r > arrival + 0.9·D``, unless lighter ones wait before it: if enough of
   them (the largest of the lightest first) weigh less together than it does, they are ended in its place;
-- when it is its turn, and while its prompt is being computed, the same is asked again with what is left. A prompt half computed
-  has the whole of D, for what it has cost is spent; the tenth before is reserved for prediction error;
+- when it is its turn, and while its prompt is being computed, the prediction is made again with what is left. The tenth
+  before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the

@@ -56,7 +56,7 @@ def test_throughput_counts_tokens_that_came_in_the_window() -> None:
     assert found.throughput == pytest.approx(200, rel=0.15)
 
 
-def test_what_cannot_be_kept_is_a_miss_not_an_error() -> None:
+def test_what_cannot_be_met_is_a_miss_not_an_error() -> None:
     with paced(base=0.03) as engine:  # four tokens take 0.12 s
         found = measure(engine, SLO(tpot_ms=1, e2e_ms=60))
         assert found.met == 0 and found.offered > 0 and found.goodput == 0

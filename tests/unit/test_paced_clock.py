@@ -52,7 +52,7 @@ def test_a_clock_at_half_rate_and_one_that_stands_still() -> None:
     assert clock.now() - begun == pytest.approx(4.0)
 
 
-def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_take_no_time() -> None:
+def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_reference_steps_take_no_time() -> None:
     base = VirtualClock()
     clock = PacedClock(base)
     steps = Steps(base, clock)
@@ -73,7 +73,7 @@ def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_t
     assert steps.released == ["x"]
 
 
-def test_a_patient_one_waits_for_two_usual_anchors_and_no_longer_than_it_does_not_wait() -> None:
+def test_a_patient_one_waits_for_two_usual_reference_steps_and_no_longer_than_it_does_not_wait() -> None:
     base = VirtualClock()
     clock = PacedClock(base)
     steps = Steps(base, clock)

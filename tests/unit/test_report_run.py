@@ -58,7 +58,7 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     assert sum(len(some) for _, some in binned(run)) == len(run.records)
 
 
-def test_the_page_is_whole_and_escapes_what_it_is_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
     log, records = files
     evil = tmp_path / "evil.jsonl"
     text = log.read_text(encoding="utf-8").replace("predictive controller", "<script>alert(1)</script>")

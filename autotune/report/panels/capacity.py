@@ -14,7 +14,7 @@ KEY, TOPIC = "capacity", "How much it carries"
 
 
 def section(evidence: Evidence) -> Section:
-    found, asked = evidence.profile.capacity, evidence.profile.slo.attainment
+    found, target = evidence.profile.capacity, evidence.profile.slo.attainment
     if found is None:
         return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that meets the SLO.")
     if len(found.tried) < 2:
@@ -34,8 +34,8 @@ def section(evidence: Evidence) -> Section:
     low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
     x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
     y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
-    label = Label(0.93 * min(xs), 100 * asked, f"target: {target_share(asked)}", "@target")
-    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
+    label = Label(0.93 * min(xs), 100 * target, f"target: {target_share(target)}", "@target")
+    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * target)]), [label])
     met, missed = limit(evidence)
     if met is None:
         title = "The SLO was not met at any rate tried"
@@ -56,5 +56,5 @@ def section(evidence: Evidence) -> Section:
 def _why_one(profile: Profile) -> str:
     """Why no rate but that of the comparison was tried, as far as the profile tells."""
     if profile.workload.rate_from == "user":
-        return ", as asked"
+        return ", as requested"
     return " before the run was stopped" if profile.status == "stopped" else ""

@@ -136,7 +136,7 @@ def full_call(state: State) -> Fit | None:
 
 
 def wake_items(state: State) -> int:
-    """How many must wait before a call can be full, as far as can be told from their number."""
+    """How many must wait before a call can be full, as far as their number shows."""
     queue = state.queue
     return state.knobs.max_batch_size if queue.in_order and not queue.padded else 1
 

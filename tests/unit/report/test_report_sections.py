@@ -215,7 +215,7 @@ def test_trials_at_another_rate_are_shown_as_such(evidence: Evidence) -> None:
     assert not any("30.0 req/s" in note for note in pareto.section(evidence).notes)
 
 
-def test_a_twin_is_the_simulation_of_the_same_requests(evidence: Evidence) -> None:
+def test_a_paired_simulation_is_of_the_same_requests(evidence: Evidence) -> None:
     profile = evidence.profile
     other = profile.simulated[0].model_copy(update={"seeds": (77,), "label": "search"})
     assert all(set(a.seeds) == set(b.seeds) for a, b in evidence.pairs())

@@ -43,14 +43,16 @@ def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence
         assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
     bare = replace(found, runs=())
     bare = replace(bare, profile=bare.profile.model_copy(update={"simulated": ()}))
-    assert (without := sensitivity.section(bare, swept)).absent is not None and "no simulated request" in without.absent
+    assert (
+        without := sensitivity.section(bare, swept)
+    ).absent is not None and "no simulated request meets" in without.absent
     here = found.recommended.knobs.as_dict()
     elsewhere = {
         name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
         for name, values in swept.by_knob.items()
     }
     at_choice = sensitivity.section(found, Sweep(elsewhere, 100, True))
-    assert "keeps nothing in SLO at the choice itself" in at_choice.title
+    assert "No simulated request meets the SLO at the choice itself" in at_choice.title
 
 
 def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence) -> None:
@@ -119,7 +121,7 @@ def test_the_title_says_the_error_that_the_profile_has() -> None:
         assert profile.simulation is not None and f"off by {profile.simulation.goodput_error:.1%} (median)" in title
 
 
-def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -> None:
+def test_a_rate_missed_below_the_one_that_was_met_is_said(evidence: Evidence) -> None:
     found = evidence.profile.capacity
     assert found is not None and found.rate is not None
     low = min(found.tried, key=lambda p: p.rate)
@@ -163,7 +165,7 @@ def test_a_limit_that_too_few_requests_tell_of_is_not_stated(evidence: Evidence)
         assert "perhaps" in capacity.section(few).title
 
 
-def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
+def test_warnings_stand_in_the_headline(evidence: Evidence) -> None:
     class Doubted(Profile):
         doubts: tuple[str, ...] = ()
 
@@ -224,7 +226,7 @@ def test_a_profile_of_one_point() -> None:
 @pytest.mark.parametrize(
     ("rate_from", "status", "says"),
     [
-        ("user", "complete", "Only one rate was tried, as asked, so there is no curve to show."),
+        ("user", "complete", "Only one rate was tried, as requested, so there is no curve to show."),
         ("calibration", "complete", "Only one rate was tried, so there is no curve to show."),
         ("calibration", "stopped", "Only one rate was tried before the run was stopped, so there is no curve to show."),
     ],
