@@ -62,8 +62,8 @@ def measured(point: Point) -> str:
     times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
     tail = "".join(f", {name} p99 {ms:.0f} ms" for name, ms in times.items() if ms is not None)
     return (
-        f"{point.attainment:.1%} of {point.offered} requests in SLO (95% interval {point.attainment_low:.0%}–"
-        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s in SLO{tail}"
+        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {point.attainment_low:.0%}–"
+        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s met it{tail}"
     )
 
 

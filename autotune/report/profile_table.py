@@ -95,7 +95,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     console.print(table(profile, console.width))
     console.print(
-        f"req/s: those in SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those that met the SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",

@@ -67,7 +67,7 @@ def standing(evidence: Evidence) -> Standing:
         compared = "no clear difference to the vLLM defaults"
         sentence += ", a difference within the 95% intervals"
     elif shares and not alike and base.mean:
-        sentence += f", with {percent(mine.mean)} of the same requests in SLO against {percent(base.mean)}"
+        sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
     return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
 
 

@@ -52,7 +52,7 @@ def whole(whole_told: tuple[Findings, Told]) -> Findings:
 
 
 def truth(knobs: Knobs, rate: float) -> float:
-    """Share in SLO on the machine itself, without noise, over more requests than the profiler ever sees."""
+    """Attainment on the machine itself, without noise, over more requests than the profiler ever sees."""
     load = parse_workload(WORKLOAD).at_rate(rate)
     scores = [
         evaluate(machine(noise=0.0), knobs, load, TARGETS, vocab_size=256, seed=seed, duration=40, warmup=4)

@@ -22,7 +22,7 @@ def section(evidence: Evidence) -> Section:
     tried = sorted(found.tried, key=lambda p: p.offered_rate)
     xs, ys = [p.offered_rate for p in tried], [100 * p.attainment for p in tried]
     hover = [
-        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests in SLO"
+        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests met the SLO"
         f"<br>95% interval {percent(p.attainment_low, 0)} to {percent(p.attainment_high, 0)}"
         f"<br>p99: TTFT {ms(p.ttft_p99_ms)}, TPOT {ms(p.tpot_p99_ms)}"
         for p in tried
@@ -33,7 +33,7 @@ def section(evidence: Evidence) -> Section:
     )
     low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
     x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
-    y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
+    y = axis("attainment", range=[low, 103], ticksuffix="%", nticks=6)
     label = Label(0.93 * min(xs), 100 * target, f"target: {target_share(target)}", "@target")
     view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * target)]), [label])
     met, missed = limit(evidence)

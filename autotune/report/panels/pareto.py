@@ -209,7 +209,7 @@ def _hover(found: Trial | Point, called: str = "") -> str:
             head,
             short_setting(found.knobs),
             goodput,
-            f"{percent(found.attainment)} of requests in SLO",
+            f"{percent(found.attainment)} of requests met the SLO",
             f"p99: TTFT {ms(found.ttft_p99_ms)}, TPOT {ms(found.tpot_p99_ms)}",
         )
     )
