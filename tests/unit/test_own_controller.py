@@ -20,7 +20,7 @@ from runtime.slo import SLO
 from tests.unit.control_world import VLLM, SimulatedEngine, poisson, slow_cpu
 from tests.unit.simulated_profile import profiled
 
-PAGE = Path(__file__).parents[2] / "docs" / "control.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "control.md"
 CHAT = SLO(ttft_ms=3000, tpot_ms=60)
 
 
