@@ -22,7 +22,7 @@ CHAT = SLO(ttft_ms=1000, tpot_ms=30)
 Load = list[tuple[float, int, int]]
 
 
-def share_met(records: list[RequestRecord], slo: SLO = CHAT) -> float:
+def kept(records: list[RequestRecord], slo: SLO = CHAT) -> float:
     """Attainment."""
     return attainment(records, slo).share
 
@@ -55,30 +55,30 @@ def test_traffic_that_swings_as_fast_as_decisions(period: float) -> None:
     alone = SimulatedEngine(h200)
     engine = SimulatedEngine(h200)
     with controlled(engine) as attached:
-        share = share_met(engine.play(load))
-    assert share > max(0.97, share_met(alone.play(load)))
+        share = kept(engine.play(load))
+    assert share > max(0.97, kept(alone.play(load)))
     assert turns(attached) < 30, "it does not turn knobs with every swing"
 
 
 def test_an_slo_that_is_changed_every_ten_seconds() -> None:
-    """Requests are judged by the SLO in force when they came; a second after each change it is met again."""
-    slos = [SLO(ttft_ms=500, tpot_ms=15), SLO(ttft_ms=2000, tpot_ms=100), SLO(ttft_ms=500, tpot_ms=30)]
+    """Requests are judged by the SLO in force when they came; a second after each change it is kept again."""
+    targets = [SLO(ttft_ms=500, tpot_ms=15), SLO(ttft_ms=2000, tpot_ms=100), SLO(ttft_ms=500, tpot_ms=30)]
 
     def served(engine: SimulatedEngine) -> list[float]:
         shares = []
         for number in range(9):
-            slo = slos[number % 3]
+            slo = targets[number % 3]
             engine.set_slo(slo)
             start = engine.now
             load = poisson(11, 10, 1500, 150, seed=number, start=start)
             records = [r for r in engine.play(load) if r.arrival > start + 1]
-            shares.append(share_met(records, slo))
+            shares.append(kept(records, slo))
         return shares
 
     engine = SimulatedEngine(h200)
-    with controlled(engine, slos[0]) as attached:
+    with controlled(engine, targets[0]) as attached:
         ours = served(engine)
-        assert attached.slo == slos[2] and str(slos[2]) == attached.status().as_dict()["slo"]
+        assert attached.slo == targets[2] and str(targets[2]) == attached.status().as_dict()["slo"]
     alone = served(SimulatedEngine(h200))
     assert min(ours[1:]) > 0.95
     assert sum(ours) > sum(alone) + 0.15
@@ -102,7 +102,7 @@ def test_a_clock_that_jumps_ahead(jump: float) -> None:
         engine.play(poisson(12, 10, 1000, 100, seed=4))
         assert jumped and engine.now > jump
         after = engine.play(poisson(12, 20, 1000, 100, seed=5, start=engine.now))
-        assert share_met(after) > 0.98
+        assert kept(after) > 0.98
         assert attached.status().regime != "fallback"
 
 
@@ -138,8 +138,8 @@ def test_records_that_are_lost_or_out_of_order_all_the_time() -> None:
     shares = []
     for engine in (SimulatedEngine(h200), Lossy(h200)):
         with controlled(engine):
-            shares.append(share_met(engine.play(load)))
-    assert shares[1] > shares[0] - 0.02 and shares[1] > share_met(SimulatedEngine(h200).play(load))
+            shares.append(kept(engine.play(load)))
+    assert shares[1] > shares[0] - 0.02 and shares[1] > kept(SimulatedEngine(h200).play(load))
 
 
 class InRegion:
@@ -168,9 +168,9 @@ def test_a_region_ten_times_slower_that_no_model_explains(rate: float) -> None:
         engine, met = SimulatedEngine(hidden), InRegion()
         engine.subscribe(met)
         with controlled(engine) as attached:
-            ours.append(share_met(engine.play(load)))
+            ours.append(kept(engine.play(load)))
         assert met.steps and engine.knobs.max_batch_size == 47 and attached.status().regime != "fallback"
-        alone.append(share_met(SimulatedEngine(hidden).play(load)))
+        alone.append(kept(SimulatedEngine(hidden).play(load)))
         assert ours[-1] > alone[-1]
     assert sum(ours) > sum(alone) + 0.25
 
@@ -181,7 +181,7 @@ def test_a_machine_that_becomes_slower_as_a_whole_is_no_slow_region(times: float
     plain = engine.formula.hardware
     engine.formula.hardware = lambda step: plain(step) * (times if 10 < engine.now < 25 else 1)
     with controlled(engine) as attached:
-        assert share_met(engine.play(poisson(5, 40, 800, 250, seed=8))) > 0.99
+        assert kept(engine.play(poisson(5, 40, 800, 250, seed=8))) > 0.99
         assert attached.status().regime != "fallback"
 
 
@@ -191,7 +191,7 @@ def test_a_pool_too_small_for_one_prompt_and_one_that_holds_just_one() -> None:
         with pytest.raises(ValueError, match=r"4010 tokens; the KV pool holds 2048"):
             engine.play([(0.0, 4000, 10)])
         records = engine.play([(engine.now + 0.5 * k, 1900, 100) for k in range(20)])
-        assert share_met(records, SLO(ttft_ms=2000, tpot_ms=30)) == 1
+        assert kept(records, SLO(ttft_ms=2000, tpot_ms=30)) == 1
         crowd = poisson(30, 10, 700, 100, seed=9, start=engine.now)
         assert len(engine.play([(t, min(p, 1500), min(o, 200)) for t, p, o in crowd])) == len(crowd)
         assert attached.decisions[-1].regime
@@ -235,6 +235,6 @@ def test_two_engines_on_one_machine(who: str) -> None:
                 records = world.play((mine, other))
         else:
             records = world.play((mine, other))
-    assert share_met(records[0]) > share_met(alone[0])
-    assert share_met(records[0]) > 0.9
+    assert kept(records[0]) > kept(alone[0])
+    assert kept(records[0]) > 0.9
     assert math.isfinite(world.engines[0].now) and VLLM != world.engines[0].knobs != Knobs()

@@ -34,7 +34,7 @@ def served(
 
 
 @pytest.mark.parametrize("strategy", [Adaptive, Dynamic])
-def test_a_ceiling_that_is_too_low_is_raised_to_what_the_slo_allows(strategy: type[Strategy]) -> None:
+def test_a_ceiling_that_is_too_low_is_raised_to_what_the_target_allows(strategy: type[Strategy]) -> None:
     start = knobs(size=6, wait_ms=0)
     without, _ = served(strategy(), start, 0.9, controlled=False)
     kept, batcher = served(strategy(), start, 0.9)
@@ -107,7 +107,7 @@ def test_calls_that_follow_no_model_are_not_trusted() -> None:
     explained(batcher.control)
 
 
-def test_an_slo_that_one_item_violates_is_said() -> None:
+def test_a_target_that_one_item_misses_is_said() -> None:
     batcher = ControlledBatcher(Dynamic(), knobs(size=4, wait_ms=0), SLO(e2e_ms=15))
     batcher.serve(poisson(150, 10, seed=2))
     assert batcher.control is not None and batcher.knobs.max_batch_size > 4

@@ -1,4 +1,4 @@
-"""What controllers are made of: searching, SLOs of several classes, what a window of steps says."""
+"""What controllers are made of: searching, targets of several classes, what a window of steps says."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_all_four_metrics_say_something_of_a_step() -> None:
     )
 
 
-def test_a_window_counts_what_can_violate_an_slo() -> None:
+def test_a_window_counts_what_can_miss_a_target() -> None:
     window = StepWindow()
     assert (len(window), window.seconds, window.bound, window.tokens) == (0, 0, 0, 0)
     window.add(step(10, decodes=4, prefill=20))

@@ -12,7 +12,7 @@ from benchmarks.controller.scenarios import SCENARIOS
 
 
 @pytest.mark.parametrize("contender", ["predictive-knobs", "predictive"])
-def test_steps_are_as_short_as_the_gap_target(contender: str) -> None:
+def test_steps_are_as_short_as_the_itl_target(contender: str) -> None:
     """The means of steps are far below it; it is the longest that break it, and with fixed knobs nobody sees those coming."""
     whole = SCENARIOS["M1gap"]
     scenario = replace(whole, phases=(replace(whole.phases[0], seconds=40.0),))

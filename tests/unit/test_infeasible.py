@@ -74,7 +74,7 @@ def test_a_class_that_cannot_be_met_costs_the_others_nothing(other: SLO, words: 
     assert engine.share("default", CHAT) > 0.97
 
 
-def test_a_class_counts_again_once_it_can_be_met() -> None:
+def test_a_class_counts_again_once_it_can_be_kept() -> None:
     """The machine becomes five times as fast; then the SLO becomes one that takes no such machine."""
     other = SLO(ttft_ms=1000, tpot_ms=2)
     engine = Served(CHAT, other)
@@ -117,7 +117,7 @@ def test_a_first_token_that_cannot_come_in_time_is_said_and_leaves_tpot_met() ->
 
 def test_a_first_token_that_cannot_come_in_time_alone_opens_the_step() -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=SLO(ttft_ms=3), admission=True) as attached:  # nearly all of them are turned away
+    with control(engine, slo=SLO(ttft_ms=3), admission=True) as attached:  # nearly all of them are rejected
         engine.play(poisson(6, 20, 1500, 150, seed=4))
         found = [d for d in attached.decisions if d.regime == "infeasible"]
     assert found and "TTFT 3 ms cannot be met: maximizing throughput" in found[0].cause
@@ -153,7 +153,7 @@ def test_targets_leave_out_what_cannot_be_met_and_take_it_back() -> None:
     for _ in range(300):
         targets.saw("fast")
     assert targets.all_lost, "nobody else is served"
-    assert (targets.step, targets.gap, targets.first) == (0.03, 0.03, 0.5), "what can be met of it, is"
+    assert (targets.step, targets.gap, targets.first) == (0.03, 0.03, 0.5), "what can be kept of it, is"
     assert targets.left_out == {0.002}
     assert targets.give_up({}) and (targets.step, targets.left_out) == (0.002, frozenset())
 

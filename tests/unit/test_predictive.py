@@ -107,7 +107,7 @@ def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
     assert proposal.cause.endswith("of their predicted time: holding the starting knobs")
 
 
-def test_says_that_an_slo_cannot_be_met_and_goes_for_throughput() -> None:
+def test_says_that_a_target_cannot_be_met_and_goes_for_throughput() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
     with control(engine, slo=SLO(tpot_ms=4)) as attached:
         engine.play(poisson(4, 20, 100, 40, seed=9))
@@ -117,7 +117,7 @@ def test_says_that_an_slo_cannot_be_met_and_goes_for_throughput() -> None:
     assert engine.knobs.max_batch_size == 256
 
 
-def test_names_the_violated_slo_within_seconds_while_nothing_has_ended_yet() -> None:
+def test_names_the_missed_target_within_seconds_while_nothing_has_ended_yet() -> None:
     engine = SimulatedEngine(lambda step: 0.0609 + 1e-4 * step.decodes + 1e-5 * step.prefill_tokens)
     with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=50)) as attached:
         for number in range(3):
@@ -129,7 +129,7 @@ def test_names_the_violated_slo_within_seconds_while_nothing_has_ended_yet() -> 
     assert re.match(r"a single decode takes 61\.\d ms, so TPOT 50 ms cannot be met", said[0].cause)
 
 
-def test_an_slo_just_met_is_not_called_impossible() -> None:
+def test_a_target_just_met_is_not_called_infeasible() -> None:
     """Every step seen is too long, but for that many decodes; what one alone takes is a guess that it does not trust."""
     engine = SimulatedEngine(lambda step: 0.02 + 1e-3 * step.decodes + 1e-5 * step.prefill_tokens)
     with control(engine, slo=SLO(ttft_ms=5000, tpot_ms=50)) as attached:

@@ -18,7 +18,7 @@ from runtime.tunable import SchedulerView
 
 START = Knobs(256, 5.0, 2000, 1000)
 LIMITS = KnobLimits(512, 1000, 8192, 8192)
-TARGETS = SLO(ttft_ms=500, tpot_ms=20)
+TARGET = SLO(ttft_ms=500, tpot_ms=20)
 
 
 def step(ms: float, decodes: int = 10, prefill: int = 0, limited: LimitedBy = LimitedBy.BUDGET) -> StepRecord:
@@ -50,7 +50,7 @@ def view(budget: int, decoding: int) -> SchedulerView:
 
 
 def test_aimd_goes_a_tenth_back_above_the_target_and_64_up_below_it() -> None:
-    made = AimdController(TARGETS, START)
+    made = AimdController(TARGET, START)
     assert decide(made).regime == "learning"
     slow = decide(made, step(15), step(27))  # 21 ms on average
     assert (slow.regime, made.limit) == ("decrease", 1800)
@@ -65,7 +65,7 @@ def test_aimd_goes_a_tenth_back_above_the_target_and_64_up_below_it() -> None:
 
 
 def test_aimd_stops_at_its_floor_and_at_the_ceiling() -> None:
-    made = AimdController(TARGETS, START)
+    made = AimdController(TARGET, START)
     for _ in range(80):
         decide(made, step(100, decodes=30))
     assert made.limit == 64
@@ -112,7 +112,7 @@ def test_gradient2_forgets_a_long_average_that_is_far_too_long() -> None:
 
 
 def test_bisection_by_hand() -> None:
-    made = BisectionController(TARGETS, START, knob="max_batch_size")
+    made = BisectionController(TARGET, START, knob="max_batch_size")
     above = decide(made, step(30, decodes=100))
     assert above.regime == "above" and (made.low, made.high) == (1, 100)
     assert above.knobs == START.with_(max_batch_size=50, max_wait_ms=0)
@@ -127,8 +127,8 @@ def test_bisection_by_hand() -> None:
 
 @pytest.mark.parametrize("knob", ["max_batch_size", "token_budget"])
 def test_bisection_finds_what_fits(knob: str) -> None:
-    """Steps of n take 4 + n/10 ms: 160 take the target of 20."""
-    made = BisectionController(TARGETS, START, knob=knob)  # type: ignore[arg-type]
+    """Steps of n take 4 + n/10 ms: 160 take the 20 that are SLOd."""
+    made = BisectionController(TARGET, START, knob=knob)  # type: ignore[arg-type]
     size = 256
     for _ in range(60):
         prefill = 0 if knob == "max_batch_size" else max(0, size - 20)

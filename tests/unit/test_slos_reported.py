@@ -53,7 +53,7 @@ def share(records: Iterable[RequestRecord], slos: dict[str, SLO]) -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[RequestRecord], float]:
-    """The log, the records and when the SLO to chats was tightened."""
+    """The log, the records and when the SLO of chats was tightened."""
     folder = tmp_path_factory.mktemp("run")
     log, requests, kept, made = folder / "run.jsonl", folder / "requests.jsonl", Kept(), engine()
     made.subscribe(kept)

@@ -14,18 +14,18 @@ from runtime.slo import SLO, attainment
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
-TARGETS = SLO(ttft_ms=1000, tpot_ms=18)
+TARGET = SLO(ttft_ms=1000, tpot_ms=18)
 BEFORE = poisson(17, 15, 1500, 150, seed=5)
 
 
 def share_from_here(engine: SimulatedEngine) -> float:
-    return attainment(engine.play(poisson(17, 20, 1500, 150, seed=6, start=engine.now)), TARGETS).share
+    return attainment(engine.play(poisson(17, 20, 1500, 150, seed=6, start=engine.now)), TARGET).share
 
 
 @pytest.mark.parametrize("how", ["pause", "close"])
 def test_what_it_leaves_meets_the_slo(how: str) -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.play(BEFORE)
         ceilings = engine.knobs
         getattr(attached, how)()
@@ -41,7 +41,7 @@ def test_what_it_leaves_meets_the_slo(how: str) -> None:
 
 def test_after_a_pause_it_goes_on_as_before() -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.play(BEFORE)
         attached.pause()
         attached.pause()
@@ -56,7 +56,7 @@ def test_after_a_pause_it_goes_on_as_before() -> None:
 
 def test_what_an_operator_has_set_holds() -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.play(BEFORE)
         attached.set(token_budget=4000)
         by_hand = engine.knobs
@@ -68,15 +68,15 @@ def test_what_an_operator_has_set_holds() -> None:
 
 def test_nothing_is_left_where_nothing_was_set(tmp_path: Path) -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS, observe_only=True):
+    with control(engine, slo=TARGET, observe_only=True):
         engine.play(BEFORE)
     assert engine.knobs == VLLM
     path = tmp_path / "mine.yaml"
     save_profile(sample_profile({"balanced": Knobs(24, 0, 192, 128)}), path)
-    with control(engine, slo=TARGETS, profile=path):
+    with control(engine, slo=TARGET, profile=path):
         pass
     assert engine.knobs == Knobs(24, 0, 192, 128), "the profile's, as nothing was seen that speaks against them"
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.play(poisson(17, 15, 1500, 150, seed=5, start=engine.now))
         attached.kill()
     assert engine.knobs == Knobs(24, 0, 192, 128)
@@ -94,7 +94,7 @@ class Leaving(PredictiveController):
 @pytest.mark.parametrize("how", ["pause", "close"])
 def test_one_that_breaks_at_the_last_decision_is_switched_off(how: str) -> None:
     engine = SimulatedEngine(h200)
-    attached = control(engine, slo=TARGETS, controller=Leaving(TARGETS, VLLM, kv_tokens=760_000))
+    attached = control(engine, slo=TARGET, controller=Leaving(TARGET, VLLM, kv_tokens=760_000))
     engine.play(BEFORE)
     assert engine.knobs != VLLM
     getattr(attached, how)()

@@ -17,7 +17,7 @@ from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 from tests.unit.control_world import h200
 
-TARGETS = SLO(ttft_ms=500, tpot_ms=30)
+TARGET = SLO(ttft_ms=500, tpot_ms=30)
 
 
 def learned() -> StepLearner:
@@ -31,7 +31,7 @@ def learned() -> StepLearner:
 
 
 def made() -> StepBudget:
-    return StepBudget(TrustedModel(learned()), Traffic(), SLOTargets({"default": TARGETS}), FeedbackGain())
+    return StepBudget(TrustedModel(learned()), Traffic(), SLOTargets({"default": TARGET}), FeedbackGain())
 
 
 def view(

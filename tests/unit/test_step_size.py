@@ -67,7 +67,7 @@ class TestFullStep:
 
 
 class TestChunks:
-    def test_one_slo_for_all_cuts_nothing(self) -> None:
+    def test_one_target_for_all_cuts_nothing(self) -> None:
         chunks = Chunks()
         for n in (100, 200, 30_000) * 20:
             chunks.saw("default", n)

@@ -19,7 +19,7 @@ from runtime.tunable import Listener
 from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
-TARGETS = SLO(ttft_ms=500, tpot_ms=30)
+TARGET = SLO(ttft_ms=500, tpot_ms=30)
 START = Knobs(128, 0, 1024, 1024)
 
 
@@ -56,7 +56,7 @@ def profile(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_the_starting_knobs_hold_until_records_come_again(name: str, fault: str, profile: Path) -> None:
     engine = Faulty(h200)
-    with control(engine, slo=TARGETS, profile=profile, controller=name) as attached:
+    with control(engine, slo=TARGET, profile=profile, controller=name) as attached:
         engine.serve_for(10)
         before, began = len(attached.decisions), engine.now
         engine.fault = fault
@@ -74,12 +74,12 @@ def test_the_starting_knobs_hold_until_records_come_again(name: str, fault: str,
         engine.serve_for(5)
         assert attached.decisions[-1].regime != "fallback" and attached.status().overdue_s is None
         if name == "predictive":
-            assert attainment(engine.serve_for(10), TARGETS).share > 0.98
+            assert attainment(engine.serve_for(10), TARGET).share > 0.98
 
 
 def test_nothing_to_do_is_no_fault() -> None:
     engine = Faulty(h200)
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         for _ in range(5):
             engine.serve_for(2, rate=5)
             engine.wait(3600)
@@ -91,7 +91,7 @@ def test_nothing_to_do_is_no_fault() -> None:
 def test_nor_is_it_after_a_fault(fault: str) -> None:
     """The last steps before an hour of nothing were not heard of: that is no hour of silence."""
     engine = Faulty(h200)
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.serve_for(5)
         engine.fault = fault
         engine.play([(engine.now, 100, 20)])
@@ -104,7 +104,7 @@ def test_nor_is_it_after_a_fault(fault: str) -> None:
 
 def test_nor_are_steps_of_many_seconds() -> None:
     engine = Faulty(lambda step: 500 * h200(step))
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.serve_for(10, rate=1)
         assert engine.now > 60
         assert not any(d.cause.startswith("no ") and "step record for" in d.cause for d in attached.decisions)
@@ -116,14 +116,14 @@ def unheard(decisions: list[Decision]) -> list[Decision]:
 
 def test_who_watches_is_told_and_who_may_not_set_does_not() -> None:
     engine = Faulty(h200)
-    with control(engine, slo=TARGETS, observe_only=True) as attached:
+    with control(engine, slo=TARGET, observe_only=True) as attached:
         engine.serve_for(5)
         engine.fault = "no number"
         engine.serve_for(5)
         (said,) = unheard(list(attached.decisions))
         assert said.action == "hold" and engine.knobs == VLLM
     engine.fault = ""
-    with control(engine, slo=TARGETS) as attached:
+    with control(engine, slo=TARGET) as attached:
         engine.serve_for(5)
         attached.set(token_budget=700)
         engine.fault = "no number"
@@ -133,7 +133,7 @@ def test_who_watches_is_told_and_who_may_not_set_does_not() -> None:
 
 def test_how_long_it_has_been_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Faulty(h200)
-    with control(engine, slo=TARGETS, steer=True) as attached:
+    with control(engine, slo=TARGET, steer=True) as attached:
         engine.serve_for(5)
         assert run(["watch", "--once"]) == 0
         assert "no usable record" not in capsys.readouterr().out and "no usable" not in str(attached.status())

@@ -16,7 +16,7 @@ from tests.sample_profile import sample_profile
 from tests.unit.control_world import VLLM, Hardware, SimulatedEngine, h200, poisson, slow_cpu
 from tests.unit.test_cost_model import measured
 
-TARGETS = SLO(ttft_ms=500, tpot_ms=18)
+TARGET = SLO(ttft_ms=500, tpot_ms=18)
 LOAD = poisson(17, 20, 1500, 150, seed=10)
 SETTLED_S = 5.0
 
@@ -28,15 +28,15 @@ def profile_of(hardware: Hardware, knobs: Knobs, path: Path) -> Path:
 
 
 def served(profile: Path, controller: str = "predictive") -> tuple[float, list[Decision]]:
-    """(share of the later requests that met the SLO, what was noted)."""
+    """(share of the later requests that kept the SLO, what was noted)."""
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS, profile=profile, admission=True, controller=controller) as attached:
+    with control(engine, slo=TARGET, profile=profile, admission=True, controller=controller) as attached:
         records = engine.play(LOAD)
         notes = [d for d in attached.decisions if d.action == "note"]
         if controller == "predictive":
             changed = [d.evidence["changes"] for d in attached.decisions if "changes" in d.evidence]
             assert bool(changed[-1]) == bool(notes), "and the evidence of decisions says that it was found"
-    return attainment([r for r in records if r.arrival > SETTLED_S], TARGETS).share, notes
+    return attainment([r for r in records if r.arrival > SETTLED_S], TARGET).share, notes
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_whoever_controls(name: str, tmp_path: Path) -> None:
 
 def test_a_machine_that_gets_slower_and_recovers(tmp_path: Path) -> None:
     engine = SimulatedEngine(h200)
-    with control(engine, slo=TARGETS, profile=profile_of(h200, VLLM, tmp_path / "mine.yaml")) as attached:
+    with control(engine, slo=TARGET, profile=profile_of(h200, VLLM, tmp_path / "mine.yaml")) as attached:
         for factor in (1.0, 3.0, 1.0):
             engine.formula.hardware = lambda step, factor=factor: factor * h200(step)  # type: ignore[misc]
             engine.play(poisson(4, 10, 800, 100, seed=1, start=engine.now))
