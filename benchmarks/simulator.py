@@ -30,8 +30,8 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 
-PROMISE = SLO(ttft_ms=500, tpot_ms=30)
-RATE = 0.9 * 22.4  # of the peak goodput under that promise
+TARGET = SLO(ttft_ms=500, tpot_ms=30)
+RATE = 0.9 * 22.4  # of the peak goodput under that SLO
 KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=2048, chunk_size=2048)
 
 
@@ -74,11 +74,11 @@ class Timing(NamedTuple):
 def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forward: bool = True) -> Timing:
     """Serve ``arrivals`` to the end."""
     engine = SimulatedEngine(
-        h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, limits=KnobLimits(), slo=PROMISE, fast_forward=fast_forward
+        h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, limits=KnobLimits(), slo=TARGET, fast_forward=fast_forward
     )
-    tally = Tally(PROMISE)
+    tally = Tally(TARGET)
     engine.subscribe(tally)
-    with control(engine, slo=PROMISE) if controlled else contextlib.nullcontext():
+    with control(engine, slo=TARGET) if controlled else contextlib.nullcontext():
         started = time.process_time()
         engine.serve(arrivals, shared=False)
         engine.run()
@@ -89,16 +89,16 @@ def simulate(arrivals: Iterable[Arrival], *, controlled: bool = False, fast_forw
 def evaluated(load: Workload, requests: int) -> float:
     """Requests for each second of CPU of one measurement as the sweep makes it: arrivals, simulation, score."""
     window = requests / RATE
-    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=TARGET)
     started = time.process_time()
-    score = evaluate(engine, None, load, PROMISE, vocab_size=2, seed=0, duration=window)
+    score = evaluate(engine, None, load, TARGET, vocab_size=2, seed=0, duration=window)
     return score.offered / (time.process_time() - started)
 
 
 def million(load: Workload, requests: int) -> None:
     """Serve ``requests`` of them in ten parts; memory after each."""
-    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=PROMISE)
-    tally = Tally(PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=H200.kv_tokens, knobs=KNOBS, slo=TARGET)
+    tally = Tally(TARGET)
     engine.subscribe(tally)
     source = load.arrivals(0, limit=requests)
     tracemalloc.start()
@@ -131,7 +131,7 @@ def main() -> None:
         "every step by itself": {"controlled": False, "fast_forward": False},
         "controlled": {"controlled": True},
     }
-    print(f"{len(arrivals)} requests at {RATE:.1f} requests/s, SLO {PROMISE}, {KNOBS}\n")
+    print(f"{len(arrivals)} requests at {RATE:.1f} requests/s, SLO {TARGET}, {KNOBS}\n")
     print(f"{'':<22}{'requests/CPU s':>15}{'steps/CPU s':>13}{'steps':>9}{'calls':>9}{'× real time':>13}{'in SLO':>9}")
     found = {}
     for name, options in kinds.items():

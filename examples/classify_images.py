@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--steps", type=int, default=100, help="of training")
-    parser.add_argument("--slo", default="e2e=250ms@99%", help="what is promised; what cannot keep it is refused")
+    parser.add_argument("--slo", default="e2e=250ms@99%", help="latency target; what cannot meet it is rejected")
     args = parser.parse_args()
     try:
         slo = SLO.parse(args.slo)
@@ -120,7 +120,7 @@ def main() -> None:
         logits = clients(batcher, images, args.clients)
 
     right = sum(int(row.argmax()) == kind for row, kind in zip(logits, kinds.tolist(), strict=True))
-    print(f"{right} of {len(kinds)} images told right")
+    print(f"{right} of {len(kinds)} images classified right")
     seconds = sorted(figures.seconds)
     print(
         f"{len(figures.calls)} calls of {len(kinds) / len(figures.calls):.1f} images; "

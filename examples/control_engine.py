@@ -1,4 +1,4 @@
-"""Keep a promise while traffic changes: an engine in your program, with a controller on its knobs.
+"""Meet an SLO while traffic changes: an engine in your program, with a controller on its knobs.
 
     python examples/control_engine.py [MODEL] [--slo ttft=500ms,tpot=50ms] [--seconds 20]
 

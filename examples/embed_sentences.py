@@ -3,7 +3,7 @@
     pip install 'gpu-autotune[examples]'
     python examples/embed_sentences.py ["a question" ...]
 
-Nobody chooses a batch size: the Batcher learns how long a call of so many tokens takes, and a promise is all it is told.
+Nobody chooses a batch size: the Batcher learns how long a call of so many tokens takes, and it needs only an SLO.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Calls:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
-    parser.add_argument("--slo", default="e2e=1s@99%", help="what is promised; what cannot keep it is refused")
+    parser.add_argument("--slo", default="e2e=1s@99%", help="latency target; what cannot meet it is rejected")
     args = parser.parse_args()
     try:
         slo = SLO.parse(args.slo)

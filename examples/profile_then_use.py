@@ -1,4 +1,4 @@
-"""Start an engine with the settings a profile recommends, and see whether it keeps the promise they were measured under.
+"""Start an engine with the settings a profile recommends, and see whether it meets the SLO they were measured under.
 
     autotune profile --out mine.yaml
     python examples/profile_then_use.py mine.yaml [--for interactive]
@@ -32,7 +32,7 @@ def serve(path: Path, purpose: str, requests: int, tokens: int) -> None:
     if purpose not in profile.settings:
         raise InputError(f"--for is {purpose}; {path} holds {', '.join(profile.settings)}")
     setting = profile.settings[purpose]
-    print(f"{path.name}: measured on {profile.machine.cpu}, promise {profile.slo}")
+    print(f"{path.name}: measured on {profile.machine.cpu}, SLO {profile.slo}")
     print(f"{purpose}: {setting.knobs} ({setting.why})")
 
     with Engine(
@@ -48,9 +48,10 @@ def serve(path: Path, purpose: str, requests: int, tokens: int) -> None:
     ) as engine:
         done = engine.generate([f"Question {i}: why?" for i in range(requests)], max_tokens=tokens)
 
-    kept = attainment((completion.record for completion in done), profile.slo)
+    found = attainment((completion.record for completion in done), profile.slo)
     print(
-        f"{kept.met} of {kept.offered} requests in time ({kept.share:.0%}; with 95% confidence {kept.low:.0%}–{kept.high:.0%})"
+        f"{found.met} of {found.offered} requests in time "
+        f"({found.share:.0%}; with 95% confidence {found.low:.0%}–{found.high:.0%})"
     )
 
 

@@ -3,8 +3,8 @@
     python examples/rate_limited_api.py [--items 200]
 
 The API here is a server on this machine that takes lists, counts its calls, and answers 429 beyond ten a second. The
-function is asynchronous, knows the limit, and may have two calls under way. Every call costs money, so the Batcher is told to
-hold items back as long as the promise allows (``call_price_ms=inf``).
+function is asynchronous, knows the limit, and may have two calls under way. Every call costs money, so the Batcher is set to
+hold items back as long as the SLO allows (``call_price_ms=inf``).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--rate", type=float, default=100.0, help="items a second")
-    parser.add_argument("--slo", default="e2e=2s@99%", help="what is promised; what cannot keep it is refused")
+    parser.add_argument("--slo", default="e2e=2s@99%", help="latency target; what cannot meet it is rejected")
     args = parser.parse_args()
     try:
         slo = SLO.parse(args.slo)

@@ -4,7 +4,7 @@
 
 One tower makes a vector of a person's history, the other one of each film; the product says how well they go together. The
 histories are ragged: 1 to 60 films. A call gets them end to end with offsets (``EmbeddingBag``), so a batch costs what its films
-cost, and the Batcher is told so: ``cost=len``.
+cost, and the Batcher gets it: ``cost=len``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--people", type=int, default=300)
     parser.add_argument("--steps", type=int, default=150, help="of training")
-    parser.add_argument("--slo", default="e2e=100ms@95%", help="what is promised; what cannot keep it is refused")
+    parser.add_argument("--slo", default="e2e=100ms@95%", help="latency target; what cannot meet it is rejected")
     args = parser.parse_args()
     try:
         slo = SLO.parse(args.slo)

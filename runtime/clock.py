@@ -22,7 +22,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """A clock that stands still until told: for tests and simulation."""
+    """A clock that stands still until it is advanced: for tests and simulation."""
 
     __slots__ = ("_now",)
 

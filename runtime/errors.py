@@ -40,7 +40,7 @@ class RequestError(AutotuneError):
 class RejectedError(RequestError):
     """The request was not accepted.
 
-    ``reason`` is a short word: ``queue_full``, ``closed``, ``slo`` (its first token would come too late), ``queue_timeout``;
+    ``reason`` is a short name: ``queue_full``, ``closed``, ``slo`` (its first token would come too late), ``queue_timeout``;
     ``retry_after_s`` a hint, or None.
     """
 

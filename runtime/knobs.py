@@ -49,9 +49,9 @@ class KnobSpec:
     def _wrong(self, value: object, top: float, where: str) -> ValueError:
         kind = "a whole number " if self.integer else ""
         allowed = f"it must be {kind}between {self.low:.10g} and {top:.10g} {self.unit}"
-        told = repr(value)
-        told = told if len(told) <= 40 else told[:37] + "..."
-        return ValueError(f"{where}{self.name} is {told}; {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        return ValueError(f"{where}{self.name} is {shown}; {allowed}")
 
 
 def _knob(default: float, **spec: Any) -> Any:

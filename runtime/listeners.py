@@ -64,7 +64,7 @@ class Listeners:
                     raise
 
 
-class Pace:
+class CompletionInterval:
     """How long it takes, lately, from one request's completion to the next: a moving average of the gaps, in seconds."""
 
     WEIGHT: Final = 0.1  # of the newest gap

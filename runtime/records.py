@@ -98,7 +98,7 @@ class RequestRecord(NamedTuple):
 
     ``scheduled`` is when it first entered a step, None if it never did. ``epoch_first`` and ``epoch_last`` are the knob
     settings in force when it was first scheduled and when it ended (-1: never scheduled). ``cause`` says more than ``reason``:
-    of a rejection it is the word of :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one.
+    of a rejection it is the reason of :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one.
     """
 
     id: str

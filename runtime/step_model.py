@@ -1,4 +1,4 @@
-"""Predicting the time of a step: the protocol, the table of its terms, and the learner that needs to be told nothing about
+"""Predicting the time of a step: the protocol, the table of its terms, and the learner, which needs to know nothing about
 the hardware.
 
 A step is counted (:class:`StepFeatures`), and its time is made of :data:`TERMS`: amounts that follow from the counts, times
@@ -202,18 +202,18 @@ class StepLearner:
             (learner._decode, len(cls._WRITTEN_OUT["decode"]), known.decode, known.decode_covariance),
             (learner._mixed, len(cls._WRITTEN_OUT["mixed"]), known.mixed, known.mixed_covariance),
         ):
-            size, told = len(piece.coefficients), len(values)
-            if not least <= told <= size or [len(row) for row in covariance] != [told] * told:
+            size, given = len(piece.coefficients), len(values)
+            if not least <= given <= size or [len(row) for row in covariance] != [given] * given:
                 needed = f"{size} are needed" if least == size else f"{least} to {size} are needed"
-                raise ValueError(f"{told} coefficients with {len(covariance)} rows of covariance; {needed}")
+                raise ValueError(f"{given} coefficients with {len(covariance)} rows of covariance; {needed}")
             if not all(map(math.isfinite, [*values, *(v for row in covariance for v in row)])) or min(values) < 0:
                 raise ValueError(
                     f"coefficients are {values}; they must be numbers of at least 0, as must be their variances"
                 )
             if any(values):  # a piece that never saw a step has nothing to tell
-                newer = [0.0] * (size - told)
+                newer = [0.0] * (size - given)
                 rows = [[*row, *newer] for row in covariance]
-                rows += [[float(i == j) for j in range(size)] for i in range(told, size)]
+                rows += [[float(i == j) for j in range(size)] for i in range(given, size)]
                 piece.believe([*values, *newer], rows, doubt)
         if not (math.isfinite(known.unit_s) and known.unit_s > 0):
             raise ValueError(f"unit_s is {known.unit_s}; it must be above 0")

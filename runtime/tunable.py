@@ -113,7 +113,7 @@ class Facts:
 
 
 class SchedulerView(NamedTuple):
-    """A read-only look at a scheduler, made when asked for.
+    """A read-only look at a scheduler, made when requested.
 
     ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
     missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``step_time_target``:

@@ -105,13 +105,13 @@ class Comparison:
         outcomes = [outcome for result in results for outcome in result.outcomes]
         met, offered = self._sums(results)
         seconds = self.duration * len(results)
-        kept = sum(o.met for o in outcomes)
+        met_here = sum(o.met for o in outcomes)
         return Standing(
             contender,
             rounds=len(results),
             offered=len(outcomes),
-            attainment=_estimate(_ratio(kept, len(outcomes)), _over(met, offered)),
-            goodput=_estimate(kept / seconds, met / seconds),
+            attainment=_estimate(_ratio(met_here, len(outcomes)), _over(met, offered)),
+            goodput=_estimate(met_here / seconds, met / seconds),
             throughput=sum(r.score.throughput for r in results) / len(results),
             unfinished=sum(r.score.unfinished for r in results),
             latencies={metric: self._percentiles(results, metric) for metric in _METRICS},

@@ -1,4 +1,4 @@
-"""What load a bench replays, and under which promise: those of a profile, or found by a calibration on the spot."""
+"""What load a bench replays, and under which SLO: those of a profile, or found by a calibration on the spot."""
 
 from __future__ import annotations
 

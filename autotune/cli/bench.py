@@ -83,7 +83,7 @@ def bench(
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
     check_rate("--rate", rate)
     seconds = _seconds(duration)
-    promise = None if slo is None else _checked("--slo", SLO.parse, slo)
+    target = None if slo is None else _checked("--slo", SLO.parse, slo)
     if workload is not None:
         _checked("--workload", parse_workload, workload)
     if out is not None:
@@ -111,10 +111,10 @@ def bench(
         source = OwnSource.load(
             named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed
         )
-        console.print(heading(found, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         with source.start(limits=limits, seed=seed) as engine:
             run = _Run(engine, model_facts(source.model, seed), contenders, seconds, rounds, seed, console, stop)
-            load = run.load(workload, promise, rate, given)
+            load = run.load(workload, target, rate, given)
             if load is not None:
                 run.measure(load)
     return _finish(run, load, out, as_json)
@@ -183,7 +183,7 @@ class _Run:
                     display.note(f"{name} could not be measured: {found.cause}")
                 else:
                     self.results.append(found)
-                    name += f": {found.score.attainment:.0%} in SLO"
+                    name += f": {found.score.attainment:.0%} attainment"
                 self._say(display, done, planned, begun, name)
             display.stage_done(f"{done}/{len(planned)}", "")
         finally:

@@ -1,4 +1,4 @@
-"""``autotune capacity``: the highest rate that holds the SLO, by bisection in simulation."""
+"""``autotune capacity``: the highest rate that meets the SLO, by bisection in simulation."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def capacity(
     requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
-    """Search and print; 1 when no rate holds the SLO."""
+    """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")
-    asked = shared.Asked(
+    requested = shared.Requested(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},
     )  # fmt: skip
@@ -61,8 +61,8 @@ def capacity(
     from autotune.simulate.capacity import Search, best_so_far
 
     console = make_console(stderr=as_json)
-    console.print(asked.head(), markup=False, highlight=False, soft_wrap=True)
-    scenario, start = asked.scenario, asked.profile.workload.rate
+    console.print(requested.head(), markup=False, highlight=False, soft_wrap=True)
+    scenario, start = requested.scenario, requested.profile.workload.rate
     display = Display(console, "")
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None
@@ -72,41 +72,43 @@ def capacity(
             scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
         )  # fmt: skip
         try:
-            for name, setting in asked.settings.items():
+            for name, setting in requested.settings.items():
                 display.stage(name)
                 known[name] = found = search.capacity(name, setting, start, shared.progress(display))
                 display.stage_done("", shared.capacity_words(found))
-            if asked.price is not None:
+            if requested.price is not None:
                 display.stage("others")
-                best = search.best(known, asked.others, shared.progress(display), asked.around)
+                best = search.best(known, requested.others, shared.progress(display), requested.around)
                 stopped = not best.whole
                 display.stage_done("", "")
         except Interrupted:
             stopped = True
-            best = best_so_far(known) if asked.price is not None else None
+            best = best_so_far(known) if requested.price is not None else None
         finally:
             display.close()
     if known:
         console.print()
         shown = list(known.values())
         top = max(shown, key=lambda one: one.order) if best is None else best.setting
-        console.print(capacity_table(shown, top, asked.price, console.width), soft_wrap=True)
+        console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
         console.print(
-            f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests keep {scenario.slo}, "
+            f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests meet {scenario.slo}, "
             f"to {search.precision:.0%}; {interval_words(seeds)}",
             style="dim", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
         endless = unbounded_sentence(shown, scenario.slo, requests)
         if endless is not None:
             console.print(endless, markup=False, highlight=False, soft_wrap=True)
-    if best is not None and asked.price is not None:
-        told = cheapest_sentence(best, scenario.slo, asked.price)
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if best is not None and requested.price is not None:
+        sentence = cheapest_sentence(best, scenario.slo, requested.price)
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        settings = [capacity_data(one, asked.price) for one in known.values()]
-        cheapest = cheapest_data(best, asked.price)
-        print(json.dumps(asked.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
+        settings = [capacity_data(one, requested.price) for one in known.values()]
+        cheapest = cheapest_data(best, requested.price)
+        print(json.dumps(requested.data() | {"settings": settings, "cheapest": cheapest, "stopped": stopped}))
     if stopped:
-        shared.say_stopped(len(known), len(asked.settings), pricing=asked.price is not None, priced=best is not None)
+        shared.say_stopped(
+            len(known), len(requested.settings), pricing=requested.price is not None, priced=best is not None
+        )
         return INTERRUPTED
     return DONE if any(one.rate for one in known.values()) else FELL_SHORT

@@ -23,7 +23,7 @@ HELP = (
     "Exit code 0: it fits; 1: it is stale, or the machine is too noisy to tell."
 )
 EXAMPLES = (
-    "Examples:  autotune check tiny-cpu.yaml  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
+    "Examples:  autotune check cpu-2core-tiny  ·  autotune check mine.yaml --budget 30s --threshold 5% --json"
     "  ·  autotune check embed.yaml --inputs texts.jsonl"
 )
 
@@ -32,7 +32,7 @@ def check(
     profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
     budget: Annotated[str, Option(help="Time to measure for, loading the model left out.")] = "10s",
     threshold: Annotated[
-        str, Option(help="How much slower or faster steps may be; less than the noise cannot be told.")
+        str, Option(help="How much slower or faster steps may be; less than the noise cannot be measured.")
     ] = "10%",
     model: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from runtime.slo import RequestClass
 
 
 def request_classes(texts: Sequence[str]) -> list[RequestClass]:
-    """``chat:ttft=300ms,tpot=30ms*2``: name, promise, and worth relative to others (1). Raises :class:`InputError`."""
+    """``chat:ttft=300ms,tpot=30ms*2``: name, SLO, and weight relative to others (1). Raises :class:`InputError`."""
     made: dict[str, RequestClass] = {}
     for text in texts:
         name, colon, rest = text.partition(":")
@@ -19,7 +19,7 @@ def request_classes(texts: Sequence[str]) -> list[RequestClass]:
                 f"--class is {text!r}; it must be NAME:SLO or NAME:SLO*WEIGHT, as chat:ttft=300ms,tpot=30ms*2"
             )
         if name == "default" or name in made:
-            taken = "the promise to it is --slo" if name == "default" else "it is given twice"
+            taken = "its SLO is --slo" if name == "default" else "it is given twice"
             raise InputError(f"--class {name}: {taken}")
         try:
             made[name] = RequestClass(name, slo, float(weight or 1))  # type: ignore[arg-type]  # it takes a spelling, too

@@ -56,7 +56,7 @@ class Display:
         targets = ", ".join(f"{n} {v:g} ms" for n, v in setup.slo.targets_ms.items() if v is not None)
         why = "" if setup.slo_from == "given" else f" ({setup.slo_from})"
         basis = (
-            "as asked"
+            "as requested"
             if setup.rate_from == "user"
             else "about what the best setting can just serve, so that settings differ"
         )

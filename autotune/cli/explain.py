@@ -13,8 +13,8 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
 HELP = (
-    "Tell what a controller did, and why: LOG as a timeline, then how often each knob was changed and how long each regime "
-    "lasted. LOG is the file given as autotune.control(engine, log=…) or autotune serve --decisions. Exit codes: 0 told, 2 LOG "
+    "Show what a controller did, and why: LOG as a timeline, then how often each knob was changed and how long each regime "
+    "lasted. LOG is the file given as autotune.control(engine, log=…) or autotune serve --decisions. Exit codes: 0 shown, 2 LOG "
     "cannot be read."
 )
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"

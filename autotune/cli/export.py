@@ -1,4 +1,4 @@
-"""``autotune export``: a profile's setting in another engine's words."""
+"""``autotune export``: a profile's setting in another engine\'s terms."""
 
 from __future__ import annotations
 

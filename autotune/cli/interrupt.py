@@ -19,17 +19,17 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     At once means without unwinding: the engine's thread may be deep in a step. Nothing is lost by that: the journal is
     appended and synced line by line, and other files are renamed into place whole.
     """
-    asked = threading.Event()
+    requested = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if requested.is_set():
             os._exit(INTERRUPTED)
-        asked.set()
+        requested.set()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, handle) for number in signals}
     try:
-        yield asked
+        yield requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

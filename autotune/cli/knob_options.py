@@ -27,10 +27,10 @@ def with_knobs(command: Callable[..., int]) -> Callable[..., int]:
             continue
         for spec in KNOBS:
             kind = int if spec.integer else float
-            told = Option(f"--{spec.name.replace('_', '-')}", help=f"Knob, in {spec.unit}: {spec.doc}.")
+            option = Option(f"--{spec.name.replace('_', '-')}", help=f"Knob, in {spec.unit}: {spec.doc}.")
             options.append(
                 inspect.Parameter(
-                    spec.name, parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, told]
+                    spec.name, parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
                 )
             )
     run.__signature__ = inspect.Signature(options, return_annotation=int)  # type: ignore[attr-defined]  # what typer reads

@@ -42,7 +42,7 @@ def profile(
     ] = None,
     workload: Annotated[str, Option(help="A preset, or azure-conv:FILE to replay a trace.")] = "azure-conv",
     slo: Annotated[
-        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can keep.")
+        str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can meet.")
     ] = None,
     sim_trials: Annotated[
         int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
@@ -108,7 +108,7 @@ def profile(
     most: Annotated[int, Option(help="With --callable: most items in a call.")] = 256,
     replicas: Annotated[int, Option(help="With --callable: workers that call it at a time.")] = 1,
 ) -> int:
-    """Profile the machine; the exit code says whether the SLO can be kept."""
+    """Profile the machine; the exit code says whether the SLO can be met."""
     from autotune.cli.profile_callable import profile_callable, refuse
 
     refuse(context, callable_given=callable_name is not None)
@@ -120,7 +120,7 @@ def profile(
     from autotune.cli.display import make_console
     from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.profile_study import Asked, stem, work
+    from autotune.cli.profile_study import Requested, stem, work
     from autotune.cli.profiled import finish
     from autotune.cli.target import (
         check_dtype,
@@ -181,8 +181,8 @@ def profile(
         device = "cuda" if kind == "gpu" else "cpu"
         check_dtype(dtype)
         source = OwnSource.load(model, dtype=dtype, device=device, seed=seed)
-        console.print(heading(found_machine, asked=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
-        asked = Asked(
+        console.print(heading(found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question
         )
         command = shlex.join(["autotune", *without_passwords(context.obj)])
@@ -192,7 +192,7 @@ def profile(
 
         try:
             return work(
-                asked, files, storage, study, console, limits=limits, fresh=fresh, stop=stop.is_set, write=write
+                requested, files, storage, study, console, limits=limits, fresh=fresh, stop=stop.is_set, write=write
             )
         except EvaluationError as error:  # it ran, and nothing could be measured
             print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)

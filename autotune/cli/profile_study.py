@@ -31,8 +31,8 @@ _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be profiled, and what is asked of it. ``spec``: the workload as it was written; ``price``: per hour."""
+class Requested:
+    """What is to be profiled, and what is requested of it. ``spec``: the workload as it was written; ``price``: per hour."""
 
     source: OwnSource
     model: ModelFacts
@@ -59,7 +59,7 @@ class Asked:
 
 
 def work(
-    asked: Asked,
+    requested: Requested,
     files: Files,
     storage: str | None,
     name: Path | None,
@@ -71,9 +71,9 @@ def work(
     write: Callable[[Findings, Subject], int],
 ) -> int:
     """Work on the study until it is done or stopped, and have what was found written; the exit code."""
-    facts, question, identity = asked.model, asked.question, asked.identity
+    facts, question, identity = requested.model, requested.question, requested.identity
     weights = "random weights, " if facts.random_weights else ""
-    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {asked.spec}"
+    head = f"model {facts.name} ({_millions(facts.parameters)}, {weights}{facts.dtype}) · workload {requested.spec}"
     display = Display(console, head)
     place: Path | SharedStorage = files.journal
     if storage is not None:
@@ -90,9 +90,9 @@ def work(
             _copy(files.journal, before)
             study = study.restarted(identity)
         study.extend(question.budget_s, question.sim_trials)
-        source = asked.source.with_options(kv_tokens=pool_of(study, asked.source, place), block_size=BLOCK)
+        source = requested.source.with_options(kv_tokens=pool_of(study, requested.source, place), block_size=BLOCK)
         with source.start(limits=limits, seed=question.seed) as engine:
-            subject = Subject(engine, facts, asked.machine, asked.spec, asked.price)
+            subject = Subject(engine, facts, requested.machine, requested.spec, requested.price)
             session = Session(engine, facts, question, study, display, stop=stop)
             try:
                 found = session.run()

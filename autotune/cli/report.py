@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 HELP = (
     "Show what a profile found: one HTML file with every plot inside it, to open from disk or to send, and the essentials "
     "here. PROFILE is a YAML file, or the name of a shipped profile; the raw runs beside it are used if they are there. "
-    "Given LOG, a controller's decision log, the page tells that run. "
+    "Given LOG, a controller's decision log, the page shows that run. "
     "Exit codes: 0 written, 2 PROFILE or LOG cannot be read, or --out cannot be written."
 )
 EXAMPLES = (
-    "Examples:  autotune report tiny-cpu.yaml --open  ·  autotune report tiny-cpu.yaml --price 2.50/h --out page.html --json"
+    "Examples:  autotune report cpu-2core-tiny --open  ·  autotune report cpu-2core-tiny --price 2.50/h --out page.html --json"
     "  ·  autotune report run.jsonl --records requests.jsonl"
 )
 
@@ -102,8 +102,8 @@ def _run(log: Path, records: Path | None, page: Path, *, show_it: bool, as_json:
     console = make_console(stderr=as_json)
     if as_json:
         sections = {section.key: {"found": section.title, "absent": section.absent} for section in made.sections}
-        told = {"file": str(page), "log": str(log), "title": made.head.title, "sections": sections}
-        print(json.dumps(told | {"decisions": len(made.run.decisions), "requests": len(made.run.records)}))
+        data = {"file": str(page), "log": str(log), "title": made.head.title, "sections": sections}
+        print(json.dumps(data | {"decisions": len(made.run.decisions), "requests": len(made.run.records)}))
     else:
         console.print(made.head.title, highlight=False, markup=False, soft_wrap=True)
         for line in summarize(made.run.decisions).lines():

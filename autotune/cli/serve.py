@@ -84,7 +84,7 @@ def serve(
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
 ) -> int:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     start_with = _profile(profile, purpose)
     name = model or (start_with.model.name if start_with else None)
     if name is None:
@@ -197,7 +197,7 @@ def _profile(path: Path | None, purpose: str) -> Profile | None:
 
 
 def _check_machine(profile: Profile, device: str, anyway: bool, *, controlled: bool) -> None:
-    """Raise one line if the profile is of another machine, unless told that this is known."""
+    """Raise one line if the profile is of another machine, unless an option says that this is known."""
     from autotune.profile.fingerprint import gpu_available, measured_elsewhere
 
     gpu = device.startswith("cuda") or (device == "auto" and gpu_available())

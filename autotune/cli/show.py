@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autotune.profile import Profile
 
 HELP = "Check a profile and print its table. PROFILE is a YAML file, or the name of a shipped profile."
-EXAMPLES = "Examples:  autotune show tiny-cpu.yaml --price 2.50/h  ·  autotune show tiny-cpu.yaml --json | jq .knobs"
+EXAMPLES = "Examples:  autotune show cpu-2core-tiny --price 2.50/h  ·  autotune show cpu-2core-tiny --json | jq .knobs"
 
 
 def show(

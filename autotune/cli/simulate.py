@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Simulate a profiled machine under a load: the profile's settings, or one given by knobs, or a controller. Exit code 1: "
-    "none of them holds the SLO."
+    "none of them meets the SLO."
 )
 EXAMPLES = (
     "Examples:  autotune simulate mine.yaml --workload azure-code --rate 12  ·  "
@@ -47,10 +47,10 @@ def simulate(
     requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
-    """Simulate and print; 1 when nothing holds the SLO."""
+    """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
-    asked = shared.Asked(
+    requested = shared.Requested(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},
     )  # fmt: skip
@@ -62,9 +62,9 @@ def simulate(
     from autotune.simulate.capacity import Search, best_so_far
 
     console = make_console(stderr=as_json)
-    offered, whose = asked.offered(rate)
-    console.print(asked.head((offered, whose)), markup=False, highlight=False, soft_wrap=True)
-    scenario, taken = asked.scenario, tuple(range(seed, seed + seeds))
+    offered, whose = requested.offered(rate)
+    console.print(requested.head((offered, whose)), markup=False, highlight=False, soft_wrap=True)
+    scenario, taken = requested.scenario, tuple(range(seed, seed + seeds))
     display = Display(console, "")
     points: list[Point] = []
     known: dict[str, SettingCapacity] = {}
@@ -72,9 +72,9 @@ def simulate(
     stopped = False
     with stop_on_interrupt() as stop:
         display.stage("simulating")
-        done, total, begun = 0, len(asked.settings) * seeds, time.monotonic()
+        done, total, begun = 0, len(requested.settings) * seeds, time.monotonic()
         try:
-            for name, setting in asked.settings.items():
+            for name, setting in requested.settings.items():
                 runs = []
                 for one in taken:
                     score = scenario.measure(
@@ -86,13 +86,13 @@ def simulate(
                     display.progress(done / total, f"{done}/{total}", name, left)
                 points.append(point(runs).model_copy(update={"knobs": setting}))
             display.stage_done(f"{done}/{total}", "")
-            if asked.price is not None:
+            if requested.price is not None:
                 display.stage("pricing")
                 search = Search.of(scenario, taken, requests, controller=controller, stop=stop.is_set)
-                told = shared.progress(display)
-                for name, setting in asked.settings.items():
-                    known[name] = search.capacity(name, setting, offered, told)
-                best = search.best(known, asked.others, told, asked.around)
+                advance = shared.progress(display)
+                for name, setting in requested.settings.items():
+                    known[name] = search.capacity(name, setting, offered, advance)
+                best = search.best(known, requested.others, advance, requested.around)
                 stopped = not best.whole
                 display.stage_done("", "")
         except Interrupted:
@@ -102,20 +102,26 @@ def simulate(
             display.close()
     if points:
         console.print()
-        console.print(simulated_table(points, scenario.slo, asked.price, console.width), soft_wrap=True)
+        console.print(simulated_table(points, scenario.slo, requested.price, console.width), soft_wrap=True)
         console.print(
             f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
             f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval over requests",
             style="dim", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    if best is not None and asked.price is not None:
-        text = cheapest_sentence(best, scenario.slo, asked.price)
+    if best is not None and requested.price is not None:
+        text = cheapest_sentence(best, scenario.slo, requested.price)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        found = [point_data(p, asked.price) for p in points]
-        cheapest = cheapest_data(best, asked.price)
-        print(json.dumps(asked.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}))
+        found = [point_data(p, requested.price) for p in points]
+        cheapest = cheapest_data(best, requested.price)
+        print(
+            json.dumps(
+                requested.data() | {"rate": offered, "settings": found, "cheapest": cheapest, "stopped": stopped}
+            )
+        )
     if stopped:
-        shared.say_stopped(len(points), len(asked.settings), pricing=asked.price is not None, priced=best is not None)
+        shared.say_stopped(
+            len(points), len(requested.settings), pricing=requested.price is not None, priced=best is not None
+        )
         return INTERRUPTED
     return DONE if any(p.attainment >= scenario.slo.attainment for p in points) else FELL_SHORT

@@ -24,7 +24,7 @@ PROFILE_HELP = (
 )
 OPTION_HELP = "Another way to give PROFILE."
 WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
-SLO_HELP = "The promise: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
+SLO_HELP = "The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
 SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
 KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
@@ -49,7 +49,7 @@ def one_profile(argument: str | None, option: str | None, verb: str) -> str:
     return found
 
 
-class Asked:
+class Requested:
     """The options both verbs have, checked."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Asked:
         if controller is not None:
             checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
-        promise = None if slo is None else checked("--slo", SLO.parse, slo)
+        target = None if slo is None else checked("--slo", SLO.parse, slo)
         if workload is not None:
             checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
@@ -85,7 +85,7 @@ class Asked:
         self.scale = scale
         self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}), *_above(self.profile, overrides))
         scenario = checked(
-            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=promise, speeds=speeds, kv_tokens=kv_tokens)
+            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=target, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
         facts = self.profile.workload
         self.spec = workload or facts.spec
@@ -117,10 +117,10 @@ class Asked:
 
         return neighbours(whole_space(self.scenario.limits), knobs)
 
-    def offered(self, asked: float | None) -> tuple[float, str]:
-        """The rate to simulate and whose it is: ``asked`` (--rate), or the one --workload names, or the profile's."""
-        if asked is not None:
-            return asked, "--rate"
+    def offered(self, rate: float | None) -> tuple[float, str]:
+        """The rate to simulate and whose it is: ``rate`` (--rate), or the one --workload names, or the profile's."""
+        if rate is not None:
+            return rate, "--rate"
         if self.rate is not None:
             check_rate("--workload: rate", self.rate)
             return self.rate, "the workload's"
@@ -223,16 +223,16 @@ def progress(display: Display) -> Callable[[float, bool], None]:
     """Tells ``display`` of each simulation. How many it takes is not known before."""
     count = 0
 
-    def told(rate: float, held: bool) -> None:
+    def advance(rate: float, held: bool) -> None:
         nonlocal count
         count += 1
         display.progress(1 - 0.94**count, f"{count} runs", f"{rate:.3g} req/s {'held' if held else 'missed'}", None)
 
-    return told
+    return advance
 
 
 def checked(option: str, parse: Any, *arguments: Any) -> Any:
-    """``parse(*arguments)``; what is wrong with them is told with the option's name."""
+    """``parse(*arguments)``; errors name the option."""
     try:
         return parse(*arguments)
     except InputError as error:

@@ -74,7 +74,7 @@ def loading(name: str) -> str:
     return f"autotune {__version__} · loading {name} …"
 
 
-def heading(found: Machine, *, asked: bool) -> str:
-    """The first line: version and machine. ``asked``: --cpu or --gpu was given, so there is nothing to explain."""
-    note = "" if asked or found.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
+def heading(found: Machine, *, requested: bool) -> str:
+    """The first line: version and machine. ``requested``: --cpu or --gpu was given, so there is nothing to explain."""
+    note = "" if requested or found.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
     return f"autotune {__version__} · {describe(found)}{note}"

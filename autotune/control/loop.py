@@ -71,6 +71,8 @@ class Control(ReportsRates):
         self._watchdog = Watchdog(engine)
         self._paused = self._ended = False
         self._failure: Exception | None = None  # what a budget raised
+        self.failed: Exception | None = None
+        """What ended the controller, if it raised."""
         self._steering: SteeringServer | None = None
         decisions, now = DecisionLog(log_path), engine.view().now
         try:
@@ -160,6 +162,7 @@ class Control(ReportsRates):
     def _give_up(self, error: Exception) -> None:
         """The controller failed: restore the knobs from before it and detach."""
         if not self._ended:
+            self.failed = error
             log.error(
                 "the %s controller failed: the knobs from before it are restored", self.controller.name, exc_info=error
             )

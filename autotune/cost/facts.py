@@ -70,7 +70,8 @@ class LearnerFacts(Part):
 
 
 class JitterFacts(Part):
-    """How the times of served steps scatter around what the cost model and its excess say: factors of mean 1, in spells.
+    """How the times of served steps scatter around what the cost model and the serving overhead say: autocorrelated
+    factors of mean 1.
 
     Drawn from ranks of a Gaussian process: so much of its variance (``persistent``) is a first-order autoregression with
     ``memory`` from one step to the next, the rest is new in each step.
@@ -81,7 +82,7 @@ class JitterFacts(Part):
         max_length=256,
         description="of the factor: means over equal shares of the time, in ascending order; their mean is 1",
     )
-    persistent: Share = Field(description="share of the variance that comes in spells; the rest is new in each step")
+    persistent: Share = Field(description="share of the variance that is autocorrelated; the rest is new in each step")
     memory: Share = Field(description="correlation of that part from one step to the next")
 
     def four_in_five(self) -> tuple[float, float]:

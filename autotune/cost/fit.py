@@ -41,7 +41,7 @@ _WORTH = 0.004  # share of the cross-validated error that one more coefficient m
 
 @dataclass(frozen=True)
 class Fitted:
-    """``held_out``: seconds of each point as told by a fit that did not see it."""
+    """``held_out``: seconds of each point as predicted by a fit that did not see it."""
 
     shape: Shape
     coefficients: Floats
@@ -94,7 +94,7 @@ def fit(points: Sequence[StepPoint]) -> Fitted:
     """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens for p in points]
-    told: dict[Shape, Floats] = {}
+    predicted: dict[Shape, Floats] = {}
     for shapes in _chains(candidates(tokens), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}
         for fold in range(FOLDS):
@@ -102,12 +102,12 @@ def fit(points: Sequence[StepPoint]) -> Fitted:
             for shape, coefficients in _solve_chain(shapes, data.where(inside)):
                 outside = shape.columns(data.steps[~inside])
                 held_out[shape][~inside] = shape.times(outside, coefficients)[0]
-        told |= held_out
+        predicted |= held_out
     shape = _chosen(
-        {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in told.items()}, data
+        {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in predicted.items()}, data
     )
     coefficients = dict(_solve_chain(_norms_up_to(shape), data))[shape]
-    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), told[shape])
+    return Fitted(shape, coefficients, _covariance(shape, coefficients, data), predicted[shape])
 
 
 def _counts(points: Sequence[StepPoint]) -> Floats:
@@ -120,14 +120,14 @@ def _counts(points: Sequence[StepPoint]) -> Floats:
     )
 
 
-def _losses(told: Floats, data: Measured) -> Floats:
-    """|log(told ÷ measured)| of each point, capped."""
-    losses: Floats = np.minimum(np.abs(np.log(np.maximum(told, 1e-9) / data.seconds)), 0.5)
+def _losses(predicted: Floats, data: Measured) -> Floats:
+    """|log(predicted ÷ measured)| of each point, capped."""
+    losses: Floats = np.minimum(np.abs(np.log(np.maximum(predicted, 1e-9) / data.seconds)), 0.5)
     return losses
 
 
-def _loss(told: Floats, data: Measured) -> float:
-    return float(np.average(_losses(told, data), weights=data.weights))
+def _loss(predicted: Floats, data: Measured) -> float:
+    return float(np.average(_losses(predicted, data), weights=data.weights))
 
 
 def _chosen(losses: Mapping[Shape, Floats], data: Measured) -> Shape:
@@ -181,8 +181,8 @@ def _solve(shape: Shape, data: Measured, start: Floats | None) -> Floats:
     columns = columns / scale
     coefficients = _weighted(columns / data.seconds[:, None], data.weights) if start is None else start * scale
     for _ in range(2):
-        told, _ = shape.times(columns, coefficients)
-        usual = 1.4826 * np.median(np.abs(told / data.seconds - 1) * data.weights)
+        predicted, _ = shape.times(columns, coefficients)
+        usual = 1.4826 * np.median(np.abs(predicted / data.seconds - 1) * data.weights)
         coefficients = _descend(shape, columns, data, coefficients, 2 * max(float(usual), 0.005))
     found: Floats = coefficients / scale
     return found
@@ -190,19 +190,19 @@ def _solve(shape: Shape, data: Measured, start: Floats | None) -> Floats:
 
 def _descend(shape: Shape, columns: Floats, data: Measured, coefficients: Floats, clip: float) -> Floats:
     """Gauss–Newton on Huber's loss with halved steps."""
-    told, derivatives = shape.times(columns, coefficients)
-    loss = _huber(told, data, clip)
+    predicted, derivatives = shape.times(columns, coefficients)
+    loss = _huber(predicted, data, clip)
     for _ in range(40):
-        residual = np.abs(told / data.seconds - 1) * data.weights
+        residual = np.abs(predicted / data.seconds - 1) * data.weights
         robust = np.sqrt(np.minimum(1.0, clip / np.maximum(residual, 1e-12)))
         wanted = _weighted(derivatives / data.seconds[:, None], data.weights * robust)
         share, before = 1.0, loss
         while share > 0.02:
             tried = coefficients + share * (wanted - coefficients)
-            told_there, derivatives_there = shape.times(columns, tried)
-            loss_there = _huber(told_there, data, clip)
+            predicted_there, derivatives_there = shape.times(columns, tried)
+            loss_there = _huber(predicted_there, data, clip)
             if loss_there < loss:
-                coefficients, told, derivatives, loss = tried, told_there, derivatives_there, loss_there
+                coefficients, predicted, derivatives, loss = tried, predicted_there, derivatives_there, loss_there
                 break
             share /= 2
         if loss > before * (1 - 1e-5):
@@ -220,17 +220,17 @@ def _weighted(relative: Floats, weights: Floats) -> Floats:
     return np.asarray(solution)
 
 
-def _huber(told: Floats, data: Measured, clip: float) -> float:
-    residual = np.abs(told / data.seconds - 1) * data.weights
+def _huber(predicted: Floats, data: Measured, clip: float) -> float:
+    residual = np.abs(predicted / data.seconds - 1) * data.weights
     return float(np.mean(np.where(residual <= clip, residual**2, 2 * clip * residual - clip**2)))
 
 
 def _covariance(shape: Shape, coefficients: Floats, data: Measured) -> Floats:
     """Of the coefficients above zero; those at zero are held there, with none."""
     columns = shape.columns(data.steps)
-    told, derivatives = shape.times(columns, coefficients)
+    predicted, derivatives = shape.times(columns, coefficients)
     free = coefficients > 0
-    residual = (told / data.seconds - 1) * data.weights
+    residual = (predicted / data.seconds - 1) * data.weights
     usual = max(1.4826 * float(np.median(np.abs(residual))), 1e-4)
     rows = (derivatives / data.seconds[:, None] * data.weights[:, None])[:, free] * coefficients[free]
     _, scales, directions = np.linalg.svd(rows, full_matrices=False)

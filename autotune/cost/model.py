@@ -1,6 +1,6 @@
 """The cost model: how long a step takes on a machine that was measured, of a physical shape (:mod:`autotune.cost.shape`).
 
-Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and asked by the simulator for every
+Fitted once to a few dozen kinds of steps (:func:`fit_cost_model`), kept in the profile, and used by the simulator for every
 step it simulates. It stands behind the same protocol as the online learner (:class:`runtime.step_model.StepModel`), which
 its :class:`~autotune.cost.facts.LearnerFacts` give a warm start.
 """
@@ -217,13 +217,13 @@ def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None)
 
 def with_predictions(points: Sequence[StepPoint]) -> list[StepPoint]:
     """``points``, each with what a model fitted without it says of it. Raises as :func:`fit_cost_model`."""
-    told = fit(points).held_out.tolist()
-    return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, told, strict=True)]
+    predicted = fit(points).held_out.tolist()
+    return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, predicted, strict=True)]
 
 
 def errors(points: Sequence[StepPoint], fitted: Fitted) -> list[float]:
     """|predicted − measured| / measured of each point, predicted without it."""
-    return [abs(told / p.seconds - 1) for p, told in zip(points, fitted.held_out.tolist(), strict=True)]
+    return [abs(predicted / p.seconds - 1) for p, predicted in zip(points, fitted.held_out.tolist(), strict=True)]
 
 
 def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
 
 BLOCK = 16
-"""Tokens in a KV block, unless told otherwise."""
+"""Tokens in a KV block, unless given."""
 
 
 class OwnSource:

@@ -62,8 +62,8 @@ def measured(point: Point) -> str:
     times = {"TTFT": point.ttft_p99_ms, "TPOT": point.tpot_p99_ms}
     tail = "".join(f", {name} p99 {ms:.0f} ms" for name, ms in times.items() if ms is not None)
     return (
-        f"{point.attainment:.1%} of {point.offered} requests in SLO (95% interval {point.attainment_low:.0%}–"
-        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s in SLO{tail}"
+        f"{point.attainment:.1%} of {point.offered} requests met the SLO (95% interval {point.attainment_low:.0%}–"
+        f"{point.attainment_high:.0%}), {point.goodput.mean:.3g} requests/s met it{tail}"
     )
 
 
@@ -73,7 +73,7 @@ def yaml_file(head: list[str], entries: list[Entry]) -> str:
     for entry in entries:
         label = "approximate: " if entry.lossy and entry.written else ""
         note = f"; {label}{one_line(entry.note)}" if entry.note else ""
-        text = f"{one_line(entry.told)}: {entry.doc}{note}"
+        text = f"{one_line(entry.source)}: {entry.doc}{note}"
         comment = "".join(f"# {line}\n" for line in _wrapped(text, indent=2))
         blocks.append(
             comment + yaml.safe_dump(dict(entry.written), sort_keys=False, width=10**6) if entry.written else comment

@@ -34,9 +34,9 @@ class Export:
         lines = list(self.warnings)
         for entry in self.entries:
             if entry.lossy and entry.fit is Fit.UNSUPPORTED:
-                lines.append(f"{entry.told} is dropped: {entry.note}")
+                lines.append(f"{entry.source} is dropped: {entry.note}")
             elif entry.lossy:
-                lines.append(f"{entry.told} is approximate: {entry.note}")
+                lines.append(f"{entry.source} is approximate: {entry.note}")
             elif entry.fit is Fit.UNSUPPORTED:
                 lines.append(f"{entry.name}: {entry.note}")
         return lines
@@ -84,7 +84,7 @@ def export(
     model: str | None = None,
     allow_lossy: bool = False,
 ) -> Export:
-    """One setting of ``profile`` in the words of ``target``.
+    """One setting of ``profile`` in the terms of ``target``.
 
     ``purpose``: which setting. ``model``: what to serve, None for what was measured (see
     :func:`autotune.export.models.model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
@@ -115,7 +115,7 @@ def _apply(ours: Ours, row: Row, source: Source) -> Entry:
     return Entry(
         name=ours.name,
         value=ours.value(source),
-        told=ours.told(source),
+        source=ours.shown(source),
         doc=ours.doc,
         fit=row.fit,
         written=row.write(source),

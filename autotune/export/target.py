@@ -60,7 +60,7 @@ class Ours:
     doc: str
     value: Callable[[Source], Value]
 
-    def told(self, source: Source) -> str:
+    def shown(self, source: Source) -> str:
         """``name value unit`` for people."""
         return f"{self.name} {number(self.value(source))} {self.unit}".rstrip()
 
@@ -164,7 +164,7 @@ class Entry:
 
     name: str
     value: Value
-    told: str
+    source: str
     doc: str
     fit: Fit
     written: Written

@@ -27,12 +27,12 @@ from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 
-__all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "settle"]
+__all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "wait_until_idle"]
 
 MAX_DRAIN_S = 30.0
 """Longest drain when the SLO gives no deadline (a bare ``ttft=`` or ``tpot=``)."""
 
-_SETTLE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
+_IDLE_PATIENCE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
 _POLL_S = 0.02
 
 
@@ -112,7 +112,7 @@ def evaluate(
         if simulated is None
         else _VirtualSender(simulated, arrivals, label, prompt_seed)
     )
-    settle(engine)
+    wait_until_idle(engine)
     epoch = engine.set_knobs(setting) if setting is not None else engine.epoch
     knobs = engine.knobs
     recorder = Recorder()
@@ -153,7 +153,7 @@ def evaluate(
     )
 
 
-def settle(engine: Engine, *, patience: float = _SETTLE_S) -> None:
+def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> None:
     """Wait until nothing runs or waits in ``engine``. Raises :class:`EvaluationError` if it does not come to rest."""
     clock, pause = engine.clock, waiting(engine)
     give_up = clock.now() + patience
@@ -208,7 +208,7 @@ class _Sender:
         for name, handle in self._handles.items():
             if name not in recorder.requests:
                 handle.cancel()
-        self._await(recorder, clock.now() + _SETTLE_S, clock, None)
+        self._await(recorder, clock.now() + _IDLE_PATIENCE_S, clock, None)
         missing = self._handles.keys() - recorder.requests.keys()
         if stopped:
             raise Interrupted("interrupted")

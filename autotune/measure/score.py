@@ -131,8 +131,8 @@ def score(
 ) -> Score:
     """Pure arithmetic from records (arrival = when due) to a :class:`Score`. ``slo``: one for all, or one for each class, with
     ``default`` for those not named."""
-    kept = attainment(records, slo)
-    low, high = wilson_interval(kept.met, kept.offered)
+    judged = attainment(records, slo)
+    low, high = wilson_interval(judged.met, judged.offered)
     width = max(1.0, duration / _MOST_BLOCKS)
     blocks = [(0, 0)] * max(1, math.ceil(duration / width))
     for record in records:
@@ -145,20 +145,20 @@ def score(
         epoch=epoch,
         seed=seed,
         rate=rate,
-        offered_rate=kept.offered / duration,
+        offered_rate=judged.offered / duration,
         window_s=duration,
-        offered=kept.offered,
-        met=kept.met,
-        attainment=kept.share,
+        offered=judged.offered,
+        met=judged.met,
+        attainment=judged.share,
         attainment_low=low,
         attainment_high=high,
-        goodput=kept.met / duration,
+        goodput=judged.met / duration,
         completed_rate=sum(r.completed for r in records) / duration,
         throughput=tokens / duration,
         ttft_ms=_latency(r.ttft for r in records),
         tpot_ms=_latency(r.tpot for r in records),
         e2e_ms=_latency(r.e2e for r in records),
-        violations=dict(kept.violations),
+        violations=dict(judged.violations),
         unfinished=sum(r.reason is FinishReason.TIMEOUT for r in records),
         blocks=blocks,
         lateness_p99_ms=report.lateness_p99 * 1000,
@@ -172,12 +172,12 @@ def score(
 def _by_class(records: Sequence[RequestRecord], slos: Mapping[str, SLO], duration: float) -> dict[str, ClassScore]:
     found = {}
     for name, slo in slos.items():
-        kept = attainment(
+        judged = attainment(
             [r for r in records if (r.request_class if r.request_class in slos else "default") == name], slo
         )
         found[name] = ClassScore(
-            slo=str(slo), offered=kept.offered, met=kept.met, attainment=kept.share, goodput=kept.met / duration,
-            violations=dict(kept.violations),
+            slo=str(slo), offered=judged.offered, met=judged.met, attainment=judged.share, goodput=judged.met / duration,
+            violations=dict(judged.violations),
         )  # fmt: skip
     return found if len(found) > 1 else {}
 

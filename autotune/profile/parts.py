@@ -228,7 +228,7 @@ class Setting(Part):
 
 
 class Capacity(Part):
-    """The highest rate tried at which ``knobs`` kept the SLO's share."""
+    """The highest rate tried at which ``knobs`` met the SLO."""
 
     knobs: KnobsField
     rate: AboveZero | None = Field(description="requests/s; null: at no rate tried")

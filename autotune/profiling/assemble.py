@@ -187,7 +187,7 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
         luck = "" if above is None else f" ({_share(above)} at {_rate(above)} must then have been luck)"
         return False, (
             f"the SLO was not met at any rate tried: at best {_share(best)} at {_rate(best)}{luck}, "
-            f"where {share} are asked; ask for less (--slo), or for shorter requests"
+            f"where the target is {share}; relax it (--slo), or send shorter requests"
         )
     at = next(p for p in tried if p.rate == findings.capacity.rate)
     beyond = next((p for p in missed if p.offered_rate > at.offered_rate), None)

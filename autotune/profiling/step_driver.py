@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from autotune.engines import Engine, Handle, waiting
-from autotune.measure.evaluate import EvaluationError, Interrupted, settle
+from autotune.measure.evaluate import EvaluationError, Interrupted, wait_until_idle
 from autotune.workload import Arrival, prompt_ids
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
@@ -123,7 +123,7 @@ class StepDriver:
             self._live.clear()
         if self._error is not None:
             raise self._error
-        settle(self._engine)
+        wait_until_idle(self._engine)
         if self._stop():
             raise Interrupted("interrupted")
         return samples(self._records, self._disturbed)

@@ -110,7 +110,7 @@ class Evidence:
             if r.stage == point.stage and r.knobs == point.knobs and math.isclose(r.score.rate, point.rate)
         ]
 
-    def twins(self) -> list[tuple[Point, Point]]:
+    def pairs(self) -> list[tuple[Point, Point]]:
         """(measured, simulated) of every validated setting that was simulated at the same rate, by the same arrivals if so."""
         found = []
         for p in self.profile.points:

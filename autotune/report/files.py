@@ -1,4 +1,4 @@
-"""What kind of file a report was asked of, by its content."""
+"""What kind of file a report is made of, by its content."""
 
 from __future__ import annotations
 

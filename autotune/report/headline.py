@@ -9,10 +9,10 @@ from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profile.fingerprint import describe
 from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, Target, targets, trial_of
-from autotune.report.profile_table import cheapest, doubts
+from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import asked, number, percent, plus_minus, ratio
+from autotune.report.wording import number, percent, plus_minus, ratio, target_share
 from runtime.knobs import KNOBS
 
 
@@ -30,7 +30,7 @@ class Figure:
 @dataclass(frozen=True)
 class Headline:
     """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
-    given a price, the cheapest setting that holds the SLO; ``doubts``: what about the run makes its figures doubtful."""
+    given a price, the cheapest setting that meets the SLO; ``warnings``: what about the run makes its figures doubtful."""
 
     title: str
     status: str
@@ -43,7 +43,7 @@ class Headline:
     facts: tuple[tuple[str, str], ...]
     purposes: Table
     notes: tuple[str, ...]
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def headline(evidence: Evidence) -> Headline:
@@ -68,7 +68,7 @@ def headline(evidence: Evidence) -> Headline:
         facts=_facts(evidence),
         purposes=_purposes(evidence),
         notes=evidence.lacking,
-        doubts=doubts(profile),
+        warnings=warnings(profile),
     )
 
 
@@ -84,12 +84,12 @@ def _status(evidence: Evidence) -> tuple[str, str]:
         return f"SLO not met{stopped}", "bad"
     if profile.capacity is None or profile.status == "stopped":
         return f"SLO not missed so far{stopped}", "unsure"
-    kept, missed = limit(evidence)
-    if kept is not None and missed:
-        return f"SLO kept at {number(kept.offered_rate)} req/s, missed at {number(missed[0].offered_rate)}", "unsure"
-    if kept is not None and not Objective.of(profile).confirmed(kept):
-        return f"SLO perhaps kept up to {number(kept.offered_rate)} req/s: too few requests to tell", "unsure"
-    return ("SLO kept" if kept is None else f"SLO kept up to {number(kept.offered_rate)} req/s"), "good"
+    met, missed = limit(evidence)
+    if met is not None and missed:
+        return f"SLO met at {number(met.offered_rate)} req/s, missed at {number(missed[0].offered_rate)}", "unsure"
+    if met is not None and not Objective.of(profile).confirmed(met):
+        return f"SLO perhaps met up to {number(met.offered_rate)} req/s: too few requests to tell", "unsure"
+    return ("SLO met" if met is None else f"SLO met up to {number(met.offered_rate)} req/s"), "good"
 
 
 def _sure(evidence: Evidence) -> str:
@@ -121,7 +121,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         "attainment",
         percent(point.attainment),
         "in SLO",
-        f"at {number(point.offered_rate)} req/s offered; asked {asked(profile.slo.attainment)}",
+        f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
         "good" if point.attainment >= profile.slo.attainment else "",
     )
     found = [goodput, share]
@@ -142,7 +142,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
 
 
 def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
-    """Whether the p99 keeps its target, and how many of the runs say otherwise than their median."""
+    """Whether the p99 meets its target, and how many of the runs say otherwise than their median."""
     point = evidence.recommended.point
     value = target.of(point)
     if value is None:
@@ -151,7 +151,7 @@ def _against(evidence: Evidence, target: Target) -> tuple[str, str]:
     missed = sum(v is None or v > target.bound for v in runs)
     if missed and missed < len(runs):
         return f"missed in {missed} of {len(runs)} runs", "unsure"
-    return ("kept", "good") if value <= target.bound else ("missed", "bad")
+    return ("met", "good") if value <= target.bound else ("missed", "bad")
 
 
 def _price_words(evidence: Evidence, point: Point) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
         ("Machine", describe(profile.machine)),
         ("Model", f"{model.name}, {size}, {model.dtype}{', random weights' if model.random_weights else ''}"),
         ("Workload", f"{load.spec}{scale}: {load.description}"),
-        ("SLO", f"{bounds} for {asked(profile.slo.attainment)} of requests"),
+        ("SLO", f"{bounds} for {target_share(profile.slo.attainment)} of requests"),
     )
 
 

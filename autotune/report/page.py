@@ -13,7 +13,7 @@ from pathlib import Path
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot
 from autotune.report.headline import Headline, headline
-from autotune.report.panels import capacity, history, latency, pareto, provenance, sensitivity, steps, twins
+from autotune.report.panels import capacity, history, latency, paired, pareto, provenance, sensitivity, steps
 from autotune.report.section import Section
 from autotune.report.sweep import Sweep, sweep
 from autotune.version import __version__
@@ -31,7 +31,7 @@ class Report:
 
 
 def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = None) -> Report:
-    """Every section in reading order. ``advance`` is told the share of the simulations that is done."""
+    """Every section in reading order. ``advance`` gets the share of the simulations that is done."""
     chosen = evidence.recommended
     swept: Sweep | None = sweep(evidence.profile, chosen.knobs, chosen.point.rate, advance=advance)
     sections = (
@@ -39,7 +39,7 @@ def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = Non
         sensitivity.section(evidence, swept),
         capacity.section(evidence),
         latency.section(evidence),
-        twins.section(evidence),
+        paired.section(evidence),
         steps.section(evidence),
         history.section(evidence),
         provenance.origins(evidence),

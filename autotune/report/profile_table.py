@@ -95,7 +95,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print()
     console.print(table(profile, console.width))
     console.print(
-        f"req/s: those in SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those that met the SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
@@ -107,8 +107,8 @@ def show(profile: Profile, console: Console) -> None:
             f"the load generator was up to {late:.0f} ms late, which the latencies include: is the machine busy?",
             style="yellow",
         )
-    for doubt in doubts(profile):
-        console.print(escape(doubt), highlight=False, style="yellow")
+    for warning in warnings(profile):
+        console.print(escape(warning), highlight=False, style="yellow")
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
     if (text := cheapest(profile)) is not None:
@@ -132,8 +132,14 @@ def conclusion(profile: Profile) -> str:
         if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
     ]
     advice, gain = f"Set {', '.join(turned)}", profile.gain
-    if gain is None or base is None:
+    if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
+    if gain is None:  # of a version that did not compare by the second
+        here, there = setting.point, base
+        return (
+            f"{advice}: {here.attainment:.0%} of requests within the SLO ({here.attainment_low:.0%}–{here.attainment_high:.0%}), "
+            f"with vLLM's defaults {there.attainment:.0%} ({there.attainment_low:.0%}–{there.attainment_high:.0%})."
+        )
     more = (
         f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
         f"{gain.low:.2g}–{gain.high:.2g})"
@@ -156,7 +162,7 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.0f}%"
 
 
-def doubts(profile: Profile) -> tuple[str, ...]:
+def warnings(profile: Profile) -> tuple[str, ...]:
     """What about the run makes its figures doubtful, a sentence each."""
     return tuple(
         text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.doubts
@@ -169,7 +175,7 @@ def _cost(profile: Profile, point: Point) -> str:
 
 
 def cheapest(profile: Profile) -> str | None:
-    """The cheapest setting that holds the SLO, in a sentence; None without a price or such a setting."""
+    """The cheapest setting that meets the SLO, in a sentence; None without a price or such a setting."""
     if profile.price_per_hour is None:
         return None
     tried = profile.capacity.tried if profile.capacity is not None else ()
@@ -178,9 +184,9 @@ def cheapest(profile: Profile) -> str | None:
     best = objective.cheapest(points)
     cost = None if best is None else objective.cost(best.throughput.mean)
     if best is None or cost is None:
-        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known holds the SLO"
+        return f"at {money(profile.price_per_hour)} per hour, none of the {known} settings known meets the SLO"
     return (
-        f"cheapest of the {known} settings known that holds the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
+        f"cheapest of the {known} settings known that meets the SLO: {best.knobs} at {best.offered_rate:.3g} req/s, "
         f"{money(cost)} per million output tokens at {money(profile.price_per_hour)} per hour"
     )
 

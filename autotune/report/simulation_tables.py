@@ -20,7 +20,7 @@ _LABEL = 14  # columns of a label that is broken into lines
 
 
 def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
-    """One row a setting: what it did at the rate asked for. Those that held the SLO's share are bright.
+    """One row a setting: what it did at the requested rate. Those that met the SLO's share are bright.
 
     For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """
@@ -59,7 +59,7 @@ def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Roo
 def capacity_table(
     found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, width: int = 120
 ) -> Table:
-    """One row a setting: the highest rate at which it holds the SLO, and what it does there.
+    """One row a setting: the highest rate at which it meets the SLO, and what it does there.
 
     For ``width`` columns: a narrow one loses how many requests run, then intervals.
     """
@@ -98,7 +98,7 @@ def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: 
 
 
 def cheapest_sentence(found: Best, slo: SLO, price: float) -> str:
-    """Which of the settings tried holds the SLO for the least money, and for how much; or that none does."""
+    """Which of the settings tried meets the SLO for the least money, and for how much; or that none does."""
     best, far = found.setting, "" if found.whole else " before the stop"
     if best.unbounded:
         return f"no rate tried with {best.label} ({best.knobs}) missed {slo}: tokens at capacity have no price"
@@ -132,7 +132,7 @@ def unbounded_sentence(found: Sequence[SettingCapacity], slo: SLO, requests: int
         return None
     return (
         f"unbounded: no rate tried missed {slo} ({', '.join(one.label for one in endless)}; up to "
-        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests keep it however close together they come; "
+        f"{max(one.rate for one in endless):.3g} req/s): {requests} requests meet it however close together they come; "
         "more --requests may not"
     )
 

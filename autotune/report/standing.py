@@ -20,7 +20,7 @@ class Standing:
     """``ratio``: goodput over the baseline's, None without one; ``clear``: the setting's 95% interval lies above the baseline's.
 
     ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
-    subject. A difference is claimed only where the intervals do not overlap: those of the shares in SLO where both met the same
+    subject. A difference is claimed only where the intervals do not overlap: those of attainment where both met the same
     requests, of which as many were offered to each, elsewhere those of goodput, which hold the luck of the arrivals too.
     """
 
@@ -48,28 +48,31 @@ def standing(evidence: Evidence) -> Standing:
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
     if ratio is None and mine.mean == 0:
-        told, sentence = "none with the vLLM defaults either", "nor do the vLLM defaults on this same engine"
+        compared, sentence = "none with the vLLM defaults either", "nor do the vLLM defaults on this same engine"
     elif ratio is None:
-        told, sentence = "none with the vLLM defaults", "the vLLM defaults answer none within it on this same engine"
+        compared, sentence = (
+            "none with the vLLM defaults",
+            "the vLLM defaults answer none within it on this same engine",
+        )
     elif alike:
-        told = "as many as with the vLLM defaults"
-        sentence = f"{told} {here}"
+        compared = "as many as with the vLLM defaults"
+        sentence = f"{compared} {here}"
     elif clear and ratio >= _WORTH_SAYING:
         times = f"{number(ratio, 2)}×"
-        told, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
+        compared, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
     else:
-        told = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
-        sentence = f"{told} {here}"
+        compared = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
+        sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
-        told = "no clear difference to the vLLM defaults"
+        compared = "no clear difference to the vLLM defaults"
         sentence += ", a difference within the 95% intervals"
     elif shares and not alike and base.mean:
-        sentence += f", with {percent(mine.mean)} of the same requests in SLO against {percent(base.mean)}"
-    return Standing(ratio, clear, f"{rate}, {told}", told, sentence)
+        sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
+    return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
 
 
 def _of_same_requests(point: Point, baseline: Point) -> tuple[Spread, Spread] | None:
-    """The shares in SLO of the requests that both met, with 95% intervals: those of equal seeds at one rate.
+    """The attainment of the requests that both met, with 95% intervals: those of equal seeds at one rate.
 
     None where one has no run under the other's seeds, or each has some that the other has not: a profile tells how many requests
     came under all seeds of a point, not under some.
@@ -95,7 +98,7 @@ def _share(point: Point, seeds: Set[int], whole: Point) -> Spread:
 
 
 def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:
-    """The point at the highest rate that kept the SLO, and those at lower rates that fell short of it, by rate."""
+    """The point at the highest rate that met the SLO, and those at lower rates that fell short of it, by rate."""
     profile = evidence.profile
     if profile.capacity is None:
         return None, []

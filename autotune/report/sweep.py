@@ -45,7 +45,7 @@ def sweep(
 ) -> Sweep | None:
     """Goodput and latencies with one knob changed at a time; None where the profile has no cost model or its load is gone.
 
-    All values meet the same arrivals (common random numbers). ``advance`` is told the share that is done.
+    All values meet the same arrivals (common random numbers). ``advance`` gets the share that is done.
     """
     if profile.cost_model is None:
         return None

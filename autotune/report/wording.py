@@ -40,8 +40,8 @@ def percent(share: float, after: int | None = None) -> str:
     return f"{share * 100:.{digits}f}%"
 
 
-def asked(share: float) -> str:
-    """The share of requests an SLO asks for, as it is spelled: 99%, 99.9%."""
+def target_share(share: float) -> str:
+    """The attainment that an SLO requires, as it is spelled: 99%, 99.9%."""
     return f"{share * 100:g}%"
 
 

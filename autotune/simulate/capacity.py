@@ -2,9 +2,9 @@
 
 :class:`RateSearch` brackets the rate and bisects. ``autotune capacity`` and the price search look for the capacity with it
 (:class:`Search`), a profiling run for the rate at which settings are compared and for the capacity of its choice, in simulation
-and then on the hardware. :func:`uphill` is the one climb from settings to better ones around them.
+and then on the hardware. :func:`uphill` is the one local search from settings to better ones around them.
 
-One seed offers the same requests at every rate (common random numbers), so its share in SLO falls with the rate but for small
+One seed offers the same requests at every rate (common random numbers), so its attainment falls with the rate but for small
 steps (of up to a few hundredths where the machine's own steps scatter: a stall falls on other requests at another rate), and a
 bisection finds where it crosses the target. The rates tried lie on a fixed grid, equal steps of at most the
 precision, and each interval is halved at its roundest number, so that where the search begins changes nothing but its length
@@ -85,7 +85,7 @@ class SettingCapacity:
 
     @property
     def unbounded(self) -> bool:
-        """Whether some seed's requests keep the SLO however close together they come."""
+        """Whether some seed's requests meet the SLO however close together they come."""
         return any(s.failed == math.inf for s in self.seeds)
 
     @property
@@ -196,7 +196,7 @@ def uphill(
     """What ``settings`` are worth, and those ``around`` the best of them, for ``steps`` steps or until none is better.
 
     ``worth(knobs, best)``: ``best`` is the worth of the best so far (-inf: none), below it any lower answer will do.
-    What is worth nothing is no place to climb from. At least one setting is asked for; once it is ``late``, no more.
+    What is worth nothing is no place to search from. At least one setting is asked for; once it is ``late``, no more.
     """
     known: dict[Knobs, float] = {}
 

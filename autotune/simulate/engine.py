@@ -258,7 +258,7 @@ class SimulatedEngine(TunableSimulation):
         """Offer each of ``arrivals`` at ``start`` (now, unless given) + its time, open-loop, and return after the last.
 
         Request i is called ``<label>-<i>``. ``shared``: whether prompts may begin alike; looked up in a list of arrivals, and
-        taken for granted of an iterator. ``stop`` ends it early. What the full queue rejects is told to listeners alone.
+        taken for granted of an iterator. ``stop`` ends it early. What the full queue rejects goes to listeners alone.
         Raises ``ValueError`` for a request that cannot run.
         """
         if shared is None:
@@ -291,7 +291,7 @@ class SimulatedEngine(TunableSimulation):
     ) -> RunningSequence | None:
         """Queue what ``arrival`` asks for, as of ``due``; ``deadline`` and ``expires`` are times. None if it is rejected.
 
-        Listeners are told of a rejection. ``shared``: another prompt may begin like this one. Raises ``ValueError`` for a
+        Listeners hear of a rejection. ``shared``: another prompt may begin like this one. Raises ``ValueError`` for a
         request that cannot run.
         """
         hashes: tuple[int, ...] = ()

@@ -114,7 +114,7 @@ class Scenario:
 
     @property
     def model(self) -> None:
-        """Nobody has told it which."""
+        """It does not know which."""
         return None
 
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> SimulatedEngine:
@@ -182,12 +182,14 @@ class Scenario:
     ) -> Score:
         """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
         engine = self.start(self.limits.clamp(knobs), seed=seed)
-        with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext():
+        with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
             )  # fmt: skip
-        return found.model_copy(update={"rate": rate})  # as it was asked for, not as the scaled workload rounds it
+        if attached is not None and (error := attached.failed) is not None:
+            raise InputError(f"controller {controller} failed: {type(error).__name__}: {error}") from error
+        return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
 
 
 def parse_speeds(text: str) -> dict[str, float]:

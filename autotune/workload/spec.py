@@ -173,7 +173,7 @@ def prompt_ids(arrival: Arrival, vocab_size: int, seed: int = 0, *, reserved: in
     """The prompt's token ids, uniform on [``reserved``, ``vocab_size``): equal segments, vocabularies and seeds give equal ids.
 
     ``reserved`` keeps clear of special tokens at the low end of a vocabulary. Philox (Salmon et al., SC 2011) is keyed by
-    (seed, segment seed): NumPy promises its raw stream never to change, so recorded runs stay repeatable.
+    (seed, segment seed): NumPy guarantees that its raw stream never changes, so recorded runs stay repeatable.
     """
     whole("vocab_size", vocab_size, 1)
     whole("reserved", reserved, 0)

@@ -2,7 +2,7 @@
 
 **Over HTTP.** A service that takes 20 + 2·n ms a call (n ≤ 32, one call at a time: 381 items/s at most), behind the same thin
 server for everybody (:mod:`benchmarks.batcher.service`); each contender in an environment of its own, which this makes. Open-loop
-Poisson load from a process of its own at shares of the capacity, and a burst; the promise is 400 ms from when a request was due
+Poisson load from a process of its own at shares of the capacity, and a burst; the SLO is 400 ms from when a request was due
 to when its answer was read. Contenders take turns within a round, in another order each time. Each run's first three seconds
 and its last one are left out.
 
@@ -43,7 +43,7 @@ WARM_UP_S = 3.0
 class Run(NamedTuple):
     """One contender, one load, one round: share in time, p50 and p99 of what was answered (s), and the client's lateness."""
 
-    kept: float
+    attainment: float
     p50: float
     p99: float
     late_p99: float
@@ -56,8 +56,8 @@ class OverHttp(NamedTuple):
     bursts: dict[str, Burst]
     bare: dict[str, float]
 
-    def kept(self, name: str, load: float) -> float:
-        return statistics.median(run.kept for run in self.runs[name][load])
+    def attainment(self, name: str, load: float) -> float:
+        return statistics.median(run.attainment for run in self.runs[name][load])
 
 
 def judge(account: Account, start: float, stop: float = inf) -> Run:
@@ -101,15 +101,15 @@ def over_http(contenders: Sequence[Contender], seconds: float, rounds: int, load
                     send(Load(server.port, "/predict", phases, seed=7000 + number))
                 )
                 time.sleep(0.3)
-    return OverHttp(runs, {name: told(accounts) for name, accounts in burst_accounts.items()}, bare)
+    return OverHttp(runs, {name: burst_of(accounts) for name, accounts in burst_accounts.items()}, bare)
 
 
-def told(accounts: Sequence[Account]) -> Burst:
+def burst_of(accounts: Sequence[Account]) -> Burst:
     """Every round of a contender's burst, together."""
     over = CALM_S + BURST_S
     before, after, kept = [], [], []
     for account in accounts:
-        kept.append(judge(account, CALM_S, over).kept)
+        kept.append(judge(account, CALM_S, over).attainment)
         for due, latency, status in zip(account.due, account.latency, account.status, strict=True):
             if 2.0 <= due < CALM_S:
                 before.append(latency)
@@ -120,7 +120,7 @@ def told(accounts: Sequence[Account]) -> Burst:
 
 
 def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
-    print(f"\nOver HTTP: share in time (range), p50 / p99 ms; promise {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
+    print(f"\nOver HTTP: share in time (range), p50 / p99 ms; SLO {SLO_S * 1e3:.0f} ms, capacity {CAPACITY:.0f}/s")
     for contender in contenders:
         print(f"  {contender.name}: {contender.settings}; HTTP alone {found.bare[contender.name] * 1e3:.1f} ms")
     names = list(found.runs)
@@ -129,7 +129,7 @@ def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
         row = []
         for name in names:
             runs = found.runs[name][load]
-            kept = [run.kept for run in runs]
+            kept = [run.attainment for run in runs]
             p50, p99 = (statistics.median(getattr(run, part) for run in runs) * 1e3 for part in ("p50", "p99"))
             row.append(f"{statistics.median(kept):.4f} ({min(kept):.3f}–{max(kept):.3f}) {p50:.1f} / {p99:.0f}")
         print(f"{load:6}  " + "".join(f"{text:36}" for text in row), flush=True)
@@ -141,7 +141,7 @@ def show_http(found: OverHttp, contenders: Sequence[Contender]) -> None:
 
 def tell_burst(burst: Burst) -> str:
     back = "not back while watched" if burst.recovery_s == inf else f"back within {burst.recovery_s:.1f} s"
-    return f"p50 {burst.before * 1e3:.1f} ms before, {burst.kept:.3f} in time during it, p50 {back}"
+    return f"p50 {burst.before * 1e3:.1f} ms before, {burst.attainment:.3f} in time during it, p50 {back}"
 
 
 def summary(kept: dict[str, dict[float, float]], idle_p50: float, bursts: dict[str, Burst]) -> dict[str, float]:
@@ -162,7 +162,7 @@ def show_case(case: Case, cells: dict[str, dict[float, Cell]]) -> None:
     print(f"{'load':>6}  " + "".join(f"{name:28}" for name in cells))
     for load in case.loads:
         row = [
-            f"{c.kept:.4f} {c.p50 * 1e3:.0f} / {c.p99 * 1e3:.0f}, {c.call:.1f}"
+            f"{c.attainment:.4f} {c.p50 * 1e3:.0f} / {c.p99 * 1e3:.0f}, {c.call:.1f}"
             for c in (cells[name][load] for name in cells)
         ]
         print(f"{load:6}  " + "".join(f"{text:28}" for text in row), flush=True)
@@ -185,14 +185,14 @@ def virtual(seconds: float, bursts: int) -> dict[str, float]:
     through = {n: cases.burst(plain, make, range(301, 301 + bursts)) for n, make in plain.rules.items()}
     for name, burst in through.items():
         print(f"  burst, {name}: {tell_burst(burst)}")
-    kept = {name: {load: cell.kept for load, cell in loads.items()} for name, loads in cells.items()}
+    kept = {name: {load: cell.attainment for load, cell in loads.items()} for name, loads in cells.items()}
     for key, value in summary(kept, cells["ours"][LOADS[0]].p50, through).items():
         found["virtual_" + key.replace("best_peer", "best_rule")] = value
     for name, case in (("shared", cases.shared()), ("tight", cases.tight()), ("uneven", cases.uneven())):
         cells = play_case(case, seconds)
         others = [rule for rule in cells if rule != "ours"]
         found[f"{name}_vs_best_rule_min"] = min(
-            cells["ours"][load].kept - max(cells[rule][load].kept for rule in others) for load in case.loads
+            cells["ours"][load].attainment - max(cells[rule][load].attainment for rule in others) for load in case.loads
         )
     found["price_vs_static_max"] = show_price(seconds)
     return found
@@ -200,7 +200,7 @@ def virtual(seconds: float, bursts: int) -> dict[str, float]:
 
 def show_price(seconds: float) -> float:
     """The table of calls per 1,000 items; returns ours ÷ the cheapest static window that keeps as much, the worst load."""
-    print(f"\na price per call: calls per 1,000 items answered (share in time); promise {SLO_S * 1e3:.0f} ms")
+    print(f"\na price per call: calls per 1,000 items answered (share in time); SLO {SLO_S * 1e3:.0f} ms")
     print(f"{'load':>6}  {'ours':20}{'cheapest window as good':40}{'cheapest window ≥ 99%':40}{'when free + drop':20}")
     worst = 0.0
     for row in cases.priced(seconds, SEEDS):
@@ -219,7 +219,7 @@ def show_price(seconds: float) -> float:
 
 
 def tell_price(cell: Cell) -> str:
-    return f"{cell.per_item * 1e3:6.1f} ({cell.kept:.4f})"
+    return f"{cell.per_item * 1e3:6.1f} ({cell.attainment:.4f})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except Unavailable as error:
             sys.exit(f"error: {error}; --only virtual needs no peers")
         show_http(http, contenders)
-        kept = {name: {load: http.kept(name, load) for load in LOADS} for name in http.runs}
+        kept = {name: {load: http.attainment(name, load) for load in LOADS} for name in http.runs}
         idle = statistics.median(run.p50 for run in http.runs["ours"][LOADS[0]])
         found = summary(kept, idle, http.bursts) | found
     print(json.dumps({name: None if value == inf else round(value, 4) for name, value in found.items()}))

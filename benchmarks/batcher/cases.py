@@ -26,9 +26,9 @@ Rules = dict[str, Callable[[], Rule]]
 
 
 class Cell(NamedTuple):
-    """One rule at one load: medians over the seeds, and the range of the share kept. ``call`` is the mean items in a call."""
+    """One rule at one load: medians over the seeds, and the range of the attainment. ``call`` is the mean items in a call."""
 
-    kept: float
+    attainment: float
     kept_range: tuple[float, float]
     p50: float
     p99: float
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def rules(slo_s: float, workers: int = 1, price_s: float = 0.0) -> Rules:
-    """Ours and the others, for a promise."""
+    """Ours and the others, for an SLO."""
     return {
         "ours": lambda: Ours(slo_s, workers, price_s),
         "when free + early drop": WhenFree,
@@ -83,7 +83,7 @@ UNIT_S = 0.0002
 def base() -> Case:
     return Case(
         "the service of the peers",
-        "one worker, 20 + 2·n ms, n ≤ 32; promise 400 ms",
+        "one worker, 20 + 2·n ms, n ≤ 32; SLO 400 ms",
         lambda: OwnDevices(own), CAPACITY, LOADS, SLO_S, rules(SLO_S),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def shared() -> Case:
 
     return Case(
         "three replicas that share one device",
-        "each call 20 ms by itself, then 2 ms an item on a device that all calls share; promise 400 ms",
+        "each call 20 ms by itself, then 2 ms an item on a device that all calls share; SLO 400 ms",
         device, flooded(device(), 3, lambda _: 1.0), LOADS, SLO_S, rules(SLO_S, 3), workers=3,
     )  # fmt: skip
 
@@ -102,8 +102,8 @@ def shared() -> Case:
 def tight() -> Case:
     slo_s = 2.5 * BARE_S
     return Case(
-        "a promise of 2.5 × the bare service time",
-        f"one worker, 20 + 2·n ms; promise {slo_s * 1e3:.0f} ms, so a call after another may hold 3",
+        "an SLO of 2.5 × the bare service time",
+        f"one worker, 20 + 2·n ms; SLO {slo_s * 1e3:.0f} ms, so a call after another may hold 3",
         lambda: OwnDevices(own), CAPACITY, (0.05, 0.1, 0.2, 0.3, 0.5, 0.9), slo_s, rules(slo_s),
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def uneven() -> Case:
 
     return Case(
         "costs that vary 100-fold",
-        f"one worker, 20 ms + {UNIT_S * 1e3:.1f} ms a unit, items of 1 to 100 units (log-uniform); promise 400 ms",
+        f"one worker, 20 ms + {UNIT_S * 1e3:.1f} ms a unit, items of 1 to 100 units (log-uniform); SLO 400 ms",
         device, flooded(device(), 1, log_uniform), LOADS, SLO_S, rules(SLO_S), cost=log_uniform,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def measure(case: Case, make: Callable[[], Rule], load: float, seconds: float, s
 
 
 def cell(played: Sequence[Played], start: float, stop: float) -> Cell:
-    kept = [run.kept(start, stop) for run in played]
+    kept = [run.attainment(start, stop) for run in played]
     counted = [[call for call in run.calls if start <= call[0] < stop] or [(0.0, 0, 0.0)] for run in played]
     items = [sum(n for _, n, _ in calls) for calls in counted]
     return Cell(
@@ -143,10 +143,10 @@ def cell(played: Sequence[Played], start: float, stop: float) -> Cell:
 
 
 class Burst(NamedTuple):
-    """A rule through a burst: p50 before it, share kept during it, and s until p50 is back within 10% (inf: never seen)."""
+    """A rule through a burst: p50 before it, attainment during it, and s until p50 is back within 10% (inf: never seen)."""
 
     before: float
-    kept: float
+    attainment: float
     recovery_s: float
 
 
@@ -179,7 +179,7 @@ def burst(case: Case, make: Callable[[], Rule], seeds: Sequence[int]) -> Burst:
         run = play(make(), items, case.device(), case.workers)
         before += [item.latency for item in run.between(2.0, CALM_S)]
         after += [(item.arrival - CALM_S - BURST_S, item.latency) for item in run.between(CALM_S + BURST_S, inf)]
-        kept.append(run.kept(CALM_S, CALM_S + BURST_S))
+        kept.append(run.attainment(CALM_S, CALM_S + BURST_S))
     return Burst(statistics.median(before), statistics.median(kept), recovery(statistics.median(before), after))
 
 
@@ -199,7 +199,7 @@ class Priced(NamedTuple):
 
 
 def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_LOADS) -> list[Priced]:
-    """Every call costs the same, whatever it holds: ours told so, against every static window, each load by itself."""
+    """Every call costs the same, whatever it holds: ours knowing it, against every static window, each load by itself."""
     case = base()
     found = []
     for load in loads:
@@ -213,7 +213,7 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
             Priced(
                 load,
                 mine,
-                _cheapest(windows, mine.kept - 0.003),
+                _cheapest(windows, mine.attainment - 0.003),
                 _cheapest(windows, 0.99),
                 measure(case, WhenFree, load, seconds, seeds),
             )
@@ -222,5 +222,5 @@ def priced(seconds: float, seeds: Sequence[int], loads: Sequence[float] = PRICE_
 
 
 def _cheapest(windows: dict[str, Cell], kept: float) -> tuple[str, Cell] | None:
-    good = [(name, cell) for name, cell in windows.items() if cell.kept >= kept]
+    good = [(name, cell) for name, cell in windows.items() if cell.attainment >= kept]
     return min(good, key=lambda pair: pair[1].per_item, default=None)

@@ -18,9 +18,9 @@ _LIMITS = KnobLimits(max_batch_size=LARGEST, max_wait_ms=10_000, token_budget=1 
 
 
 class Ours:
-    """Told the promise, the largest call, how many workers there are, and what a call costs; all else is learned.
+    """Given the SLO, the largest call, how many workers there are, and what a call costs; all else is learned.
 
-    ``price_s``: what a call costs, in seconds that one item waits; inf: hold as long as the promise allows.
+    ``price_s``: what a call costs, in seconds that one item waits; inf: hold as long as the SLO allows.
     """
 
     def __init__(self, slo_s: float, workers: int = 1, price_s: float = 0.0) -> None:

@@ -119,7 +119,7 @@ class Aimd(_Limited):
 
 
 class Clipper(_Limited):
-    """Clipper's rule: at most ``limit`` items; + 4 until a call itself takes longer than the promise, then − 10%.
+    """Clipper's rule: at most ``limit`` items; + 4 until a call itself takes longer than the SLO, then − 10%.
 
     Crankshaw et al., "Clipper: A Low-Latency Online Prediction Serving System", NSDI 2017, section 4.3 (its step is "a fixed
     amount"; its delayed batching is off by default).
@@ -134,7 +134,7 @@ class Bento(_Queued):
     """BentoML's adaptive batching, from its documentation and what version 1.4's dispatcher does.
 
     It learns seconds = a·n + b over the last 50 calls and the mean wait of their oldest items, refreshed every 5 s. It looks
-    every millisecond: the oldest item is given up when its wait + a·n + b reaches the promise; n items are held back while n
+    every millisecond: the oldest item is given up when its wait + a·n + b reaches the SLO; n items are held back while n
     times (the newest one's wait + 1 ms + a) is at most 95% of the mean wait. Its training on the first calls is left out.
     """
 

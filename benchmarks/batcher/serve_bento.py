@@ -1,6 +1,6 @@
 """BentoML's batching behind the thin server: ``CorkDispatcher``, the class behind ``@bentoml.api(batchable=True)``.
 
-``max_latency_ms`` is the promise, as its documentation has it: what cannot be answered in that time is refused. The function
+``max_latency_ms`` is the SLO, as its documentation has it: what cannot be answered in that time is refused. The function
 sleeps in a thread, as a synchronous BentoML method does. Run by :mod:`benchmarks.batcher.peers` in BentoML's environment::
 
     python -m benchmarks.batcher.serve_bento PORT

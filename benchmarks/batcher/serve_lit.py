@@ -1,6 +1,6 @@
 """LitServe: its own server and worker process, from which its batching cannot be taken out; uvicorn set as for the others.
 
-``timeout`` is its way to drop what waited for too long: the promise less the longest call. The wait for a batch is short, for
+``timeout`` is its way to drop what waited for too long: the SLO less the longest call. The wait for a batch is short, for
 LitServe counts it from the moment the worker is free and not from the first item. Run by :mod:`benchmarks.batcher.peers`::
 
     python -m benchmarks.batcher.serve_lit PORT

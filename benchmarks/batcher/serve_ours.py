@@ -1,6 +1,6 @@
-"""Our Batcher behind the thin server: it is told the promise and the largest call, and nothing else.
+"""Our Batcher behind the thin server: it gets the SLO and the largest call, and nothing else.
 
-The promise it is given is the clients' less what HTTP may take. Run by :mod:`benchmarks.batcher.peers`::
+The SLO it is given is the clients' less what HTTP may take. Run by :mod:`benchmarks.batcher.peers`::
 
     python -m benchmarks.batcher.serve_ours PORT
 """
@@ -23,8 +23,8 @@ def main() -> None:
         time.sleep(service_s(len(values)))
         return [2 * value for value in values]
 
-    promise = f"e2e={(SLO_S - HTTP_S) * 1e3:.0f}ms@99%"
-    with Batcher(call, slo=promise, limits=KnobLimits(max_batch_size=LARGEST)) as batcher:
+    slo = f"e2e={(SLO_S - HTTP_S) * 1e3:.0f}ms@99%"
+    with Batcher(call, slo=slo, limits=KnobLimits(max_batch_size=LARGEST)) as batcher:
 
         async def answer(value: float) -> float:
             try:

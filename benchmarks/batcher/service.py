@@ -71,7 +71,7 @@ async def _lifespan(receive: Any, send: Any, started: Callable[[], Awaitable[Non
 
 
 def uvicorn_settings(port: int) -> dict[str, Any]:
-    """The same for every contender: one process, nothing logged, connections kept open through idle spells."""
+    """The same for every contender: one process, nothing logged, connections kept open through idle times."""
     return {
         "host": "127.0.0.1",
         "port": port,

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """``end``: when its answer came, inf if it never did. ``deadline`` is ``arrival`` + the promise."""
+    """``end``: when its answer came, inf if it never did. ``deadline`` is ``arrival`` + the SLO."""
 
     arrival: float
     deadline: float
@@ -139,7 +139,7 @@ class Played:
     def between(self, start: float, stop: float) -> list[Item]:
         return [item for item in self.items if start <= item.arrival < stop]
 
-    def kept(self, start: float = 0.0, stop: float = inf) -> float:
+    def attainment(self, start: float = 0.0, stop: float = inf) -> float:
         """Share of the items that arrived then and were answered in time."""
         items = self.between(start, stop)
         return sum(item.end <= item.deadline + 1e-9 for item in items) / len(items)

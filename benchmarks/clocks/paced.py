@@ -1,12 +1,13 @@
-"""A machine whose pace drifts, measured as one that does not: anchor steps between real ones, and a clock that follows them.
+"""A machine whose pace drifts, measured as one that does not: reference steps between real ones, and a clock that follows them.
 
-A shared machine is now faster and now slower, by tens of percent and for seconds at a time, whatever this process does. So
-between the steps of the engine that is measured an anchor runs, one decode step of an engine of its own that is always the same,
-while the clock stands still; and the clock then runs as much slower than real time as the anchor was slower than ever
-seen. Measured on such a clock, everything happens at one pace: arrivals come that much later too.
+A shared machine is now faster and now slower, by tens of percent and for seconds at a time, whatever this process does. So a
+reference step runs between the steps of the engine that is measured: one decode step, always the same, of an engine of its own.
+The clock stands still meanwhile. Then it runs slower than real time by as much as the reference step was slower than the fastest
+one seen. On such a clock everything happens at one pace: arrivals come that much later too.
 
-What slows an anchor slows other steps more or less: a neighbour on the core's other hyperthread costs a loop of Python more than
-a decode step, and a prompt less. So whoever has time waits, the clock standing still, until anchors are as fast as usual again.
+What slows a reference step slows other steps more or less. A neighbour on the core's other hyperthread costs a loop of Python
+more than a decode step, and a prompt less. So whoever has time waits, the clock standing still, until reference steps are as fast
+as usual again.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from runtime.llm.prefix import block_hashes
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams, Sequence
 
-EVERY_S = 0.1  # of real time, between anchors
+EVERY_S = 0.1  # of real time, between reference steps
 ROWS, PROMPT, OUTPUT = 8, 512, 33
 BLOCK = 16
-ANCHOR_BLOCKS = ROWS * ((PROMPT + OUTPUT) // BLOCK + 2)
+REFERENCE_BLOCKS = ROWS * ((PROMPT + OUTPUT) // BLOCK + 2)
 _BEFORE = 2  # steps that come before the one that counts: the first is 3 to 15% slower, by what ran before it
-_SETTLE = 64  # anchors before any counts
-_SMOOTH = 7  # anchors whose median is the pace
-_DISTURBED = 1.15  # times what an anchor usually takes
+_SETTLE = 64  # reference steps before any counts
+_SMOOTH = 7  # reference steps whose median is the pace
+_DISTURBED = 1.15  # times what a reference step usually takes
 _GRACE_S = 30.0  # of waiting, beside as long as it does not wait
 
 
@@ -53,16 +54,16 @@ class PacedClock:
         self._state = (now, shown + max(0.0, now - since) * before, rate)
 
 
-class Anchor:
+class ReferenceStep:
     """The same decode step over and over: ``ROWS`` sequences of about ``PROMPT`` tokens, through a real executor.
 
-    ``executor`` has a pool of ``ANCHOR_BLOCKS`` of its own.
+    ``executor`` has a pool of ``REFERENCE_BLOCKS`` of its own.
     """
 
     def __init__(self, executor: Executor, vocab_size: int) -> None:
         knobs = Knobs(max_batch_size=ROWS, token_budget=ROWS * PROMPT, chunk_size=PROMPT)
         self._core = EngineCore(
-            Scheduler(kv_blocks=ANCHOR_BLOCKS, block_size=BLOCK), executor, knobs=knobs, output=OutputProcessor()
+            Scheduler(kv_blocks=REFERENCE_BLOCKS, block_size=BLOCK), executor, knobs=knobs, output=OutputProcessor()
         )
         self._vocab_size = vocab_size
         self._now = 1.0
@@ -93,7 +94,9 @@ class Anchor:
             prompt = tuple((7 * row + 13 * at) % self._vocab_size for at in range(PROMPT))
             hashes = tuple(block_hashes(prompt, BLOCK))
             self._number += 1
-            self._core.add(Request(f"anchor-{self._number}", prompt, params, OUTPUT, self._now, block_hashes=hashes))
+            self._core.add(
+                Request(f"reference-step-{self._number}", prompt, params, OUTPUT, self._now, block_hashes=hashes)
+            )
         while self._core.scheduler.waiting or self._core.scheduler.prefills:
             self._now = self._core.step(self._now).end
         self._core.step(self._now)  # the first decode after a prompt moves its keys and values
@@ -101,17 +104,24 @@ class Anchor:
 
 
 class PacedExecutor:
-    """``executor``, with an anchor between its steps now and then. ``clock`` is the one that the engine is on.
+    """``executor``, with a reference step between its steps now and then. ``clock`` is the one that the engine is on.
 
-    ``usual``: what an anchor takes at pace 1, s, the same for all engines that are to be compared. ``patient``: where an anchor
-    is slow, wait for two that are not, in all no longer than it does not wait; then the pace is corrected for, as without.
+    ``usual``: seconds of a reference step at pace 1, the same for all engines that are to be compared. ``patient``: where a
+    reference step is slow, wait for two that are not, in all no longer than it does not wait. Then the pace is corrected for, as
+    without.
     ``waited``: seconds of it.
     """
 
     def __init__(
-        self, executor: Executor, anchor: Anchor, clock: PacedClock, usual: float, *, patient: bool = False
+        self,
+        executor: Executor,
+        reference_step: ReferenceStep,
+        clock: PacedClock,
+        usual: float,
+        *,
+        patient: bool = False,
     ) -> None:
-        self._executor, self._anchor, self._clock, self._usual = executor, anchor, clock, usual
+        self._executor, self._reference_step, self._clock, self._usual = executor, reference_step, clock, usual
         self._patient, self._patience = patient, _GRACE_S
         self._recent: deque[float] = deque(maxlen=_SMOOTH)
         self._next = 0.0
@@ -128,11 +138,11 @@ class PacedExecutor:
         self._executor.release(sequence)
 
     def look(self) -> None:
-        """Run an anchor, the clock standing still, and set its pace."""
+        """Run a reference step, the clock standing still, and set its pace."""
         self._clock.run(0.0)
         base = self._clock.base
         begun = base.now()
-        self._recent.append(self._anchor.step(base))
+        self._recent.append(self._reference_step.step(base))
         if self._patient:
             self._wait(begun)
         pace = statistics.median(self._recent) / self._usual
@@ -146,7 +156,7 @@ class PacedExecutor:
         asked = base.now()
         undisturbed = 2 if self._recent[-1] <= slow else 0
         while undisturbed < 2 and base.now() - asked < self._patience:
-            self._recent.append(self._anchor.step(base))
+            self._recent.append(self._reference_step.step(base))
             undisturbed = undisturbed + 1 if self._recent[-1] <= slow else 0
         self._waited_until = base.now()
         self._patience -= self._waited_until - asked

@@ -1,6 +1,6 @@
 """Controllers against fixed settings, against each other and against the best that could have been known, in simulation.
 
-Fourteen scenarios (M1 to M14) of machines, requests and promises that change while they are served, three more that nothing was
+Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three more that nothing was
 ever tuned on, and variants with noise in step times and with a bound on gaps between tokens. Every contender starts cold at
 vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared is goodput, as a share of
 that of an oracle: the best fixed knobs of each phase, chosen in hindsight.

@@ -26,7 +26,7 @@ from runtime.records import RequestRecord, StepRecord
 FOLDER = Path(__file__).parents[1] / "data"
 PROBE = Knobs(max_batch_size=64, max_wait_ms=0, token_budget=1024, chunk_size=512)
 _SEED = 0
-_RATE = 30.0  # requests/s of the probe of a load: enough to break promises
+_RATE = 30.0  # requests/s of the probe of a load: enough to miss SLOs
 
 
 class Digest:
@@ -46,7 +46,7 @@ class Digest:
         self._hash.update(f"{record.id} {record.finished:.5f} {record.reason} {len(record.token_times)};".encode())
 
     def text(self, outcome: Outcome) -> str:
-        """Of what was heard and what was thought of it: promises are part of the behaviour."""
+        """Of what was heard and what was thought of it: SLOs are part of the behaviour."""
         self._hash.update(repr(outcome).encode())
         return self._hash.hexdigest()[:16]
 

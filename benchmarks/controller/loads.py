@@ -1,4 +1,4 @@
-"""Requests of the controllers' benchmark: whose lengths, when they come, and under which promise.
+"""Requests of the controllers' benchmark: whose lengths, when they come, and under which SLO.
 
 Lengths of conversations and of code completions, and the arrivals of both where a scenario replays them, are those of the Azure
 2023 traces when their folder is given, drawn as pairs; else those of the presets fitted to them. Long prompts (``moon``) and long
@@ -37,20 +37,20 @@ SLOS = {
     "gap": SLO(ttft_ms=500, itl_ms=25),
     "whole": SLO(ttft_ms=2000, e2e_ms=20_000),
 }
-"""The promises, by name: MLPerf's server target and interactive ones, long prompts', a bound on gaps, one on whole answers."""
+"""The SLOs, by name: MLPerf's server target and interactive ones, long prompts', a bound on gaps, one on whole answers."""
 
 
 class Part(NamedTuple):
-    """One kind of request: lengths by name, its promise by name, its share of the requests, and its class."""
+    """One kind of request: lengths by name, its SLO by name, its share of the requests, and its class."""
 
     lengths: str
-    promise: str
+    slo_name: str
     share: float = 1.0
     request_class: str = "default"
 
     @property
     def slo(self) -> SLO:
-        return SLOS[self.promise]
+        return SLOS[self.slo_name]
 
 
 class Pattern(NamedTuple):

@@ -16,7 +16,7 @@ _SEED = 90_001  # no contender's
 _USUAL = (Knobs(256, 0, 2048, 2048), Knobs(64, 0, 512, 512), Knobs(16, 0, 256, 256))  # to find out where to look
 _CELLS = 6
 _STEP = 1.08  # from one rate to the next, in the end
-_STANDS = 0.9  # of what a shorter run promised: a peak that is one
+_STANDS = 0.9  # of what a shorter run showed: a peak that is one
 
 
 class PeakSearch:

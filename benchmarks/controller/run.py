@@ -1,6 +1,6 @@
 """One run: a contender serves a scenario's requests of one seed on a simulated machine, and every request is judged.
 
-Requests are judged by the promise that was in force when they came. Whoever serves, a request that has not been started when its
+Requests are judged by the SLO that was in force when they came. Whoever serves, a request that has not been started when its
 TTFT target has passed leaves the queue and is a miss: without that, first come first served past capacity makes every request
 late, and every ratio above 1.0 would be an artefact.
 """
@@ -37,7 +37,7 @@ class Bench(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were turned away; ``full``:
+    """(offered, met) of each phase and of each bin, by when requests came; ``rejected``: how many were rejected; ``full``:
     whether slots ever ran out."""
 
     phases: tuple[tuple[int, int], ...]
@@ -134,7 +134,7 @@ def serve(
 
 
 class Judge:
-    """Counts what was offered and what met its promise; keeps no record."""
+    """Counts what was offered and what met its SLO; keeps no record."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._starts = scenario.starts

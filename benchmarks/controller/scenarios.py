@@ -30,7 +30,7 @@ class Load(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.hardware} " + " + ".join(
-            f"{part.lengths}-{part.promise}" + ("" if part.share == 1 else f" {part.share:.0%}") for part in self.parts
+            f"{part.lengths}-{part.slo_name}" + ("" if part.share == 1 else f" {part.share:.0%}") for part in self.parts
         )
 
 
@@ -45,7 +45,7 @@ class Phase:
 
     @property
     def slo(self) -> SLO:
-        """What requests of no named class are promised."""
+        """The SLO of requests of no named class."""
         return next(part.slo for part in self.parts if part.request_class == "default")
 
 
@@ -74,7 +74,7 @@ class Scenario:
 
     @property
     def classes(self) -> dict[str, SLO]:
-        """The promises of named classes; those do not change."""
+        """The SLOs of named classes; those do not change."""
         named = [part for phase in self.phases for part in phase.parts if part.request_class != "default"]
         return {part.request_class: part.slo for part in named}
 
@@ -82,8 +82,8 @@ class Scenario:
         return Load(self.hardware.name, phase.parts)
 
 
-def one(lengths: str, promise: str) -> tuple[Part, ...]:
-    return (Part(lengths, promise),)
+def one(lengths: str, slo_name: str) -> tuple[Part, ...]:
+    return (Part(lengths, slo_name),)
 
 
 def _steps(seconds: float, parts: tuple[Part, ...], *loads: float) -> tuple[Phase, ...]:
@@ -105,7 +105,7 @@ MATRIX = (
     Scenario("M1", "H200 conv inter 0.9 (control)", H200, _steps(180, one("conv", "inter"), 0.9)),
     Scenario("M2", "H200 Azure's conversations, inter 0.9", H200, _steps(180, one("conv", "inter"), 0.9), _TRACE),
     Scenario("M3", "H200 code strict, mlperf, inter 1.05", H200,
-             tuple(Phase(80, one("code", promise), 1.05) for promise in ("strict", "mlperf", "inter"))),
+             tuple(Phase(80, one("code", slo), 1.05) for slo in ("strict", "mlperf", "inter"))),
     Scenario("M4", "H200 conv strict 0.5, 1.2, 0.7", H200, _steps(80, one("conv", "strict"), 0.5, 1.2, 0.7)),
     Scenario("M5", "H200 conv inter 0.6, 1.8 × slower in the middle", H200, _slowed(80, one("conv", "inter"), 0.6)),
     Scenario("M6", "H200 chat inter + long prompts, 15%, then 3%", H200,
@@ -145,7 +145,7 @@ def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: flo
 def _gaps(base: str) -> Scenario:
     found = next(scenario for scenario in MATRIX if scenario.name == base)
     phases = tuple(
-        replace(phase, parts=tuple(p._replace(promise="gap") for p in phase.parts)) for phase in found.phases
+        replace(phase, parts=tuple(p._replace(slo_name="gap") for p in phase.parts)) for phase in found.phases
     )
     return replace(found, name=f"{base}gap", about=f"{base} with a bound on gaps between tokens", phases=phases)
 

@@ -1,7 +1,7 @@
 """Our controller on the live CPU engine, against vLLM's defaults and the best fixed setting.
 
 Five loads (:mod:`.cases`): three steady ones, one in which long prompts arrive in mid-run, and one in which a second process
-wants the core that the engine computes on. Rate and promise of each follow from a calibration on the spot, by one rule for all.
+wants the core that the engine computes on. Rate and SLO of each follow from a calibration on the spot, by one rule for all.
 
 - *ours* starts cold from vLLM's defaults in every turn, knows neither machine nor traffic, and has all it can do: knobs,
   budgets of single steps, early rejection, deadline order. All its requests count, those it learns from too. ``--knobs-only``

@@ -1,4 +1,4 @@
-"""The five loads, and the promise under which each is served.
+"""The five loads, and the SLO under which each is served.
 
 Three are steady: *conversation* and *code* have the joint lengths of Azure's two traces, *chat* has short prompts and long
 answers; all arrive by Poisson. Two shift in mid-run: *prompts* is the conversation, whose rate then halves while code
@@ -9,8 +9,8 @@ One rule each, for all, and none of it depends on what any contender achieves:
 
 - lengths are scaled by the largest power of two at which the machine serves about twelve requests/s (that of ``autotune
   profile``);
-- TPOT is promised at 2.5 × the time of a step of 8 decodes at the load's average context, TTFT at 20 × TPOT. A shift does not
-  change the promise;
+- The TPOT target is 2.5 × the time of a step of 8 decodes at the load's average context, the TTFT target
+  20 × TPOT. A shift does not change the SLO;
 - the rate is 90% of what the machine completes when it is kept full with 32 sequences and 512 tokens, by the simulation: the
   load at which ``autotune profile`` begins to compare settings, for that is where they matter. In *prompts* that holds for either
   half; in *core* the rate stays what it is, and the machine is the average of what it is before and after.
@@ -112,8 +112,8 @@ def cases(machine: Machine, cost: CostModel, slowdown: float, duration: float, l
     return found
 
 
-def promise(cost: CostModel, context: float) -> SLO:
-    """What every load of this average context is promised."""
+def slo_for(cost: CostModel, context: float) -> SLO:
+    """The SLO of every load of this average context."""
     tpot = float(f"{TPOT_FACTOR * cost.predict(typical_step(8, 0, context)) * 1e3:.2g}")
     return SLO(ttft_ms=TTFT_FACTOR * tpot, tpot_ms=tpot)
 
@@ -121,7 +121,7 @@ def promise(cost: CostModel, context: float) -> SLO:
 def _steady(name: str, machine: Machine, cost: CostModel, alone: Alone, load: float) -> Case:
     parsed = parse_workload(STEADY[name])
     setup = _setup(machine, machine.facts, parsed, cost, alone)
-    slo = promise(cost, setup.mean_prompt + setup.mean_output / 2)
+    slo = slo_for(cost, setup.mean_prompt + setup.mean_output / 2)
     full = setup.calibration.saturated_rate
     said = (
         f"{load * full:.1f} requests/s, {load:.0%} of {full:.1f}; lengths × {setup.length_scale:g}: on average "

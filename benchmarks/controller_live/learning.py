@@ -38,7 +38,7 @@ def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bo
 def served(machine: Machine, cost: CostModel, seconds: float, stop: Callable[[], bool]) -> CostModel:
     """``cost`` at the pace at which the machine serves: a process gets faster in its first minutes, and a calibration may have
     met a slow moment. ``seconds`` of each of the steady loads, and nobody sees how they fare. Raises as :func:`calibrate`."""
-    took = told = 0.0
+    took = predicted = 0.0
     for number, case in enumerate(cases(machine, cost, 1.0, seconds)):
         if case.shifts:
             continue
@@ -51,8 +51,8 @@ def served(machine: Machine, cost: CostModel, seconds: float, stop: Callable[[],
         idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
         for record, span in samples(log.steps, idle, whole=True):
             took += span
-            told += cost.predict(StepFeatures.of(record))
-    speed = told / took
+            predicted += cost.predict(StepFeatures.of(record))
+    speed = predicted / took
     return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
 
 

@@ -3,9 +3,9 @@
 A machine has an engine, and a core that a second process takes when it is told to. Live, that is a process of ours
 (:mod:`.thief`); simulated, all steps take as many times as long as they were seen to take beside it.
 
-The live engine is on the clock of :mod:`benchmarks.clocks.paced`: between its steps an anchor runs now and then, and the clock
-follows its pace, so that a shared machine that is slower for seconds at a time counts as one that is not. While an anchor runs,
-the process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
+The live engine is on the clock of :mod:`benchmarks.clocks.paced`: between its steps a reference step runs now and then, and the
+clock follows its pace. So a shared machine that is slower for seconds at a time counts as one that is not. While a reference
+step runs, the process that takes a core rests: what it costs belongs to the measurement, what others cost does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from autotune.engines import Engine
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
-from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
+from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
 from benchmarks.clocks.undisturbed import UndisturbedClock
 from benchmarks.controller.hardware import Weather
 from benchmarks.controller_live.thief import Thief
@@ -86,8 +86,8 @@ def simulated(cost: StepModel, facts: ModelFacts, slowdown: float, seed: int = 0
     return Machine(engine, facts, engine.clock, _Slower(weather, slowdown))
 
 
-class _LoneAnchor(Anchor):
-    """An anchor beside which ``thief`` rests."""
+class _LoneAnchor(ReferenceStep):
+    """A reference step beside which ``thief`` rests."""
 
     def __init__(self, executor: Executor, vocab_size: int, thief: Thief) -> None:
         super().__init__(executor, vocab_size)
@@ -157,8 +157,8 @@ def live(*, wall_clock: bool = False, undisturbed: bool = False) -> Iterator[Mac
         executor: Executor = TorchExecutor(loaded, kv_blocks=KV_TOKENS // BLOCK, clock=clock)
         paces: list[float] = []
         if isinstance(clock, PacedClock):
-            anchor = _LoneAnchor(TorchExecutor(other, kv_blocks=ANCHOR_BLOCKS), other.vocab_size, thief)
-            executor = PacedExecutor(executor, anchor, clock, anchor.fastest())
+            reference_step = _LoneAnchor(TorchExecutor(other, kv_blocks=REFERENCE_BLOCKS), other.vocab_size, thief)
+            executor = PacedExecutor(executor, reference_step, clock, reference_step.fastest())
             paces = executor.paces
 
         def pace() -> float:

@@ -26,7 +26,7 @@ Simulation = Callable[[int], Machine]
 
 
 class Screened(NamedTuple):
-    """A contender, and its share in SLO in simulation."""
+    """A contender, and its attainment in simulation."""
 
     contender: Contender
     share: float
@@ -45,7 +45,7 @@ def screen(simulation: Simulation, case: Case, duration: float, grid: Sequence[K
 
 
 def expected(simulation: Simulation, case: Case, contender: Contender, duration: float) -> float:
-    """The share in SLO that the simulation says ``contender`` will have."""
+    """The attainment that the simulation predicts for ``contender``."""
     return share(serve(simulation, case, contender, duration, average_seeds(case, SEED, ROUNDS, duration)))
 
 

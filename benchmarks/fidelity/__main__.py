@@ -4,7 +4,7 @@ In rounds: the CPU engine serves each workload, and the simulator, by a cost mod
 and KV pool. Before and behind every round a calibration (:mod:`autotune.profiling.steps`) gives a model, and the mean of what is
 simulated by the two counts for the round: a steady drift cancels. Rates are shares of what the engine,
 simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
-clock that follows anchor steps run between their own, so that a machine whose pace drifts counts as one whose
+clock that follows reference steps run between their own, so that a machine whose pace drifts counts as one whose
 pace does not, and that stands still, for a while, where it is slow (:mod:`benchmarks.clocks.paced`).
 
 An engine gets faster while its libraries meet the shapes of its products for the first time. So both engines work for a while
@@ -52,7 +52,7 @@ from autotune.profile.parts import ModelFacts
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
-from benchmarks.clocks.paced import ANCHOR_BLOCKS, BLOCK, Anchor, PacedClock, PacedExecutor
+from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
 from benchmarks.fidelity.table import Compared, Costs, StepPair, bias, median_error, metrics, report, step_pairs
@@ -77,7 +77,7 @@ class Timed(NamedTuple):
         return len(self.executor.paces), self.executor.waited
 
     def since(self, looked: tuple[int, float]) -> str:
-        """Of an anchor's times over the fastest ever, since ``looked``: median, and the middle nine tenths; what was waited."""
+        """Reference steps over the fastest ever, since ``looked``: median, and the middle nine tenths; what was waited."""
         count, waited = looked
         paces = self.executor.paces[count:]
         if len(paces) < 3:
@@ -135,7 +135,8 @@ class Bench:
         print(
             f"calibration: {facts.points} kinds of steps in {facts.seconds:.0f} s, family {facts.family}, cross-validated error "
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
-            f"the machine's pace {self.roomy.since(looked)}, its own anchors differed by up to {found.unevenness - 1:.0%}; "
+            f"the machine's pace {self.roomy.since(looked)}, "
+            f"its own reference steps differed by up to {found.unevenness - 1:.0%}; "
             f"served, steps took {found.served - 1:+.1%}, serving adds {facts.excess_s * 1e3:.2f} ms to each{_scatter(cost)}",
             flush=True,
         )
@@ -185,11 +186,13 @@ class Bench:
         """``run`` with what is simulated by the calibrations before and behind it."""
         name = run.case.name
         around = self.costs[-2:]
-        told = [metrics(simulated(costs.serving, run.case, run.workload, self.seed, self.duration)) for costs in around]
+        predicted = [
+            metrics(simulated(costs.serving, run.case, run.workload, self.seed, self.duration)) for costs in around
+        ]
         for metric, value in metrics(run.score).items():
             self.real.setdefault((name, metric), []).append(value)
             self.ratios.setdefault((name, metric), []).append(
-                tuple(each[metric] / value - 1 if value else 0.0 for each in told)
+                tuple(each[metric] / value - 1 if value else 0.0 for each in predicted)
             )
         steps = step_pairs(run.steps, around)
         self.steps.setdefault(name, []).extend(steps)
@@ -209,8 +212,8 @@ def _scatter(cost: CostModel) -> str:
     if (jitter := cost.facts.jitter) is None:
         return ""
     low, high = jitter.four_in_five()
-    spells = f"{jitter.persistent:.0%} in spells (memory {jitter.memory:.2f})"
-    return f", four in five of them {low:.2f} to {high:.2f} of that, {spells}"
+    autocorrelation = f"{jitter.persistent:.0%} autocorrelated (memory {jitter.memory:.2f})"
+    return f", four in five of them {low:.2f} to {high:.2f} of that, {autocorrelation}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -244,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     made: list[Timed] = []
     torch.set_num_threads(args.threads)
     loaded = load_model("tiny", dtype="bfloat16", device="cpu")
-    anchor = Anchor(TorchExecutor(loaded, kv_blocks=ANCHOR_BLOCKS), loaded.vocab_size)
-    usual = anchor.fastest()
+    reference_step = ReferenceStep(TorchExecutor(loaded, kv_blocks=REFERENCE_BLOCKS), loaded.vocab_size)
+    usual = reference_step.fastest()
     if not (args.conv and args.code):
         print("without --conv and --code: presets fitted to the Azure 2023 traces take the place of slices of them")
     with ExitStack() as stack:
@@ -254,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             base = UndisturbedClock() if args.undisturbed else MonotonicClock()
             clock = PacedClock(base)
             real = TorchExecutor(loaded, kv_blocks=kv_tokens // BLOCK, clock=clock)
-            executor = PacedExecutor(real, anchor, clock, usual, patient=True)
+            executor = PacedExecutor(real, reference_step, clock, usual, patient=True)
             known = set(threading.enumerate())
             engine = Engine(loaded, limits=KnobLimits(), kv_tokens=kv_tokens, executor=executor, clock=clock)
             made.append(Timed(stack.enter_context(engine), clock, executor))

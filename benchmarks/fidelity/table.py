@@ -78,14 +78,14 @@ class StepPair(NamedTuple):
     """A served step: the seconds that the cost model says such a step usually takes, those it takes in simulations, on average
     and in the middle, and those it took."""
 
-    told: float
+    predicted: float
     mean: float
     median: float
     real: float
 
 
 def step_pairs(records: Sequence[StepRecord], around: Sequence[Costs]) -> list[StepPair]:
-    """Every step, the idle time before it left out; what is told is the mean over the calibrations ``around``. In the middle,
+    """Every step, the idle time before it left out; ``predicted`` is the mean over the calibrations ``around``. In the middle,
     simulated steps take less than on average, by the median of the jitter."""
     jitters = [costs.serving.facts.jitter for costs in around]
     middles = [statistics.median(jitter.quantiles) if jitter else 1.0 for jitter in jitters]
@@ -107,7 +107,7 @@ def step_pairs(records: Sequence[StepRecord], around: Sequence[Costs]) -> list[S
 
 def median_error(steps: Sequence[StepPair]) -> float:
     """Of what steps usually take."""
-    return statistics.median(abs(s.told / s.real - 1) for s in steps)
+    return statistics.median(abs(s.predicted / s.real - 1) for s in steps)
 
 
 def median_error_simulated(steps: Sequence[StepPair]) -> float:

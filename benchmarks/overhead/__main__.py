@@ -21,7 +21,7 @@ import time
 
 from benchmarks.overhead.controller import (
     KNOBS,
-    PROMISE,
+    TARGET,
     NullExecutor,
     attached_cost,
     controller_cost,
@@ -39,7 +39,7 @@ from runtime.request import Sequence
 
 def schedule_cost(batch: int, steps: int) -> float:
     """Median µs of CPU of one step's ``schedule`` + ``update`` (+ ``add`` of what replaces the ended), in blocks of 200."""
-    scheduler = Scheduler(kv_blocks=batch * 40, slos={"default": PROMISE})
+    scheduler = Scheduler(kv_blocks=batch * 40, slos={"default": TARGET})
     scheduler.followed(scheduler.slack)  # as while a controller gives each step its budget
     number = 0
 
@@ -109,7 +109,7 @@ def scheduler_share(rounds: int, steps: int, dtype: str) -> list[tuple[float, fl
     rows = []
     number = 0
     for _ in range(rounds):
-        scheduler = Scheduler(kv_blocks=2048, slos={"default": PROMISE})
+        scheduler = Scheduler(kv_blocks=2048, slos={"default": TARGET})
         core = EngineCore(scheduler, executor, knobs=KNOBS.with_(max_batch_size=64), limits=limits, output=Append())
         # Outputs of different lengths, and a new request for each that ends: membership changes as in service.
         for i in range(batch):

@@ -23,7 +23,7 @@ from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts, Lease, LeaseHolder, Listener, SchedulerView, StepPolicy
 
 KNOBS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
-PROMISE = SLO(ttft_ms=1000, tpot_ms=30)
+TARGET = SLO(ttft_ms=1000, tpot_ms=30)
 
 
 class NullExecutor:
@@ -57,7 +57,7 @@ Event = tuple[StepRecord, list[RequestRecord], SchedulerView]
 
 def served(batch: int, steps: int) -> list[Event]:
     """(step, requests that ended in it, view before the next) of a core that keeps ``batch`` sequences running."""
-    scheduler = Scheduler(kv_blocks=batch * 80, slos={"default": PROMISE})
+    scheduler = Scheduler(kv_blocks=batch * 80, slos={"default": TARGET})
     core = EngineCore(scheduler, FormulaExecutor(), knobs=KNOBS.with_(max_batch_size=batch))
     number, now = 0, 0.0
     for _ in range(batch):
@@ -101,7 +101,7 @@ def learn(made: PredictiveController, events: list[Event], *, decide: bool) -> N
 
 def controller_cost(events: list[Event], rounds: int) -> float:
     """Median µs of CPU a step, in blocks: observe the step and what ended, grant a budget, decide."""
-    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
+    made = PredictiveController(TARGET, KNOBS, kv_tokens=100_000)
     block_costs(events, lambda block: learn(made, block, decide=True))  # to settle
     return statistics.median(
         cost for _ in range(rounds) for cost in block_costs(events, lambda block: learn(made, block, decide=True))
@@ -145,7 +145,7 @@ def attached_cost(events: list[Event], rounds: int) -> float:
     """Median µs of CPU a step of all that an attached controller does, deciding every 0.25 s of its time."""
     costs: list[float] = []
     for _ in range(rounds):
-        with control(Recorded(), slo=PROMISE) as attached:
+        with control(Recorded(), slo=TARGET) as attached:
             costs += block_costs(events, attached_feed(attached))
             assert not attached.status().ended
     return statistics.median(costs)
@@ -164,7 +164,7 @@ def attached_feed(attached: Control) -> Callable[[list[Event]], None]:
 
 def controller_growth(events: list[Event], steps: int) -> list[tuple[int, int, float]]:
     """(steps seen, bytes of the controller's state, median µs of a step since the row before), ten rows."""
-    made = PredictiveController(PROMISE, KNOBS, kv_tokens=100_000)
+    made = PredictiveController(TARGET, KNOBS, kv_tokens=100_000)
     rows, seen = [], 0
     for _ in range(10):
         costs = []

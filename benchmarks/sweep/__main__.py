@@ -1,7 +1,7 @@
 """How good a setting ``autotune profile`` finds, and for how much of the machine's time, against other ways to look for one.
 
 Eight cases (:mod:`benchmarks.sweep.cases`): a machine whose step times follow formulas that no fitted cost model has, with 3%
-noise, its load, and the promise. The machines exist in virtual time only; every second they would be busy is counted,
+noise, its load, and the SLO. The machines exist in virtual time only; every second they would be busy is counted,
 calibration and restarts included. In each case:
 
 - **grid**: all 98 cells, three rounds. What one round takes is the unit of hardware time.

@@ -1,4 +1,4 @@
-"""The questions of :mod:`benchmarks.sweep`: eight machines, what they serve under which promise, and how a setting is measured.
+"""The questions of :mod:`benchmarks.sweep`: eight machines, what they serve under which SLO, and how a setting is measured.
 
 Every contender measures with the same function on the same kind of machine: :func:`autotune.measure.evaluate.evaluate` on a
 :class:`~autotune.simulate.SimulatedEngine` whose step times come from :mod:`benchmarks.sweep.hardware`, with noise. What it
@@ -57,7 +57,7 @@ CPU_GRID = Grid((2, 4, 8, 16, 32, 64, 128), (32, 64, 128, 256, 512, 1024), (32, 
 
 @dataclass(frozen=True)
 class Case:
-    """A machine (``truth``, made from a seed, with a pool of ``kv_tokens``), its load at ``rate`` requests/s, and the promise."""
+    """A machine (``truth``, made from a seed, with a pool of ``kv_tokens``), its load at ``rate`` requests/s, and the SLO."""
 
     name: str
     about: str
@@ -122,8 +122,8 @@ def timed(machine: Machine) -> Iterator[list[float]]:
     found[0] = machine.spent_s - begun
 
 
-# Rates lie where the best cell of the grid keeps some 90 to 97% of its promises in the long run: below, all settings look alike;
-# above, none can be called good. They were found beforehand, from the truth; every contender is told the same one.
+# Rates lie where the best cell of the grid meets some 90 to 97% of its SLOs in the long run: below, all settings look alike;
+# above, none can be called good. They were found beforehand, from the truth; every contender gets the same one.
 # Lengths carry an explicit scale, which keeps `autotune profile` from choosing one.
 CASES = (
     Case(
@@ -148,7 +148,7 @@ CASES = (
     ),
     Case(
         "strict-stalls",
-        "8B on H200, one step in 400 takes ten times as long; chat under a strict promise",
+        "8B on H200, one step in 400 takes ten times as long; chat under a strict SLO",
         lambda seed: hardware.Stalling(hardware.LLAMA_8B_H200, seed=seed),
         760_000,
         "poisson:lengths=azure-conv,length=0.9",

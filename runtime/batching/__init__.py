@@ -1,1 +1,1 @@
-"""Request-level batching of any callable, with the knobs, records and words of the LLM engine."""
+"""Request-level batching of any callable, with the knobs, records and terms of the LLM engine."""

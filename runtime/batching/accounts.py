@@ -1,4 +1,4 @@
-"""The records of items and calls, in the words of :mod:`runtime.records`."""
+"""The records of items and calls, in the terms of :mod:`runtime.records`."""
 
 from __future__ import annotations
 

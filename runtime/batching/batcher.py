@@ -23,8 +23,8 @@ from runtime.batching.options import (
     first_knobs,
     memory_bounded,
     priced_strategy,
-    promises_of,
     seconds,
+    slos_of,
     whole_cost,
     workers_of,
 )
@@ -44,7 +44,7 @@ class Batcher(TunableBatcher):
     ``fn`` may be a function, ``async def``, a (sync or async) generator function that yields one list after the other (then
     an item has many outputs), or a PyTorch module. An exception in a slot of the list is that item's exception.
 
-    ``slo``: what is promised, as ``"e2e=200ms@99%"`` or an :class:`SLO`, or one for each request class; what cannot keep it
+    ``slo``: the latency target, as ``"e2e=200ms@99%"`` or an :class:`SLO`, or one for each request class; what cannot meet it
     is rejected early. ``cost``: cost units of an item, such as ``len``; 1 unless given. ``strategy`` and ``grouping``: see
     docs/how-to/batch.md. ``max_batch_size``, ``max_wait_ms``, ``token_budget``: the knobs to begin with; for the adaptive
     strategy they are ceilings, and none is needed. ``limits``: their ceilings while it runs.
@@ -114,7 +114,7 @@ class Batcher(TunableBatcher):
         core = BatchCore(
             chosen,
             grouping,
-            slo=promises_of(slo),
+            slo=slos_of(slo),
             knobs=knobs,
             limits=limits,
             workers=len(functions),

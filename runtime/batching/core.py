@@ -74,10 +74,10 @@ class BatchCore:
         self.hold_items = 1
         """How many must wait for asking earlier to be of use."""
         if slo is not None:
-            for name, promise in ({"default": slo} if isinstance(slo, SLO) else slo).items():
-                self.promise(name, promise)
+            for name, target in ({"default": slo} if isinstance(slo, SLO) else slo).items():
+                self.set_slo(name, target)
 
-    # -- knobs and promises ---------------------------------------------------------------------------------------------
+    # -- knobs and SLOs -------------------------------------------------------------------------------------------------
 
     @property
     def knobs(self) -> Knobs:
@@ -87,7 +87,7 @@ class BatchCore:
     def epoch(self) -> int:
         return self.settings.current[0]
 
-    def promise(self, request_class: str, slo: SLO) -> None:
+    def set_slo(self, request_class: str, slo: SLO) -> None:
         """Items of ``request_class`` that come from now on are due as ``slo`` says."""
         self.slos[request_class] = slo
         self.state.slo_s = min((due for s in self.slos.values() if (due := first_target(s)) < inf), default=None)
@@ -95,7 +95,7 @@ class BatchCore:
     # -- items ----------------------------------------------------------------------------------------------------------
 
     def submit(self, item: Item, now: float) -> None:
-        """Queue ``item``. Raises :class:`RejectedError` (``queue_full``, or ``slo`` by the strategy's word)."""
+        """Queue ``item``. Raises :class:`RejectedError` (``queue_full``, or ``slo`` by the strategy\'s choice)."""
         assert item.state is NEW
         state = self.state
         if state.waiting >= self.max_queue:

@@ -25,7 +25,7 @@ UNTIL_SLO = -inf
 
 
 class Item:
-    """One input of the function and what is promised about it. Times are seconds on the batcher's clock.
+    """One input of the function and its deadline. Times are seconds on the batcher's clock.
 
     ``cost`` in cost units; ``deadline`` by when the result is worth something (inf: any time), from the SLO unless given;
     ``expires`` when it times out, whatever its state. ``handle`` is whatever the caller wants back with the outcome.

@@ -55,7 +55,7 @@ def priced_strategy(value: str | Strategy, call_price_ms: float) -> Strategy:
     return strategy_of(value)
 
 
-def promises_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
+def slos_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] | None:
     if slo is None:
         return None
     return {name: SLO.of(s) for name, s in slo.items()} if isinstance(slo, Mapping) else {"default": SLO.of(slo)}

@@ -94,7 +94,7 @@ class Pool:
                 return self._take_in(item, block, patient)
         except Exception as error:
             item.state = ENDED
-            if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its promise
+            if isinstance(error, RejectedError) and self.listeners.known:  # an offered item that missed its SLO
                 record = item_record(item, FinishReason.REJECTED, self._now(), -1, error.reason)
                 self.listeners.tell(None, [record])
             raise

@@ -1,4 +1,4 @@
-"""How long a call takes, learned from the calls: no size, no window and no hardware need be told.
+"""How long a call takes, learned from the calls: it needs no size, no window and no hardware.
 
 Formula. A call of n items of cost c, beside which o others run on average, takes
 

@@ -46,7 +46,7 @@ class TunableBatcher(Tuning):
 
     def _put_slo(self, request_class: str, slo: SLO) -> None:
         with self._pool.lock:
-            self._pool.core.promise(request_class, slo)
+            self._pool.core.set_slo(request_class, slo)
 
     @property
     def strategy(self) -> Strategy:

@@ -1,4 +1,4 @@
-"""Requests that cannot keep their TTFT are ended early, and told when to come again: a miss, not a failure.
+"""Requests that cannot meet their TTFT target are rejected early, with a time to retry: a miss, not a failure.
 
 Past capacity a queue makes every request late, and computing a prompt whose first token comes too late takes the time of one
 that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the tokens that are
@@ -6,8 +6,8 @@ computed before a request's own, and r the prompt tokens computed a second as th
 
 - at arrival a request is not accepted if ``now + w/r > arrival + 0.9·D``, unless lighter ones wait before it: if enough of
   them (the largest of the lightest first) weigh less together than it does, they are ended in its place;
-- when it is its turn, and while its prompt is being computed, the same is asked again with what is left. A prompt half computed
-  has the whole of D, for what it has cost is spent; the tenth before is kept for what predictions are off by;
+- when it is its turn, and while its prompt is being computed, the prediction is made again with what is left. The tenth
+  before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
@@ -40,7 +40,7 @@ from runtime.slo import first_target
 
 PROBE_S: Final = 5.0
 """Seconds without anything let in after which one is, whatever is predicted."""
-_RESERVE = 0.1  # share of the target kept for what the prediction is off by; a prompt half computed may use it up
+_RESERVE = 0.1  # share of the target reserved for prediction error; a prompt half computed may use it up
 
 SLO_REASON: Final = "slo"
 QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
@@ -182,7 +182,7 @@ class Admission:
         after = now + self.rate.seconds_for(tokens, now) - sequence.request.arrival
         if not after > within:
             return None
-        why = f"its first token is predicted after {after:.3g} s and was promised within {target:.3g} s"
+        why = f"its first token is predicted after {after:.3g} s, its target is {target:.3g} s"
         return Verdict(SLO_REASON, why, after - within)
 
     # -- the queue's timeout ------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Admission:
 
 
 def rejected(sequence: Sequence, verdict: Verdict) -> RejectedError:
-    """What a client is told."""
+    """The message to the client."""
     message = f"request {sequence.request.id}: {verdict.why}"
     return RejectedError(message, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
 

@@ -30,7 +30,7 @@ class TokenEvent(NamedTuple):
     """One token of a stream, the ``position``-th of the output from 0 on.
 
     ``text`` is what it adds to the text: nothing while a character or a possible stop string is incomplete. ``logprob`` and
-    ``top_logprobs`` ((token id, log-probability) pairs, likeliest first) are there if ``logprobs`` was asked for.
+    ``top_logprobs`` ((token id, log-probability) pairs, likeliest first) are there if ``logprobs`` was requested.
     ``finish_reason`` stands on the last token of a request that ran to its natural end.
     """
 
@@ -204,7 +204,9 @@ class TokenBuffer:
                 after = round(record.finished - record.arrival, 3)
                 return RequestTimeoutError(f"{name} timed out after {after:g} s and {record.output_tokens} tokens")
             case FinishReason.REJECTED:
-                told = str(self.cause) if isinstance(self.cause, RejectedError) else f"{name} was not accepted{because}"
-                return RejectedError(told, reason=record.cause or "rejected", retry_after_s=record.retry_after_s)
+                message = (
+                    str(self.cause) if isinstance(self.cause, RejectedError) else f"{name} was not accepted{because}"
+                )
+                return RejectedError(message, reason=record.cause or "rejected", retry_after_s=record.retry_after_s)
             case _:
                 return StepFailedError(f"{name} failed after {record.output_tokens} tokens{because}")

@@ -115,7 +115,7 @@ class Decodes(DecodeSet):
                 self._ends_base = oldest
 
     def take_ended(self) -> Seq[Sequence]:
-        """Those that have reached ``max_tokens``; each is told once, and is to leave."""
+        """Those that have reached ``max_tokens``; each is reported once, and is to leave."""
         due = self._due
         if not due or due[0][0] > self.step:
             return ()

@@ -40,9 +40,9 @@ class Engine(TunableEngine):
     """Serves one model to many threads and event loops at once.
 
     ``model``: a local directory, hub id or preset name, or a loaded model. ``knobs`` may change while it runs, up to
-    ``limits``. ``slo`` is the promise to requests of class ``default``, ``classes`` those to others. ``kv_tokens``: size of
+    ``limits``. ``slo`` is the SLO of requests of class ``default``, ``classes`` those of others. ``kv_tokens``: size of
     the KV pool in tokens (None: what the memory allows); ``max_model_len`` lowers the model's context. At most ``max_queue``
-    requests wait; ``admission`` ends those that cannot keep their TTFT any more. ``prefix_cache``: prompts share the KV of
+    requests wait; ``admission`` ends those that can no longer meet their TTFT target. ``prefix_cache``: prompts share the KV of
     equal beginnings; ``"tenant"`` only within a tenant, so that none can learn from response times what others ask.
     ``threads``: CPU threads of the model. ``executor`` runs the steps in place of the model's own, and needs ``kv_tokens``;
     its clock must be ``clock``.

@@ -148,15 +148,15 @@ class Intake:
             block_hashes=(() if self._share == "none" else block_hashes(tokens, self._block_size, self._salt(tenant))),
         )
 
-    def _max_tokens(self, prompt: int, asked: int | None) -> int:
+    def _max_tokens(self, prompt: int, requested: int | None) -> int:
         context, pool = self._context, self._kv_tokens
-        least = prompt + (1 if asked is None else asked)
-        what = f"prompt ({prompt} tokens) + max_tokens ({1 if asked is None else asked}) is {least}"
+        least = prompt + (1 if requested is None else requested)
+        what = f"prompt ({prompt} tokens) + max_tokens ({1 if requested is None else requested}) is {least}"
         if least > context:
             raise ValueError(f"{what}; the context of {self._model.name} is {context} tokens")
         if least > pool:
             raise ValueError(f"{what}; the KV pool holds {pool} tokens")
-        return min(context, pool) - prompt if asked is None else asked
+        return min(context, pool) - prompt if requested is None else requested
 
 
 def _later(name: str, arrival: float, seconds: float | None) -> float | None:

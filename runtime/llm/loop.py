@@ -20,7 +20,7 @@ from typing import TypeVar
 from runtime.at_exit import stop_at_exit
 from runtime.clock import Clock
 from runtime.errors import DeviceError, EngineClosedError, RejectedError, StepFailedError
-from runtime.listeners import Listeners, Pace
+from runtime.listeners import CompletionInterval, Listeners
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
@@ -40,8 +40,8 @@ class EngineLoop:
     def __init__(self, core: EngineCore, output: OutputProcessor, clock: Clock, *, max_queue: int, name: str) -> None:
         self.core = core
         self.listeners = Listeners()
-        self._pace = Pace()
-        self.listeners.subscribe(self._pace)
+        self._completion_interval = CompletionInterval()
+        self.listeners.subscribe(self._completion_interval)
         self.error: BaseException | None = None
         self._output = output
         self._clock = clock
@@ -85,7 +85,7 @@ class EngineLoop:
             waiting = self._on_the_way + len(self.core.scheduler.waiting)
             if waiting >= self._max_queue:
                 why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
-                raise self._rejected(request, "queue_full", why, self._pace.seconds)
+                raise self._rejected(request, "queue_full", why, self._completion_interval.seconds)
             self._live[request.id] = buffer
             self._on_the_way += 1
             self._inbox.put(partial(self._add, request, buffer))

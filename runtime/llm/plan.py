@@ -89,7 +89,7 @@ class StepPlan(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One sampled token. ``logprob`` and ``top`` (token id, log-probability pairs) only when asked for."""
+    """One sampled token. ``logprob`` and ``top`` (token id, log-probability pairs) only when requested."""
 
     sequence: Sequence
     id: int

@@ -82,7 +82,7 @@ class PrefillRate:
         try:
             return float(self.source.prefill_rate)
         except Exception:  # it must not stop an engine
-            log.exception("the source of the prefill rate failed and is not asked any more")
+            log.exception("the source of the prefill rate failed and is no longer used")
             self.source = None
             return 0.0
 
@@ -92,7 +92,7 @@ class PrefillRate:
         try:
             return max(1, int(self.source.prompts_abreast)) if isinstance(self.source, Abreast) else 1
         except Exception:
-            log.exception("the source of the prefill rate failed and is not asked any more")
+            log.exception("the source of the prefill rate failed and is no longer used")
             self.source = None
             return 1
 

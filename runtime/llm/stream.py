@@ -24,7 +24,7 @@ class Completion:
     """A request that ran to its natural end.
 
     ``token_ids`` holds every sampled token, the one that ended it included; ``text`` ends before an end-of-sequence token,
-    stop id or stop string. ``logprobs`` is None unless asked for. ``record`` has its times.
+    stop id or stop string. ``logprobs`` is None unless requested. ``record`` has its times.
     """
 
     request_id: str

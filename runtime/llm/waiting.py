@@ -30,7 +30,7 @@ class WaitingQueue:
         self._pushed = 0
         self.count = 0
         """Sequences that wait."""
-        self._buckets: dict[int, int] | None = None  # tokens queued by key; only those with any; None until asked for
+        self._buckets: dict[int, int] | None = None  # tokens queued by key; only those with any; None until requested
         self.tokens = 0
         """Prompt tokens queued that were not in the prefix cache when they came."""
 

@@ -209,8 +209,8 @@ def create_app(api: Api) -> FastAPI:
     app.add_api_route("/metrics", api.exposition, methods=["GET"], response_model=None)
 
     def complain(request: Request, error: Exception) -> Response:
-        told = api_error(error)
-        return JSONResponse(told.body, told.status, headers=told.headers)
+        answer = api_error(error)
+        return JSONResponse(answer.body, answer.status, headers=answer.headers)
 
     def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

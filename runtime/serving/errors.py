@@ -1,4 +1,4 @@
-"""What went wrong, as an OpenAI client expects to be told: a status code and ``{"error": {...}}``."""
+"""What went wrong, as an OpenAI client expects it: a status code and ``{"error": {...}}``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from runtime.errors import (
     StepFailedError,
 )
 
-CLIENT_GONE = 499  # nobody will read it; the word of nginx's logs
+CLIENT_GONE = 499  # nobody will read it; as in nginx\'s logs
 _TYPES = {404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` names the field at fault; ``code`` is a word for programs."""
+    """An answer that is an error. ``param`` names the field at fault; ``code`` is a name for programs."""
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class Message(Part):
 
 class GenerationRequest(Part):
     """What both endpoints understand. ``model`` may be left out: there is one. ``priority``: higher ones go first.
-    ``request_class``: whose promise holds for it, one of the engine's."""
+    ``request_class``: whose SLO applies to it, one of the engine's."""
 
     model: str | None = None
     stream: bool = False
@@ -160,7 +160,7 @@ class GenerationRequest(Part):
             max_tokens=self.output_tokens(),
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,  # vLLM's word for all of them
+            top_k=0 if self.top_k == -1 else self.top_k,  # as in vLLM: all of them
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,

@@ -100,30 +100,30 @@ class Server(uvicorn.Server):
 
 
 async def _until_stopped(api: Api, server: Server, bound: socket.socket, grace_s: float) -> int:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     def stop(number: int) -> None:
-        if asked.is_set():
+        if requested.is_set():
             os._exit(128 + number)  # without unwinding: the engine's thread may be deep in a step
         log.warning("%s: draining %d requests", signal.Signals(number).name, api.lifecycle.active)
         api.lifecycle.drain()
-        asked.set()
+        requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
-    stopping = asyncio.create_task(asked.wait())
+    stopping = asyncio.create_task(requested.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     code = DONE
-    if asked.is_set():
+    if requested.is_set():
         try:
             await asyncio.wait_for(api.lifecycle.idle(), grace_s)
         except TimeoutError:
             log.warning("%d requests are cut after %g s of grace", api.lifecycle.active, grace_s)
             code = CUT_SHORT
-            await asyncio.to_thread(api.engine.close, False)  # each of them is told so
+            await asyncio.to_thread(api.engine.close, False)  # each of them gets an error
     server.should_exit = True
     await serving
     return code

@@ -17,7 +17,7 @@ from runtime.serving.errors import CLIENT_GONE, ApiError, api_error
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo what the engine promises
+    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo what the engine must deliver
 ]
 
 
@@ -52,7 +52,7 @@ class EventStream(Response):
     """Server-sent events of ``streams``, one choice each.
 
     Nothing is sent before the first token, so that a request that fails before has an error status of its own; what fails
-    later is told in an event. ``prepare`` makes the events when the streams are under way.
+    later is sent in an event. ``prepare`` makes the events when the streams are under way.
     """
 
     media_type = "text/event-stream"

@@ -245,22 +245,23 @@ def cpu_has_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
-def _context_length(config: Any, name: str, asked: int | None) -> int:
-    """Tokens of context: what was asked for, else all that the config and its RoPE allow."""
+def _context_length(config: Any, name: str, requested: int | None) -> int:
+    """Tokens of context: what was requested, else all that the config and its RoPE allow."""
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
     stated = next((value for field in names if isinstance(value := getattr(text, field, None), int)), None)
-    if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 1):
-        raise InputError(f"max_model_len is {asked!r}; it must be a whole number of at least 1")
+    if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool) or requested < 1):
+        raise InputError(f"max_model_len is {requested!r}; it must be a whole number of at least 1")
     safe, limited_by = safe_context(text)
-    if asked is not None and safe is not None and asked > safe:
+    if requested is not None and safe is not None and requested > safe:
         raise UnsupportedModelError(
-            f"model {name}: max_model_len is {asked}, but beyond {safe} tokens its RoPE ({limited_by}) depends on the longest "
+            f"model {name}: max_model_len is {requested}, but beyond {safe} tokens "
+            f"its RoPE ({limited_by}) depends on the longest "
             f"sequence in the batch; it must be at most {safe}"
         )
-    if asked is not None and stated is not None and asked > stated:
-        raise InputError(f"max_model_len is {asked}; it must be at most {stated}, the context of {name}")
-    limits = [limit for limit in (asked, safe, stated) if limit is not None]
+    if requested is not None and stated is not None and requested > stated:
+        raise InputError(f"max_model_len is {requested}; it must be at most {stated}, the context of {name}")
+    limits = [limit for limit in (requested, safe, stated) if limit is not None]
     return min(limits) if limits else UNSTATED_CONTEXT
 
 

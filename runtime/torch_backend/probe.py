@@ -47,7 +47,7 @@ def probe(model: PreTrainedModel, context: int) -> Probe:
         pool.layers.clear()
     after = _frequencies(model)
     moved = any(name not in after or not torch.equal(values, after[name]) for name, values in before.items())
-    slots = pool.block_count + 1  # one more block than asked for pads tables
+    slots = pool.block_count + 1  # one more block than requested pads tables
     kept = pool.bytes // slots or _from_config(model)
     return Probe(kept, pool.kept, vocab_size, moved)
 

@@ -155,7 +155,7 @@ def _packed(executor: TorchExecutor, texts: list[list[int]]) -> Iterable[tuple[_
             rows[sequences[at]] = _Row("later chunk" if start else "first chunk", at, start + tokens - 1)
         logits, owners = executor.logits(_plan(step, decodes, chunks))
         if len(owners) != len(rows) or len(logits) != len(rows):
-            raise UnsupportedModelError(f"{len(logits)} rows of logits came out where {len(rows)} were asked for")
+            raise UnsupportedModelError(f"{len(logits)} rows of logits came out where {len(rows)} were requested")
         yield from ((rows[owner], row) for owner, row in zip(owners, logits.float(), strict=True))
 
 

@@ -49,7 +49,7 @@ def swinging(period: float, seconds: float) -> Load:
 
 
 @pytest.mark.parametrize("period", [0.125, 0.25, 0.5, 1.0])
-def test_traffic_that_swings_at_the_pace_of_decisions(period: float) -> None:
+def test_traffic_that_swings_as_fast_as_decisions(period: float) -> None:
     """Whatever a decision rests on is over when it takes effect."""
     load = swinging(period, 30)
     alone = SimulatedEngine(h200)

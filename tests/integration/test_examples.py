@@ -50,7 +50,7 @@ def test_embed_engine(tmp_path: Path) -> None:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """A profile of the smallest preset, as the profiler writes one, under a promise that any machine keeps."""
+    """A profile of the smallest preset, as the profiler writes one, under an SLO that any machine meets."""
     made = sample_profile(
         {"balanced": Knobs(max_batch_size=8, token_budget=64, chunk_size=32)},
         gpu=False,
@@ -71,7 +71,7 @@ def test_profile_then_use(profile: Path, tmp_path: Path) -> None:
     words = (str(profile), "--requests", "3", "--tokens", "4")
     done = example("profile_then_use.py", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "mine.yaml: measured on Intel Xeon 8480, promise ttft=60000ms,tpot=10000ms@50%" in done.stdout
+    assert "mine.yaml: measured on Intel Xeon 8480, SLO ttft=60000ms,tpot=10000ms@50%" in done.stdout
     assert "balanced: max_batch_size=8 max_wait_ms=0 token_budget=64 chunk_size=32 (" in done.stdout
     assert "3 of 3 requests in time" in done.stdout
 
@@ -156,7 +156,7 @@ def test_classify_images(tmp_path: Path) -> None:
     assert calls is not None and int(calls[1]) < 150
 
 
-def test_a_promise_that_is_none_is_told(tmp_path: Path) -> None:
+def test_an_slo_without_a_target_is_refused(tmp_path: Path) -> None:
     for name in ("embed_sentences.py", "rate_limited_api.py"):
         done = run(str(ROOT / "examples" / name), "--slo", "e2e=5", folder=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")

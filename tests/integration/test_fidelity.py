@@ -85,7 +85,7 @@ class Hardware(FakeExecutor):
 
 
 def timed(engine: Any, clock: Clock) -> Timed:
-    """Of a machine whose pace nothing changes, so that no anchor looks for it."""
+    """Of a machine whose pace nothing changes, so that no reference step looks for it."""
     return Timed(engine, clock, SimpleNamespace(paces=[], waited=0.0))  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ def test_in_virtual_time_the_simulation_is_the_machine() -> None:
     bench = Bench(in_virtual_time(KV_TOKENS), in_virtual_time(TIGHT_KV_TOKENS), FACTS, 6.0, 0)
     found = three_rounds(bench)
     for steps in bench.steps.values():
-        assert statistics.median(abs(s.told / s.real - 1) for s in steps) < 0.02
+        assert statistics.median(abs(s.predicted / s.real - 1) for s in steps) < 0.02
     for (_, metric), c in found.items():
         tail = metric in (
             "TTFT p99",
@@ -149,7 +149,7 @@ def test_on_known_hardware_the_simulation_is_the_engine(bench: Bench) -> None:
     bench.warm_up(1.0)
     found = three_rounds(bench)
     for steps in bench.steps.values():
-        assert statistics.median(abs(s.told / s.real - 1) for s in steps) < 0.02
+        assert statistics.median(abs(s.predicted / s.real - 1) for s in steps) < 0.02
     for (_, metric), c in found.items():
         late_ms = 20.0 if metric.startswith("TTFT") else 0.0
         assert abs(c.error) * c.real < 0.1 * c.real + late_ms, c
@@ -166,7 +166,7 @@ def test_the_summary_is_of_medians_and_names_what_is_outside(capsys: pytest.Capt
         found += [Compared(case, f"E2E {p}", 500.0, 0.0, 0.0, 0.5, 0.5) for p in ("p50", "p99")]
     steps = {"a": [1.01, 0.98], "b": [1.03], "c": [0.5]}
     summary = report(
-        found, {case: [StepPair(2 * told, 9.0, 2.2 * told, 2.0) for told in each] for case, each in steps.items()}
+        found, {case: [StepPair(2 * one, 9.0, 2.2 * one, 2.0) for one in each] for case, each in steps.items()}
     )
     # TTFT of c is off by 0.4, but so far apart were the real runs (1.5 × 0.3)
     assert summary.pop("step_error_simulated") == pytest.approx(0.1, abs=0.03)
@@ -199,7 +199,7 @@ def fitted(factor: float, **changes: object) -> CostModel:
     return CostModel(facts.model_copy(update={"coefficients": {n: v * factor for n, v in facts.coefficients.items()}}))
 
 
-def test_what_is_told_of_a_step_is_the_mean_over_both_calibrations() -> None:
+def test_what_is_predicted_of_a_step_is_the_mean_over_both_calibrations() -> None:
     jitter = JitterFacts(quantiles=(0.7, 0.8, 0.9, 1.6), persistent=0.0, memory=0.0)  # in the middle 0.85
     usual = fitted(1.0)
     around = [Costs(usual, fitted(1.1, jitter=jitter)), Costs(fitted(3.0), fitted(3.3))]
@@ -211,7 +211,7 @@ def test_what_is_told_of_a_step_is_the_mean_over_both_calibrations() -> None:
     (pair,) = step_pairs([record], around)
     one = usual.predict(StepFeatures.of(record))
     assert pair.real == pytest.approx(0.6)
-    assert pair.told == pytest.approx(2.0 * one) and pair.mean == pytest.approx(2.2 * one)
+    assert pair.predicted == pytest.approx(2.0 * one) and pair.mean == pytest.approx(2.2 * one)
     assert pair.median == pytest.approx((1.1 * 0.85 + 3.3) / 2 * one)
 
 

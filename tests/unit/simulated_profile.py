@@ -10,12 +10,12 @@ from benchmarks.controller.hardware import h200
 from runtime.slo import SLO
 from tests.sample_profile import sample_profile
 
-PROMISE = SLO(ttft_ms=500, tpot_ms=30)
+TARGET = SLO(ttft_ms=500, tpot_ms=30)
 EVEN = "poisson:prompt=700,output=60"
 
 
 def profiled(**changes: Any) -> Profile:
-    fields: dict[str, Any] = {"cost_model": h200().facts, "kv_blocks": 47_500, "slo": PROMISE} | changes
+    fields: dict[str, Any] = {"cost_model": h200().facts, "kv_blocks": 47_500, "slo": TARGET} | changes
     return sample_profile(**fields)
 
 

@@ -78,7 +78,7 @@ def test_without_a_policy_everything_is_computed() -> None:
 
 
 def test_at_arrival_exactly_those_that_come_too_late_are_refused() -> None:
-    """Steps of 100 tokens take 11 ms: of a hundred requests the first 16 have their token within 180 ms of the 200 promised."""
+    """Steps of 100 tokens take 11 ms: of a hundred requests the first 16 have their token within 180 ms of the target of 200."""
     world = World(admission=True, source=100 / 11e-3)
     records = world.play(crowd(100))
     assert reasons(records) == {"length": 16, "slo": 84}
@@ -119,7 +119,7 @@ def test_a_prompt_in_progress_ends_when_the_machine_turns_slow() -> None:
     assert world.scheduler.kv.free == world.scheduler.kv.total, "its blocks are given back"
 
 
-def test_a_first_token_is_a_promise_kept_and_nothing_ends_after_it() -> None:
+def test_a_first_token_is_an_slo_met_and_nothing_ends_after_it() -> None:
     """Preempted and recomputed under a TTFT long past: it goes on."""
     world = World(admission=True, kv_tokens=160, budget=64, slo="ttft=30ms")
     for name in ("a", "b"):
@@ -230,12 +230,12 @@ def mixed(
 
 
 def kept(**run: Any) -> dict[str, int]:
-    """Promises kept, by class."""
+    """Attainment, by class."""
     slos = {"urgent": SLO(ttft_ms=100), "patient": SLO(ttft_ms=2000)}
     return {name: attainment(records, slos[name]).met for name, records in mixed(**run).items()}
 
 
-def test_deadline_order_goes_by_each_class_s_promise() -> None:
+def test_deadline_order_goes_by_each_class_s_slo() -> None:
     in_order = kept(admission=AdmissionPolicy(order=None))
     by_deadline = kept(admission=AdmissionPolicy())
     assert by_deadline["urgent"] > 1.2 * in_order["urgent"]
@@ -244,7 +244,7 @@ def test_deadline_order_goes_by_each_class_s_promise() -> None:
 
 @pytest.mark.parametrize("heavy", ["urgent", "patient"])
 def test_lighter_ones_make_room_for_heavier_ones(heavy: str) -> None:
-    """Far past capacity: the heavy class keeps more of its promises, and what all kept ones weigh is more."""
+    """Far past capacity: the heavy class meets its SLO more often, and what all met ones weigh is more."""
     weights = (10.0, 1.0) if heavy == "urgent" else (1.0, 10.0)
     alike = kept(admission=True, rate=120)
     weighed = kept(admission=True, rate=120, weights=weights)
@@ -259,9 +259,7 @@ def test_lighter_ones_make_room_for_heavier_ones(heavy: str) -> None:
 def test_a_client_is_told_why_and_when_to_come_again() -> None:
     world = World(admission=True, source=100 / 11e-3)
     first = world.submit([1] * 1600, SamplingParams(max_tokens=1))
-    with pytest.raises(
-        RejectedError, match=r"its first token is predicted after 0\.\d+ s and was promised within 0.2 s"
-    ) as e:
+    with pytest.raises(RejectedError, match=r"its first token is predicted after 0\.\d+ s, its target is 0.2 s") as e:
         world.submit([1] * 300, SamplingParams(max_tokens=1))
     assert e.value.reason == "slo" and e.value.retry_after_s == pytest.approx(19 * 0.011 - 0.18)
     world.run()

@@ -177,7 +177,7 @@ def test_a_call_knows_how_many_ran_beside_it_on_average() -> None:
     assert b.others == 0.25
 
 
-def test_classes_have_promises_of_their_own() -> None:
+def test_classes_have_slos_of_their_own() -> None:
     slos = {"default": SLO.parse("e2e=1s"), "fast": SLO.parse("ttft=100ms,e2e=300ms")}
     core = BatchCore(Adaptive(), slo=slos, limits=LIMITS)
     items = [Item(None, 2.0, request_class=name) for name in ("default", "fast", "unheard-of")]

@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_burst_two_seconds_after_it() -> None:
 
 
 @pytest.mark.parametrize("rate", [80, 120, 200, 300])
-def test_a_promise_of_two_and_a_half_times_the_bare_time(rate: float) -> None:
+def test_an_slo_of_two_and_a_half_times_the_bare_time(rate: float) -> None:
     """Against dispatch when free that drops what has already missed: never worse by more than a hair, mostly far better."""
     slo = SLO(e2e_ms=2.5 * 22)
     ours = share(run(core_of(Adaptive(), slo=slo), poisson(rate, 20, 17)), slo)
@@ -110,7 +110,7 @@ def test_costs_that_vary_a_hundredfold() -> None:
     assert share(served, slo) > 0.95
 
 
-def test_short_promises_are_rescued_while_long_ones_can_wait() -> None:
+def test_short_slos_are_rescued_while_long_ones_can_wait() -> None:
     price = Price(0.02, 0.002, 0.0)
     bounds = Bounds(most=32, budget=10**6, price=price)
     tight = [Item(None, 0.0, deadline=0.05) for _ in range(5)]
@@ -158,7 +158,7 @@ def test_what_a_call_that_pads_has_begun_is_on_time(grouping: str) -> None:
 
 
 @pytest.mark.parametrize("slo_ms", [200, 800])
-def test_the_wait_grows_only_where_it_pays_and_no_further_than_the_promise_allows(slo_ms: float) -> None:
+def test_the_wait_grows_only_where_it_pays_and_no_further_than_the_slo_allows(slo_ms: float) -> None:
     """How long calls are held with the worker idle: the window that nobody has to set."""
 
     def held(price: float, rate: float) -> float:
@@ -177,7 +177,7 @@ def test_the_wait_grows_only_where_it_pays_and_no_further_than_the_promise_allow
     assert held(0.05, 250) < held(0.05, 40)  # a busy worker makes calls full without any waiting
 
 
-def test_a_promise_too_short_for_anything_is_served_late_rather_than_never() -> None:
+def test_an_slo_too_short_for_anything_is_served_late_rather_than_never() -> None:
     slo = SLO(e2e_ms=10)
     served = run(core_of(Adaptive(), slo=slo), poisson(50, 10, 19))
     assert share(served, slo) == 0.0
@@ -196,7 +196,7 @@ def test_a_machine_that_gets_faster_again_is_not_written_off() -> None:
 
 @pytest.mark.parametrize("load", [0.05, 0.3, 0.7])
 def test_with_a_price_for_each_call_waiting_pays(load: float) -> None:
-    """Fewer calls than any static window that keeps the promise as well; and no fewer in time."""
+    """Fewer calls than any static window that meets the SLO as well; and no fewer in time."""
     calls = {}
     for window in (0, 25, 50, 100, 150, 200, 250, 300, 350):
         core = core_of(Dynamic(), slo=SLO_400, wait_ms=window)
@@ -274,7 +274,7 @@ def knowing(**options: float) -> Adaptive:
 
 
 def test_a_call_is_held_no_longer_than_a_guard_time_before_it_would_be_late() -> None:
-    """With one more of its kind it still takes 24 ms, and 2% of the promised time are kept for what nobody foresaw."""
+    """With one more of its kind it still takes 24 ms, and 2% of the target time are kept for what nobody foresaw."""
     core = core_of(knowing(call_price_s=inf), slo=SLO_400)
     core.submit(Item(None, 10.0), 10.0)
     assert core.next(10.0).call is None

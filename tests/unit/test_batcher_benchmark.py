@@ -37,7 +37,7 @@ def test_size_or_wait_to_the_millisecond() -> None:
     played = play(SizeOrWait(2, 0.1), at(0.0, 0.01, 0.015), OwnDevices(own))
     assert [(round(t, 6), n) for t, n, _ in played.calls] == [(0.01, 2), (0.115, 1)]
     assert [round(item.end, 6) for item in played.items] == [0.034, 0.034, 0.137]
-    assert played.kept() == 1.0 and played.latency(0.5) == pytest.approx(0.034)
+    assert played.attainment() == 1.0 and played.latency(0.5) == pytest.approx(0.034)
 
 
 def test_a_shared_device_is_shared_equally() -> None:
@@ -88,15 +88,15 @@ def test_a_line_is_found_and_never_falls() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Bento(SLO_S), WhenFree, Aimd, Clipper])
-def test_every_rule_keeps_its_promise_at_low_load(make: type[Rule]) -> None:
+def test_every_rule_meets_its_slo_at_low_load(make: type[Rule]) -> None:
     played = play(make(), poisson([(20.0, 0.3 * CAPACITY)], SLO_S, 9), OwnDevices(own))
-    assert played.kept() == 1.0
+    assert played.attainment() == 1.0
     assert max(n for _, n, _ in played.calls) <= LARGEST
 
 
-def test_past_capacity_only_those_that_give_up_items_keep_any_promise() -> None:
+def test_past_capacity_only_those_that_give_up_items_meet_any_slo() -> None:
     case = base()
-    shares = {name: measure(case, make, 1.3, 6.0, (9,)).kept for name, make in case.rules.items()}
+    shares = {name: measure(case, make, 1.3, 6.0, (9,)).attainment for name, make in case.rules.items()}
     assert min(shares["when free + early drop"], shares["BentoML"]) > 0.7
     assert max(shares["AIMD"], shares["Clipper"]) < 0.1
 
@@ -105,7 +105,7 @@ def test_past_capacity_only_those_that_give_up_items_keep_any_promise() -> None:
 def test_ours_beats_or_ties_every_rule() -> None:
     case = base()
     for load in (0.9, 1.3):
-        shares = {name: measure(case, make, load, 15.0, (9, 10)).kept for name, make in case.rules.items()}
+        shares = {name: measure(case, make, load, 15.0, (9, 10)).attainment for name, make in case.rules.items()}
         assert shares["ours"] >= max(shares.values()) - 0.005, (load, shares)
 
 
@@ -134,7 +134,7 @@ def test_the_figures_are_what_they_are_called() -> None:
 def test_an_account_is_judged_by_answers_in_time() -> None:
     account = Account([0.5, 3.5, 3.6, 3.7, 3.8], [9.0, 0.1, 0.5, 0.2, 0.3], [200, 200, 200, 503, 0], 0.001, 0.002)
     run = judge(account, 3.0)
-    assert (run.kept, run.p50, run.late_p99) == (0.25, 0.5, 0.001)
+    assert (run.attainment, run.p50, run.late_p99) == (0.25, 0.5, 0.001)
 
 
 async def test_the_thin_server_says_what_the_batching_says() -> None:

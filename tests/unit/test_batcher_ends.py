@@ -72,7 +72,7 @@ def test_a_full_queue_refuses_or_blocks() -> None:
 
 
 def test_what_cannot_be_on_time_is_dropped_early() -> None:
-    """While a call runs for far longer than promised, items wait beyond their deadline: they are not run then."""
+    """While a call runs for far longer than predicted, items wait beyond their deadline: they are not run then."""
     fn = Gated()
     with Batcher(fn, slo="e2e=50ms", max_batch_size=4, strategy=_knowing(seconds=0.01)) as b:
         first = b.submit(0)

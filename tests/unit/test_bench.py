@@ -161,7 +161,7 @@ def test_nothing_measured_is_refused_and_nothing_finished_is_not_a_number() -> N
     assert found.as_dict()["e2e_ms"]["p50"] == {"value": None, "low": None, "high": None}
 
 
-def test_the_table_says_what_each_kept_and_how_it_differs() -> None:
+def test_the_table_says_what_each_met_and_how_it_differs() -> None:
     console = Console(width=250, file=io.StringIO())
     show(world(), EASY, console, baseline=TWO)
     assert isinstance(console.file, io.StringIO)

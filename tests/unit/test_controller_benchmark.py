@@ -55,7 +55,7 @@ class TestHardware:
             step = StepFeatures(tokens, 0, 0, 0, 0)
             assert MOE.cost().predict(step) == pytest.approx(part.overhead + weights / part.bandwidth, rel=1e-6)
 
-    def test_a_slow_spell_slows_single_steps_and_runs_alike(self) -> None:
+    def test_a_slow_phase_slows_single_steps_and_runs_alike(self) -> None:
         weather = Weather(h200())
         usual = weather.predict_run(8, 1000, 5)
         weather.slow = 1.8
@@ -166,14 +166,14 @@ class TestRun:
         assert first.phases[1][1] < throughout.phases[1][1] / 2
         assert first.phases[2][1] > 0
 
-    def test_a_slow_spell_is_felt_while_it_lasts(self) -> None:
+    def test_a_slow_phase_is_felt_while_it_lasts(self) -> None:
         phases = tuple(Phase(20.0, one("conv", "inter"), 1.0, slow) for slow in (1.0, 4.0, 1.0))
         outcome = run(replace(SHORT, phases=phases), Driver((Knobs(64, 0, 512, 512),)), 1, RATES)
         shares = [met / offered for offered, met in outcome.phases]
         assert shares[0] > 0.95
         assert shares[1] < 0.5 < shares[2]
 
-    def test_a_new_promise_holds_for_who_comes_under_it(self) -> None:
+    def test_a_new_slo_holds_for_who_comes_under_it(self) -> None:
         phases = (Phase(20.0, one("conv", "mlperf"), 1.6), Phase(20.0, one("conv", "strict"), 1.6))
         outcome = run(replace(SHORT, phases=phases), Driver((Knobs(512, 0, 8192, 8192),)), 1, RATES)
         (kept, lost) = (met / offered for offered, met in outcome.phases)

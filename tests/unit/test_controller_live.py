@@ -18,7 +18,7 @@ from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
-from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, Case, cases, promise
+from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, Case, cases, slo_for
 from benchmarks.controller_live.contenders import ours, ours_knobs_only
 from benchmarks.controller_live.learning import served
 from benchmarks.controller_live.machine import Machine, simulated
@@ -60,7 +60,7 @@ def test_all_loads_follow_from_the_machine_by_the_same_rules(machine: Machine, l
         assert case.shifts == (name in SHIFTS) and case.taken == (name == CORE)
         assert case.slo.ttft_ms == pytest.approx(20 * (case.slo.tpot_ms or 0))
     twice_as_fast = COST.scaled(compute=2, bandwidth=2, overhead=2)
-    assert promise(twice_as_fast, 100).tpot_ms == pytest.approx((promise(COST, 100).tpot_ms or 0) / 2, rel=0.03)
+    assert slo_for(twice_as_fast, 100).tpot_ms == pytest.approx((slo_for(COST, 100).tpot_ms or 0) / 2, rel=0.03)
     assert loads[CORE].workload.rate == pytest.approx(loads["conversation"].workload.rate * (1 + 1 / SLOWER) / 2)
     assert f"{LOAD:.0%} of" in loads["code"].said
     assert loads[PROMPTS].slo == loads[CORE].slo == loads["conversation"].slo

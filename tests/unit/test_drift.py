@@ -1,4 +1,4 @@
-"""The pace that references tell: a drift is followed, chance is not."""
+"""The speed that references show: a drift is followed, chance is not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def worst(slower: Callable[[float], float], seed: int) -> float:
     return max(abs(drift.at(t) * middle / slower(t) - 1) for t in times)
 
 
-def test_where_anchors_scatter_by_chance_the_pace_hardly_moves() -> None:
+def test_where_references_scatter_by_chance_the_speed_hardly_moves() -> None:
     off = [worst(lambda t: 1.0, seed) for seed in range(20)]
     assert statistics.median(off) < NOISE / 3  # the references themselves are off by two standard deviations
     assert max(off) < 2 * NOISE
@@ -46,7 +46,7 @@ def test_a_machine_that_slows_down_once_is_slower_from_then_on() -> None:
         assert drift.at(48) / drift.at(12) == pytest.approx(1.5, rel=2 * NOISE)
 
 
-def test_what_is_told_of_the_anchors_is_as_they_were() -> None:
+def test_references_are_reported_as_they_were() -> None:
     drift = Drift([ReferenceStep(0.0, 2.0), ReferenceStep(1.0, 1.0), ReferenceStep(2.0, 3.0)])
     assert drift.unevenness == 3.0
     assert drift.at(0.0) == pytest.approx(1.0) and drift.at(-5.0) == pytest.approx(1.0)
@@ -57,7 +57,7 @@ def test_what_is_told_of_the_anchors_is_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf])
-def test_an_anchor_of_a_clock_that_was_set_back_is_passed_over(bad: float) -> None:
+def test_a_reference_of_a_clock_that_was_set_back_is_passed_over(bad: float) -> None:
     drift = Drift(
         [ReferenceStep(0.0, bad), *(ReferenceStep(float(i), 0.5) for i in range(1, 6)), ReferenceStep(6.0, bad)]
     )
@@ -66,6 +66,6 @@ def test_an_anchor_of_a_clock_that_was_set_back_is_passed_over(bad: float) -> No
         Drift([ReferenceStep(0.0, bad)])
 
 
-def test_anchors_at_one_time_or_all_alike_are_no_trouble() -> None:
+def test_references_at_one_time_or_all_alike_are_no_trouble() -> None:
     assert Drift([ReferenceStep(1.0, 0.5)] * 6).at(1.0) == 1.0
     assert Drift([ReferenceStep(float(i), 0.5) for i in range(6)]).at(2.5) == pytest.approx(1.0)

@@ -10,7 +10,7 @@ from runtime import AdmissionPolicy, FinishReason, Knobs, RejectedError
 from tests.engines import bench
 
 
-def test_what_comes_too_late_is_turned_away() -> None:
+def test_what_comes_too_late_is_rejected() -> None:
     """By prediction at arrival and by the queue's timeout: the stream says why, the record says so too."""
     policy = AdmissionPolicy(queue_timeout=30.0)
     with bench(slo="ttft=50ms", admission=policy, knobs=Knobs(8, 0, 4, 4)) as b:

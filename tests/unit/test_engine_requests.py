@@ -107,7 +107,7 @@ def test_classes() -> None:
             b.engine.submit("a", request_class="caht")
 
 
-def test_the_promise_can_be_changed_and_is_checked() -> None:
+def test_the_slo_can_be_changed_and_is_checked() -> None:
     with bench(slo="ttft=500ms", classes=[RequestClass("chat", "ttft=1s")]) as b:
         b.engine.set_slo("tpot=40ms")
         assert b.engine.slos == {"default": SLO(tpot_ms=40), "chat": SLO(ttft_ms=1000)}

@@ -35,7 +35,7 @@ def measure(engine: Engine, slo: SLO = EASY, workload: str = WORKLOAD, **options
     return evaluate(engine, KNOBS, parse_workload(workload), slo, **(given | options))
 
 
-def test_an_easy_promise_is_kept_and_counted_over_the_window_only() -> None:
+def test_an_easy_slo_is_met_and_counted_over_the_window_only() -> None:
     with paced() as engine:
         found = measure(engine)
         expected = [a for a in parse_workload(WORKLOAD).arrivals(0, duration=0.8) if a.time >= 0.2]
@@ -56,7 +56,7 @@ def test_throughput_counts_tokens_that_came_in_the_window() -> None:
     assert found.throughput == pytest.approx(200, rel=0.15)
 
 
-def test_what_cannot_be_kept_is_a_miss_not_an_error() -> None:
+def test_what_cannot_be_met_is_a_miss_not_an_error() -> None:
     with paced(base=0.03) as engine:  # four tokens take 0.12 s
         found = measure(engine, SLO(tpot_ms=1, e2e_ms=60))
         assert found.met == 0 and found.offered > 0 and found.goodput == 0
@@ -200,7 +200,7 @@ def test_step_statistics() -> None:
 
 
 def test_answers_that_are_kept_for_a_minute_count_however_short_the_window() -> None:
-    """400 tokens at 90 ms take 36 s and are promised within 41: the drain lasts as long as the promise."""
+    """400 tokens at 90 ms take 36 s and have a target of 41: the drain lasts as long as the SLO."""
     engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
     load = parse_workload("poisson:rate=5,prompt=10,output=400")
     found = evaluate(engine, ROOMY, load, SLO.parse("ttft=1s,tpot=100ms"), vocab_size=10, seed=0, duration=4.0)

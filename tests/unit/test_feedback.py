@@ -23,13 +23,13 @@ def budgeted(gain: FeedbackGain, *, slow: bool = False, late: bool = False, load
     return gain.value / before - 1
 
 
-def test_where_steps_have_budgets_a_late_first_token_outweighs_a_slow_pace() -> None:
+def test_where_steps_have_budgets_a_late_first_token_outweighs_slow_steps() -> None:
     assert budgeted(FeedbackGain(), late=True) == pytest.approx(0.02)
     assert budgeted(FeedbackGain(), slow=True) == pytest.approx(-0.02)
     assert budgeted(FeedbackGain(), slow=True, late=True) == pytest.approx(0.02)
 
 
-def test_where_knobs_alone_hold_a_slow_pace_outweighs_and_lateness_counts_as_far_as_larger_steps_help() -> None:
+def test_where_knobs_alone_hold_slow_steps_outweigh_and_lateness_counts_as_far_as_larger_steps_help() -> None:
     assert unbudgeted(FeedbackGain(), slow=True, late=True, relief=1.0) == pytest.approx(-0.02)
     assert unbudgeted(FeedbackGain(), late=True, relief=0.0) == 0
     assert unbudgeted(FeedbackGain(), late=True, relief=0.5) == pytest.approx(0.01)

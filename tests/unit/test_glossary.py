@@ -51,7 +51,7 @@ def test_a_false_example_would_be_found() -> None:
 
 
 def test_every_metric_has_a_formula() -> None:
-    words = [word.split(",")[0] for word in table("word")]
+    words = [word.split(",")[0] for word in table("term")]
     assert words == ["queue time", "TTFT", "ITL", "TPOT", "E2E"]
     assert {word.lower() for word in words} >= set(METRICS)
     for word in words:  # each is a metric of the record, and none there is without a word here

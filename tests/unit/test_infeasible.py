@@ -103,7 +103,7 @@ def test_a_class_counts_again_once_it_can_be_kept() -> None:
         assert attached.controller.target <= 0.0101  # type: ignore[attr-defined]
 
 
-def test_a_first_token_that_cannot_come_in_time_is_said_and_leaves_the_pace_of_tokens_held() -> None:
+def test_a_first_token_that_cannot_come_in_time_is_said_and_leaves_tpot_met() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO(ttft_ms=3, tpot_ms=30)) as attached:
         records = engine.play(poisson(6, 20, 1500, 150, seed=4))
@@ -124,7 +124,7 @@ def test_a_first_token_that_cannot_come_in_time_alone_opens_the_step() -> None:
     assert engine.knobs.token_budget == engine.limits.token_budget
 
 
-def test_an_end_that_cannot_come_in_time_is_said_beside_a_pace_that_can_be_kept() -> None:
+def test_an_end_that_cannot_come_in_time_is_said_beside_a_step_time_that_can_be_met() -> None:
     engine = SimulatedEngine(h200)
     with control(engine, slo=SLO(tpot_ms=30, e2e_ms=50)) as attached:
         records = engine.play(poisson(6, 10, 1500, 150, seed=4))
@@ -134,7 +134,7 @@ def test_an_end_that_cannot_come_in_time_is_said_beside_a_pace_that_can_be_kept(
     assert attainment(records, SLO(tpot_ms=30)).share > 0.99
 
 
-def test_of_a_loose_pace_and_a_tight_end_both_are_kept() -> None:
+def test_of_a_loose_tpot_and_a_tight_e2e_both_are_met() -> None:
     slo = SLO(ttft_ms=1000, tpot_ms=100, e2e_ms=5000)
     engine = SimulatedEngine(h200)
     with control(engine, slo=slo):
@@ -169,7 +169,7 @@ def test_ends_go_by_the_answers_of_their_own_class() -> None:
     assert targets.step_time_for_e2e(outputs) == pytest.approx(0.04), "and not 0.4 ms"
 
 
-def test_decodes_that_cannot_be_kept_lend_a_step_neither_pace_nor_slack() -> None:
+def test_decodes_that_cannot_be_met_lend_a_step_neither_target_nor_slack() -> None:
     engine = Served(CHAT, SLO(tpot_ms=2, itl_ms=3))
     for number, name in enumerate(("default", "other")):
         engine.offer(Arrival(0.0, 50, 100, ((number, 50),), name), name, due=0.0, shared=False)

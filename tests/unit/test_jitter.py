@@ -50,7 +50,7 @@ def test_the_factors_have_the_quantiles_and_no_other_mean_than_one() -> None:
     assert drawn == jitter_factors(STALLS, 3) != jitter_factors(STALLS, 4)
 
 
-def test_what_is_slow_comes_in_spells_only_where_it_did() -> None:
+def test_noise_is_autocorrelated_only_where_it_was() -> None:
     levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
     spells = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), 1))
     alone = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), 1))
@@ -59,7 +59,7 @@ def test_what_is_slow_comes_in_spells_only_where_it_did() -> None:
     assert abs(in_common(alone, 1)) < 0.06
 
 
-def test_what_was_drawn_is_told_again() -> None:
+def test_what_was_drawn_is_fitted_again() -> None:
     loads = [load(STALLS, seed, slower=slower) for seed, slower in ((1, 0.9), (2, 1.1), (3, 1.3))]
     found = jitter_of(loads)
     assert found is not None
@@ -70,7 +70,7 @@ def test_what_was_drawn_is_told_again() -> None:
 
 
 @pytest.mark.slow
-def test_spells_are_told_from_what_is_new_in_each_step() -> None:
+def test_autocorrelation_is_separated_from_what_is_new_in_each_step() -> None:
     levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
     spells = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), s, 3000) for s in range(4)])
     alone = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), s, 3000) for s in range(4)])
@@ -117,7 +117,7 @@ def test_facts_that_make_no_sense_are_refused(facts: dict[str, object], text: st
         JitterFacts.model_validate({"quantiles": (0.5, 1.5), "persistent": 0.5, "memory": 0.5} | facts)
 
 
-def test_what_serving_adds_is_told_in_seconds_and_does_not_scatter_with_the_step() -> None:
+def test_the_serving_overhead_is_in_seconds_and_does_not_scatter_with_the_step() -> None:
     """Every step takes 1 ms more than told: nothing is left to scatter."""
     loads = [[(t, t + 1e-3) for t in (0.005, 0.05) * 150], [(0.01, 0.011)] * 100]
     assert overhead_of(loads) == pytest.approx(1e-3)
@@ -144,7 +144,7 @@ def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
     assert slow.serving().predict(step) == served.scaled(compute=0.5, bandwidth=0.5, overhead=0.5).predict(step)
 
 
-def test_long_spells_are_told_from_few_steps() -> None:
+def test_long_autocorrelation_is_found_in_few_steps() -> None:
     """Where the luck of the draw makes steps three apart more alike than neighbours, too."""
     slow = JitterFacts(quantiles=tuple(0.5 + (i + 0.5) / 32 for i in range(32)), persistent=0.5, memory=0.97)
     found = [jitter_of([load(slow, 7 * seed + i, 150) for i in range(4)]) for seed in range(12)]

@@ -11,11 +11,12 @@ import pytest
 
 from autotune import control, save_profile
 from autotune.cli.main import run
+from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS, find, register
 from autotune.control.controllers.static import StaticController
 from autotune.control.decision_log import read_decisions
 from runtime.errors import InputError
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
 from tests.unit.control_world import VLLM, SimulatedEngine, poisson, slow_cpu
 from tests.unit.simulated_profile import profiled
@@ -57,6 +58,41 @@ def test_it_is_simulated_by_name(folder: Path, capsys: pytest.CaptureFixture[str
         "--controller: controller is my_controller:Nobody; it cannot be imported: AttributeError"
         in capsys.readouterr().err
     )
+
+
+class Idle:
+    """Has a part of what a controller has."""
+
+    name = "idle"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Knobs:
+        return knobs
+
+
+class Wrong(StaticController):
+    """Raises as soon as it is asked."""
+
+    name = "wrong"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        raise LookupError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("controller", "says"),
+    [
+        ("Idle", "it lacks observe_step, observe_request, budget, which a Controller has"),
+        ("Wrong", "failed: LookupError: no idea"),
+    ],
+)
+def test_one_that_is_wrong_is_no_figure_but_a_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], controller: str, says: str
+) -> None:
+    save_profile(profiled(), folder / "mine.yaml")
+    words = ["simulate", "mine.yaml", "--seeds", "1", "--requests", "60", "--controller"]
+    assert run([*words, f"tests.unit.test_own_controller:{controller}"]) == 2
+    out, error = capsys.readouterr()
+    assert says in error and error.startswith("error: ") and "Traceback" not in error and "in SLO" not in out
 
 
 class Needy:

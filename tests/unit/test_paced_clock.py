@@ -1,4 +1,4 @@
-"""The clock that follows anchors: what passes on it at another pace, and while it stands still."""
+"""The clock that follows reference steps: what passes on it at another pace, and while it stands still."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runtime.llm.plan import StepResult
 
 
 class Steps:
-    """An executor whose steps take a second, and an anchor whose steps take what they are told."""
+    """An executor whose steps take a second, and a reference step that takes what it is set to."""
 
     def __init__(self, base: VirtualClock, clock: PacedClock) -> None:
-        self.base, self.clock, self.anchor_s = base, clock, 0.1
+        self.base, self.clock, self.reference_s = base, clock, 0.1
         self.released: list[Any] = []
 
     def execute(self, plan: Any, now: float, until: float) -> StepResult:
@@ -27,8 +27,8 @@ class Steps:
         self.released.append(sequence)
 
     def step(self, clock: VirtualClock) -> float:
-        clock.advance(self.anchor_s)
-        return self.anchor_s
+        clock.advance(self.reference_s)
+        return self.reference_s
 
 
 class Plan:
@@ -52,7 +52,7 @@ def test_a_clock_at_half_rate_and_one_that_stands_still() -> None:
     assert clock.now() - begun == pytest.approx(4.0)
 
 
-def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_take_no_time() -> None:
+def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_reference_steps_take_no_time() -> None:
     base = VirtualClock()
     clock = PacedClock(base)
     steps = Steps(base, clock)
@@ -62,7 +62,7 @@ def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_t
     before = clock.now()
     paced.execute(Plan(), 0.0, 1.0)  # type: ignore[arg-type]
     assert clock.now() - before == pytest.approx(1.0)
-    steps.anchor_s = 0.2
+    steps.reference_s = 0.2
     for _ in range(_SMOOTH):
         paced.look()
     before = clock.now()
@@ -73,18 +73,18 @@ def test_steps_of_a_slow_machine_take_what_they_take_on_a_fast_one_and_anchors_t
     assert steps.released == ["x"]
 
 
-def test_a_patient_one_waits_for_two_usual_anchors_and_no_longer_than_it_does_not_wait() -> None:
+def test_a_patient_one_waits_for_two_usual_reference_steps_and_no_longer_than_it_does_not_wait() -> None:
     base = VirtualClock()
     clock = PacedClock(base)
     steps = Steps(base, clock)
-    told = iter([0.1, 0.3, 0.1, 0.3, 0.1, 0.1, 0.1])
-    steps.step = lambda clock: (clock.advance(took := next(told)), took)[1]  # type: ignore[method-assign]
+    times = iter([0.1, 0.3, 0.1, 0.3, 0.1, 0.1, 0.1])
+    steps.step = lambda clock: (clock.advance(took := next(times)), took)[1]  # type: ignore[method-assign]
     paced = PacedExecutor(steps, steps, clock, usual=0.1, patient=True)  # type: ignore[arg-type]  # plays both parts
     paced.look()
     assert paced.waited == 0.0
     before = clock.now()
     paced.look()
-    assert next(told) == 0.1  # one is left
+    assert next(times) == 0.1  # one is left
     assert paced.waited == pytest.approx(0.1 + 0.3 + 0.1 + 0.1) and clock.now() == before
 
     steps.step = lambda clock: (clock.advance(0.2), 0.2)[1]  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ def test_one_that_is_not_patient_does_not_wait() -> None:
     base = VirtualClock()
     clock = PacedClock(base)
     steps = Steps(base, clock)
-    steps.anchor_s = 0.4
+    steps.reference_s = 0.4
     paced = PacedExecutor(steps, steps, clock, usual=0.1)  # type: ignore[arg-type]  # plays both parts
     paced.look()
     assert base.now() == pytest.approx(0.4) and paced.waited == 0.0

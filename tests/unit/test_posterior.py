@@ -85,7 +85,7 @@ def test_noise_is_that_of_repeats_alone() -> None:
     assert repeat_noise([("a", 9.0), ("a", 11.0)]) == pytest.approx(0.1 * 2**0.5)
 
 
-def test_runs_that_kept_everything_show_no_noise() -> None:
+def test_runs_that_met_everything_show_no_noise() -> None:
     ceiling, seen = posterior([0.9, 0.88]), posterior([0.9, 0.88])
     for _ in range(6):
         ceiling.observe(Observation(0, 0.0, full=True))

@@ -84,7 +84,7 @@ def small_model_on_one_core(step: StepFeatures) -> float:
     return 5.8e-3 + 4.2e-4 * step.decodes + 1e-8 * step.decode_context + prompts
 
 
-def test_past_what_the_pace_can_carry_it_gives_way_instead_of_missing_everything() -> None:
+def test_past_what_the_step_time_target_can_carry_it_gives_way_instead_of_missing_everything() -> None:
     arrivals = poisson(37, 20, 72, 13, seed=16) + poisson(12, 20, 216, 40, seed=17, start=20)
     slo = SLO(ttft_ms=380, tpot_ms=19)
     fixed = share(small_model_on_one_core, slo, arrivals, VLLM, controlled=False)
@@ -208,7 +208,7 @@ def test_only_ttft_opens_the_step() -> None:
     assert engine.knobs.token_budget == engine.limits.token_budget
 
 
-def test_target_is_the_tightest_of_pace_and_gap() -> None:
+def test_target_is_the_tightest_of_tpot_and_itl() -> None:
     made = PredictiveController(SLO(tpot_ms=50, itl_ms=20), VLLM, kv_tokens=1000)
     assert made.target == pytest.approx(0.02)
     assert PredictiveController(SLO(ttft_ms=50), VLLM, kv_tokens=1000).target == math.inf

@@ -84,8 +84,8 @@ def test_a_replayed_trace_is_met_at_every_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pins_bind_the_climb(tmp_path: Path) -> None:
-    """A baseline outside of the pin may be better than all inside: it is no place to climb from."""
+def test_pins_bind_the_local_search(tmp_path: Path) -> None:
+    """A baseline outside of the pin may be better than all inside: it is no place to search from."""
     space = make_space(LIMITS, ["max_batch_size=6"])
     found, _ = session(tmp_path / "a.journal", question(space=space))
     assert found.setup is not None and found.setup.candidates

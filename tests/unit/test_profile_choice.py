@@ -237,7 +237,7 @@ def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:
     assert equals([full, missed], full, {}, 0.2) == [full]  # two requests apart, whatever the noise
 
 
-def test_where_all_keep_everything_the_quicker_is_balanced() -> None:
+def test_where_all_meet_everything_the_quicker_is_balanced() -> None:
     slow, quick, worse = at(SMALL, 40, ttft=400), at(LARGE, 40, ttft=200), at(OTHER, 38, ttft=100)
     expected = {SMALL: 1.02, LARGE: 0.99, OTHER: 0.98}
     assert OBJECTIVE.choose([slow, quick, worse], expected, noise=0.02)["balanced"].point is quick

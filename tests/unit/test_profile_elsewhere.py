@@ -21,7 +21,7 @@ from runtime.tunable import ModelInfo
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
-PROMISE = SLO(ttft_ms=500)
+TARGET = SLO(ttft_ms=500)
 
 
 def engine_of(name: str, device: str = "cpu") -> SimulatedEngine:
@@ -34,7 +34,7 @@ def engine_of(name: str, device: str = "cpu") -> SimulatedEngine:
 def test_control_warns_of_another_machine_and_model(tmp_path: Path) -> None:
     path = tmp_path / "h200.yaml"
     save_profile(sample_profile(), path)
-    with pytest.warns(UserWarning) as told, control(engine_of("tiny"), slo=PROMISE, profile=path) as attached:
+    with pytest.warns(UserWarning) as told, control(engine_of("tiny"), slo=TARGET, profile=path) as attached:
         assert attached.status().knobs == sample_profile().knobs, "it is a start all the same"
     assert str(told[0].message) == (
         "profile was measured on NVIDIA H200, here the CPU is used; profile was measured with llama-3.1-8b, not tiny; "
@@ -50,8 +50,8 @@ def test_control_says_nothing_on_the_profiles_own_machine_nor_in_a_simulation(tm
     save_profile(sample_profile(), elsewhere)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        control(engine_of("tiny"), slo=PROMISE, profile=path).close()
-        control(SimulatedEngine(h200), slo=PROMISE, profile=elsewhere).close()
+        control(engine_of("tiny"), slo=TARGET, profile=path).close()
+        control(SimulatedEngine(h200), slo=TARGET, profile=elsewhere).close()
 
 
 @pytest.mark.parametrize(

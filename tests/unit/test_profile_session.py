@@ -52,7 +52,7 @@ def whole(whole_told: tuple[Findings, Told]) -> Findings:
 
 
 def truth(knobs: Knobs, rate: float) -> float:
-    """Share in SLO on the machine itself, without noise, over more requests than the profiler ever sees."""
+    """Attainment on the machine itself, without noise, over more requests than the profiler ever sees."""
     load = parse_workload(WORKLOAD).at_rate(rate)
     scores = [
         evaluate(machine(noise=0.0), knobs, load, TARGETS, vocab_size=256, seed=seed, duration=40, warmup=4)
@@ -122,7 +122,7 @@ def test_the_confidence_says_what_was_seen(whole: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_where_all_is_kept_the_choice_is_one_of_equals(tmp_path: Path) -> None:
+def test_where_all_is_met_the_choice_is_one_of_equals(tmp_path: Path) -> None:
     found = session(tmp_path / "a.journal", question(rate=10.0, sim_trials=6, trials=2))[0]
     assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
     sure = found.confidence
@@ -184,7 +184,7 @@ def test_pinned_knobs_stay_pinned(journal: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_slo_nobody_keeps_falls_short(journal: Path) -> None:
+def test_an_slo_nobody_meets_falls_short(journal: Path) -> None:
     found, _ = session(journal, question(slo=SLO(tpot_ms=0.5, ttft_ms=1)))
     made = profile(found, question())
     assert not made.slo_met and "was not met" in made.verdict

@@ -65,7 +65,7 @@ def test_the_default_slo_is_relaxed_only_where_it_must_be_and_says_so() -> None:
     assert why.startswith("default × 2: here a step of 8 decodes takes 48 ms, an average prompt 198 ms")
 
 
-def test_the_first_guess_keeps_its_step_within_tpot() -> None:
+def test_the_first_guess_has_its_step_within_tpot() -> None:
     guess = fitted_knobs(FAST, TARGETS, rate=20, mean_output=25)
     assert FAST.predict(typical_step(guess.max_batch_size, guess.token_budget - guess.max_batch_size, 0)) < 1.6 * 0.05
     assert guess.chunk_size == guess.token_budget >= 2 * guess.max_batch_size

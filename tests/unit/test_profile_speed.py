@@ -64,7 +64,7 @@ def changed(
 
 @pytest.mark.slow
 def test_hardware_slower_than_its_steps_said_is_met_at_a_lower_rate(journal: Path) -> None:
-    """The rate follows it, and the promise is still about kept."""
+    """The rate follows it, and the SLO is still about met."""
     found, told = changed(1.35, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     assert told.setup is not None and found.setup is not None
     assert any("the machine serves at 7" in note for note in told.notes)
@@ -121,7 +121,7 @@ def test_a_second_comparison_that_was_stopped_leaves_the_first_one_and_is_gone_o
 
 
 @pytest.mark.slow
-def test_noise_is_measured_first_and_where_nothing_is_told_nothing_moves(journal: Path) -> None:
+def test_noise_is_measured_first_and_where_nothing_is_measured_nothing_moves(journal: Path) -> None:
     found, told = changed(1.0, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     first, second, *others = there(found)
     assert (first.knobs, first.score.seed) == (second.knobs, second.score.seed)

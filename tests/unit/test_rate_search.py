@@ -1,4 +1,4 @@
-"""The one search for a rate, and the one climb: on plain functions, to the last question asked."""
+"""The one search for a rate, and the one local search: on plain functions, to the last question asked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_stays_inside_its_bounds(truth: float, start: float, bounds: tuple[fl
         assert search.held == 0 and search.failed == low
 
 
-def test_what_is_told_need_not_be_what_was_asked() -> None:
+def test_what_is_reported_need_not_be_what_was_requested() -> None:
     """On the hardware other rates come in than were asked for. A rate held above one that was missed was luck."""
     search = RateSearch(10.0, precision=0.03, step=1.2)
     assert search.ask() == pytest.approx(10.0, rel=0.02)
@@ -87,7 +87,7 @@ def test_uphill_ends_on_a_hill_and_asks_of_nothing_twice() -> None:
     assert max(found, key=found.__getitem__) == knobs(28)
 
 
-def test_uphill_asks_for_one_at_least_and_climbs_from_nothing_worthless() -> None:
+def test_uphill_asks_for_one_at_least_and_searches_from_nothing_worthless() -> None:
     assert list(uphill([knobs(1), knobs(2)], lambda one, best: 1.0, around, steps=5, late=lambda: True)) == [knobs(1)]
     assert set(uphill([knobs(1), knobs(2)], lambda one, best: 0.0, around, steps=5)) == {knobs(1), knobs(2)}
     assert uphill([], lambda one, best: 1.0, around, steps=5) == {}

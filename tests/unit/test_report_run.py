@@ -19,7 +19,7 @@ from runtime.serving.record_log import RecordLog
 from runtime.slo import SLO, attainment
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
-PROMISE = SLO(ttft_ms=300, tpot_ms=30)
+TARGET = SLO(ttft_ms=300, tpot_ms=30)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with RecordLog(records) as kept:
         engine.subscribe(kept)
         engine.play(poisson(5, 3, 500, 50, seed=1))  # before anybody controls it
-        with control(engine, slo=PROMISE, log=log, admission=True):
+        with control(engine, slo=TARGET, log=log, admission=True):
             engine.play(poisson(35, 10, 1500, 150, seed=2, start=engine.now))
     return log, records
 
@@ -42,9 +42,9 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     made = compose(run)
     found = {section.key: section for section in made.sections}
     assert all(section.absent is None for section in made.sections)
-    of = attainment(run.records, PROMISE)
-    assert 0.2 < of.share < 0.9 and run.slo == PROMISE and min(r.arrival for r in run.records) >= run.start
-    assert f"of {of.offered} requests within {PROMISE}" in found["service"].title
+    of = attainment(run.records, TARGET)
+    assert 0.2 < of.share < 0.9 and run.slo == TARGET and min(r.arrival for r in run.records) >= run.start
+    assert f"of {of.offered} requests within {TARGET}" in found["service"].title
     away = sum(r.reason is FinishReason.REJECTED for r in run.records)
     assert away > 20 and str(away) in found["rejected"].plots[0].summary
     assert sum(int(row[1]) for row in found["rejected"].tables[0].rows) == away
@@ -58,7 +58,7 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     assert sum(len(some) for _, some in binned(run)) == len(run.records)
 
 
-def test_the_page_is_whole_and_escapes_what_it_is_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
     log, records = files
     evil = tmp_path / "evil.jsonl"
     text = log.read_text(encoding="utf-8").replace("predictive controller", "<script>alert(1)</script>")

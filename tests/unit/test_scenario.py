@@ -20,15 +20,15 @@ from runtime.records import RequestRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures
 from tests.unit.jitter_cases import STALLS
-from tests.unit.simulated_profile import EVEN, PROMISE, profiled, scenario
+from tests.unit.simulated_profile import EVEN, TARGET, profiled, scenario
 
 
 def test_evaluate_in_virtual_time_counts_the_window_alone() -> None:
-    engine = SimulatedEngine(h200(), kv_tokens=760_000, slo=PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=760_000, slo=TARGET)
     load = parse_workload(EVEN).at_rate(10.0)
     records: list[RequestRecord] = []
     found = evaluate(
-        engine, Knobs(64, 0, 512, 512), load, PROMISE, vocab_size=2, seed=3, duration=20.0, warmup=5.0, keep=records.extend
+        engine, Knobs(64, 0, 512, 512), load, TARGET, vocab_size=2, seed=3, duration=20.0, warmup=5.0, keep=records.extend
     )  # fmt: skip
     due = [a.time for a in load.arrivals(3, duration=25.0) if a.time >= 5]
     assert found.offered == len(due) == len(records) and found.attainment == 1.0
@@ -45,10 +45,10 @@ def test_fast_forward_does_not_change_a_score(rate: float) -> None:
     """Nor anything in it, below and above capacity."""
     scores = []
     for fast_forward in (True, False):
-        engine = SimulatedEngine(h200(), kv_tokens=40_000, slo=PROMISE, noise=0.03, fast_forward=fast_forward)
+        engine = SimulatedEngine(h200(), kv_tokens=40_000, slo=TARGET, noise=0.03, fast_forward=fast_forward)
         load = parse_workload(EVEN).at_rate(rate)
         options = {"vocab_size": 2, "seed": 1, "duration": 8.0, "warmup": 1.0}
-        scores.append(evaluate(engine, Knobs(256, 0, 1024, 512), load, PROMISE, **options))  # type: ignore[arg-type]
+        scores.append(evaluate(engine, Knobs(256, 0, 1024, 512), load, TARGET, **options))  # type: ignore[arg-type]
     assert scores[0] == scores[1]
     assert (scores[0].attainment == 1.0) == (rate < 50)
 
@@ -68,7 +68,7 @@ def test_stopping_leaves_the_engine_idle() -> None:
     asked = itertools.count()
     with pytest.raises(Interrupted):
         evaluate(
-            engine, None, parse_workload(EVEN).at_rate(20.0), PROMISE,
+            engine, None, parse_workload(EVEN).at_rate(20.0), TARGET,
             vocab_size=2, seed=0, duration=100.0, stop=lambda: next(asked) > 20,
         )  # fmt: skip
     assert engine.view().running == engine.view().waiting == 0

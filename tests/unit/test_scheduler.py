@@ -245,7 +245,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     w.drain()
 
 
-def test_least_slack_follows_the_tightest_promise() -> None:
+def test_least_slack_follows_the_tightest_slo() -> None:
     w = world()
     w.scheduler.slack.slos.update({"default": SLO(ttft_ms=500, tpot_ms=50), "gaps": SLO(itl_ms=30)})
     assert w.core.view(0.0).least_slack == inf

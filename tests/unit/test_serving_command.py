@@ -63,7 +63,7 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--class", "chat:tpot=30"), '--class chat: "tpot=30" has no unit'),
         (("tiny", "--class", "chat:tpot=30ms*much"), "--class chat: could not convert string to float: 'much'"),
         (("tiny", "--class", "chat:tpot=30ms*0"), "--class chat: weight of class chat is 0.0; it must be above 0"),
-        (("tiny", "--class", "default:tpot=30ms"), "--class default: the promise to it is --slo"),
+        (("tiny", "--class", "default:tpot=30ms"), "--class default: its SLO is --slo"),
         (("tiny", "--class", "a:tpot=30ms", "--class", "a:tpot=3ms"), "--class a: it is given twice"),
         (("tiny", "--class", "chat:tpot=30ms"), "--class goes with an SLO for all other requests: add --slo"),
         (("tiny", "--slo", "tpot=50"), '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
@@ -163,7 +163,7 @@ def test_records_can_be_read_back(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[1])["reason"] == "rejected"
 
 
-def test_classes_are_spelt_name_promise_weight() -> None:
+def test_classes_are_spelt_name_slo_weight() -> None:
     chat, batch = request_classes(["chat:ttft=300ms,tpot=30ms@95%*2", "batch:e2e=60s"])
     assert (chat.name, chat.slo, chat.weight) == ("chat", SLO(ttft_ms=300, tpot_ms=30, attainment=0.95), 2.0)
     assert (batch.name, batch.slo.e2e_ms, batch.weight) == ("batch", 60_000, 1.0)

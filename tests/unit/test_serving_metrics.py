@@ -235,7 +235,7 @@ def test_two_servers_share_nothing() -> None:
         assert Scrape(theirs)("requests_total", reason="length") == 0
 
 
-def test_a_class_without_a_promise_counts_in_no_attainment() -> None:
+def test_a_class_without_an_slo_counts_in_no_attainment() -> None:
     record = request_record([1.0], arrival=0.5)
     with bench() as b:
         metrics = ServingMetrics(b.engine)

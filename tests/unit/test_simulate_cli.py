@@ -160,7 +160,7 @@ def test_one_seed_has_no_interval_over_seeds(path: str, capsys: pytest.CaptureFi
     assert told(capsys, *options[:-4])["settings"][0]["interval"] == "95%"
 
 
-def test_a_promise_that_every_rate_keeps_is_no_bad_input(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_slo_that_every_rate_meets_is_no_bad_input(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("capacity", path, "--workload", EVEN, "--slo", "tpot=1000s", "--token-budget", "512", "--price", "1/h")
     (found,) = told(capsys, *options)["settings"]
     assert found["unbounded"] and found["capacity"] is found["capacity_high"] is found["price_per_million"] is None

@@ -10,7 +10,7 @@ import pytest
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
 from benchmarks.controller.hardware import h200
-from benchmarks.simulator import PROMISE, Tally
+from benchmarks.simulator import TARGET, Tally
 from runtime.knobs import Knobs
 from tests.unit.scheduler_world import Whole
 
@@ -22,8 +22,8 @@ def held_after(
 
     ``asked``: a step policy looks before every step.
     """
-    engine = SimulatedEngine(h200(), kv_tokens=kv_tokens, knobs=Knobs(512, 0, 2048, 2048), slo=PROMISE)
-    tally = Tally(PROMISE)
+    engine = SimulatedEngine(h200(), kv_tokens=kv_tokens, knobs=Knobs(512, 0, 2048, 2048), slo=TARGET)
+    tally = Tally(TARGET)
     engine.subscribe(tally)
     engine.set_step_policy(Whole() if asked else None)
     source = parse_workload(load).at_rate(20.0).arrivals(0, limit=requests)

@@ -89,7 +89,7 @@ def test_the_page_judges_by_class_and_by_time(files: tuple[Path, Path, list[Requ
         share(before, {"default": CHAT, ODD: BATCH}),
         share(after, {"default": TIGHT, ODD: BATCH}),
     )
-    late = [p.at for p in run.promises][1]
+    late = [p.at for p in run.slo_periods][1]
     between = [r for r in after if r.arrival < late]  # came before the controller had looked
     found = run.judged(run.records)
     assert found.offered == of + of_after and abs(found.met - met - met_after) <= len(between)
@@ -119,7 +119,7 @@ def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], 
     again: Run = read_run(old, files[1])
     assert again.slo == CHAT and again.classes == ["default"] and "ttft=300ms" in compose(again).sections[0].title
     old.write_text(decisions[0]._replace(evidence={"slos": {"default": "fast"}}).as_json() + "\n")
-    with pytest.raises(InputError, match='the promises of the attach at 0 s: "fast" is not a target'):
+    with pytest.raises(InputError, match='the SLOs of the attach at 0 s: "fast" is not a target'):
         read_run(old)
 
 

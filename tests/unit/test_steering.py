@@ -151,7 +151,7 @@ def test_who_does_not_read_its_replies_is_dropped(steered: Control, monkeypatch:
                 deaf.send(b'{"do":"status"}\n' * 100)
 
 
-def test_a_flood_leaves_a_live_engine_its_pace(socket_home: Path) -> None:
+def test_a_flood_leaves_a_live_engine_its_speed(socket_home: Path) -> None:
     with bench(max_queue=64) as world, control(world.engine, slo=SLO_, steer=True) as attached:
         with socket.socket(socket.AF_UNIX) as flood:
             flood.connect(str(attached.steer()))

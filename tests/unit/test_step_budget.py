@@ -54,7 +54,7 @@ def test_the_attention_of_a_prompt_far_along_is_paid_for() -> None:
     assert min(times) > 0.025
 
 
-def test_where_prompts_come_together_a_step_holds_all_or_none_of_a_lump() -> None:
+def test_where_prompts_come_together_a_step_holds_all_or_none_of_a_prefill_quantum() -> None:
     steps = made()
     steps.prefill_quantum = 1500  # 39 ms here
     assert steps.budget(view(0.05), held=True) == 10 + 1500
@@ -69,7 +69,7 @@ def test_one_behind_its_schedule_does_not_hold_back_a_queue_that_would_be_late()
     assert steps.budget(view(0.01, oldest=9.55, tokens=6000), held=True) == 10 + 1500
 
 
-def test_the_rate_of_prompts_counts_the_steps_between_lumps() -> None:
+def test_the_rate_of_prompts_counts_the_steps_between_prefill_quanta() -> None:
     steps = made()
     steps.prefill_quantum = 1500
     steps.budget(view(0.05), held=True)

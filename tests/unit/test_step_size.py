@@ -27,7 +27,9 @@ class TestFullStep:
     @pytest.mark.parametrize(
         "demand", [0.0, 5_000.0, 36_000.0, 80_000.0], ids=["none", "some", "nearly all", "too much"]
     )
-    def test_where_time_is_all_tokens_a_step_is_what_fits_the_pace_whatever_the_load(self, demand: float) -> None:
+    def test_where_time_is_all_tokens_a_step_is_what_fits_the_step_time_target_whatever_the_load(
+        self, demand: float
+    ) -> None:
         found, within = full_step(linear, 20, 0.03, demand, TOP, 100)
         assert found == within == round((0.03 - LINEAR[0]) / LINEAR[1])
 
@@ -40,7 +42,7 @@ class TestFullStep:
         assert within == little[1]
         assert 800 < much < 1600
 
-    def test_what_it_finds_carries_the_load_and_keeps_the_mean_pace(self) -> None:
+    def test_what_it_finds_carries_the_load_and_meets_the_mean_step_time(self) -> None:
         """Played out: prompts in steps of that size, decodes alone in between."""
         demand, pace = 23_000.0, 0.015
         found, _ = full_step(experts, 6, pace, demand, TOP, 100)
@@ -52,11 +54,11 @@ class TestFullStep:
         assert owed < 2 * found
         assert now / steps <= pace
 
-    def test_a_load_that_no_size_carries_leaves_the_pace_in_force(self) -> None:
+    def test_a_load_that_no_size_carries_leaves_the_step_time_target_in_force(self) -> None:
         found, within = full_step(experts, 6, 0.015, 90_000.0, TOP, 100)
         assert found == within
 
-    def test_a_pace_that_decodes_alone_exceed_leaves_nothing_to_find(self) -> None:
+    def test_a_step_time_that_decodes_alone_exceed_leaves_nothing_to_find(self) -> None:
         assert full_step(linear, 2000, 0.03, 30_000.0, TOP, 100) == (1120, 1120)
 
     def test_never_above_the_ceiling(self) -> None:

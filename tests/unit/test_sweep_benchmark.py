@@ -178,7 +178,7 @@ class TestRivals:
         assert choice.knobs is not None
         assert choice.measured < 4
 
-    def test_auto_tune_finds_nothing_where_the_limit_cannot_be_kept(self) -> None:
+    def test_auto_tune_finds_nothing_where_the_limit_cannot_be_met(self) -> None:
         hopeless = replace(SMALL, slo_text="ttft=1ms,tpot=0.1ms")
         assert auto_tune(Machine(hopeless, 1), 300.0, 1, restart_s=0).knobs is None
 

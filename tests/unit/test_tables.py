@@ -26,7 +26,7 @@ from tests.unit.simulated_profile import EVEN, profiled
 WIDTHS = (80, 90, 100, 110, 112, 120, 125, 130, 140, 150, 160)
 LARGEST = Knobs(**{spec.name: getattr(KnobLimits(), spec.name) for spec in KNOBS}).with_(max_wait_ms=12.5)
 PRICES = (None, 2.5)
-PROMISE = SLO(ttft_ms=500, tpot_ms=50)
+TARGET = SLO(ttft_ms=500, tpot_ms=50)
 
 
 def shown(drawn: Table, width: int) -> str:
@@ -78,7 +78,7 @@ def test_what_was_simulated_is_never_cut(width: int, price: float | None) -> Non
     found = [
         p.model_copy(update={"label": label}) for p in sluggish().points for label in ("interactive, balanced", "asked")
     ]
-    text = shown(simulated_table(found, PROMISE, price, width), width)
+    text = shown(simulated_table(found, TARGET, price, width), width)
     assert "…" not in text
     for words in ("interactive,", "chunk", "in SLO", "goodput", "TTFT p99", "TPOT p99", "22.22 s", "8192"):
         assert words in text
@@ -101,7 +101,7 @@ def test_capacities_are_never_cut(width: int, price: float | None) -> None:
     assert "running" in text or width < (130 if price else 110)
 
 
-def test_what_nothing_was_promised_of_goes_last() -> None:
+def test_what_has_no_target_goes_last() -> None:
     points = sluggish().points
     bare = shown(simulated_table(points, SLO(e2e_ms=5000), 2.5, 40), 80)
     assert "E2E p99" in bare and "TTFT" not in bare and "TPOT" not in bare and "tok/s" not in bare

@@ -67,8 +67,11 @@ class Budgeted(Protocol):
         ...
 
 
+METHODS = ("observe_step", "observe_request", "decide", "budget")
+"""Of a :class:`Controller`."""
+
+
 def check_controller(controller: object) -> None:
     """Raise ``ValueError`` if ``controller`` lacks a part of :class:`Controller`."""
-    parts = ("name", "observe_step", "observe_request", "decide", "budget")
-    if missing := [part for part in parts if not hasattr(controller, part)]:
+    if missing := [part for part in ("name", *METHODS) if not hasattr(controller, part)]:
         raise ValueError(f"controller is {controller!r}; a Controller has {', '.join(missing)} as well")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final, Protocol, TypeVar
 
-from autotune.control.controllers.protocol import Controller, check_controller
+from autotune.control.controllers.protocol import METHODS, Controller, check_controller
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
@@ -81,6 +81,8 @@ def maker(made: Callable[..., Controller], name: str) -> Make:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if unknown := [p for p in needed if p not in TAKES]:
         raise ValueError(f"controller is {name}; it needs {unknown[0]}, but a controller is given {', '.join(TAKES)}")
+    if inspect.isclass(made) and (missing := [part for part in METHODS if not hasattr(made, part)]):
+        raise ValueError(f"controller is {name}; it lacks {', '.join(missing)}, which a Controller has")
     takes = [p.name for p in parameters if p.name in TAKES]
 
     def make(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:

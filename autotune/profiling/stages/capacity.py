@@ -55,7 +55,7 @@ def find_capacity(context: Context, setup: Setup) -> None:
         tried.append(point([run]))
         search.tell(tried[-1].offered_rate, not objective.refuted(tried[-1]))
         rate, found.capacity = search.ask(), so_far()
-        note = f"{tried[-1].attainment:.0%} in SLO at {tried[-1].offered_rate:.3g} req/s"
+        note = f"{tried[-1].attainment:.0%} attainment at {tried[-1].offered_rate:.3g} req/s"
         context.reporter.progress((number + 1) / _CHECKS, f"{number + 1}/{_CHECKS}", note, None)
     best = objective.capacity(tried)
     context.reporter.stage_done(

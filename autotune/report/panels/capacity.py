@@ -8,22 +8,21 @@ from autotune.report.evidence import Evidence
 from autotune.report.figure import Label, Plot, View, axis, dots, error_bars, layout, line, rule
 from autotune.report.section import Section, absent
 from autotune.report.standing import limit
-from autotune.report.wording import asked as promise
-from autotune.report.wording import listed, ms, number, percent
+from autotune.report.wording import listed, ms, number, percent, target_share
 
 KEY, TOPIC = "capacity", "How much it carries"
 
 
 def section(evidence: Evidence) -> Section:
-    found, asked = evidence.profile.capacity, evidence.profile.slo.attainment
+    found, target = evidence.profile.capacity, evidence.profile.slo.attainment
     if found is None:
-        return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that keeps the SLO.")
+        return absent(KEY, TOPIC, "The run was stopped before it looked for the highest rate that meets the SLO.")
     if len(found.tried) < 2:
         return absent(KEY, TOPIC, f"Only one rate was tried{_why_one(evidence.profile)}, so there is no curve to show.")
     tried = sorted(found.tried, key=lambda p: p.offered_rate)
     xs, ys = [p.offered_rate for p in tried], [100 * p.attainment for p in tried]
     hover = [
-        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests in SLO"
+        f"<b>{number(p.offered_rate)} req/s offered</b><br>{percent(p.attainment)} of {p.offered:,} requests met the SLO"
         f"<br>95% interval {percent(p.attainment_low, 0)} to {percent(p.attainment_high, 0)}"
         f"<br>p99: TTFT {ms(p.ttft_p99_ms)}, TPOT {ms(p.tpot_p99_ms)}"
         for p in tried
@@ -34,23 +33,21 @@ def section(evidence: Evidence) -> Section:
     )
     low = max(0.0, min(100 * p.attainment_low for p in tried) - 5)
     x = axis("offered rate (req/s)", range=[0.9 * min(xs), 1.06 * max(xs)], nticks=8)
-    y = axis("requests in SLO", range=[low, 103], ticksuffix="%", nticks=6)
-    label = Label(0.93 * min(xs), 100 * asked, f"asked: {promise(asked)}", "@target")
-    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * asked)]), [label])
-    kept, missed = limit(evidence)
-    if kept is None:
-        title = "The SLO was not kept at any rate tried"
+    y = axis("attainment", range=[low, 103], ticksuffix="%", nticks=6)
+    label = Label(0.93 * min(xs), 100 * target, f"target: {target_share(target)}", "@target")
+    view = View("", [line(xs, ys, colour="@accent"), points], layout(x, y, shapes=[rule(y=100 * target)]), [label])
+    met, missed = limit(evidence)
+    if met is None:
+        title = "The SLO was not met at any rate tried"
     elif missed:
         below = listed(number(p.offered_rate) for p in missed)
-        title = (
-            f"The SLO was kept at {number(kept.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
-        )
-    elif not Objective.of(evidence.profile).confirmed(kept):
-        title = f"The SLO is perhaps kept up to about {number(kept.offered_rate)} req/s: too few requests to tell"
+        title = f"The SLO was met at {number(met.offered_rate)} req/s, yet missed at {below}: its limit is not certain"
+    elif not Objective.of(evidence.profile).confirmed(met):
+        title = f"The SLO is perhaps met up to about {number(met.offered_rate)} req/s: too few requests to tell"
     else:
-        title = f"The SLO is kept up to about {number(kept.offered_rate)} req/s"
+        title = f"The SLO is met up to about {number(met.offered_rate)} req/s"
     lead = (
-        "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the promise may be bad "
+        "The balanced setting at other rates. Bars are 95% intervals: with few requests, a share below the SLO may be bad "
         "luck, and one above it good luck."
     )
     return Section(KEY, TOPIC, title, lead, (Plot("capacity", "", f"{TOPIC}. {title}.", [view], 300),))
@@ -59,5 +56,5 @@ def section(evidence: Evidence) -> Section:
 def _why_one(profile: Profile) -> str:
     """Why no rate but that of the comparison was tried, as far as the profile tells."""
     if profile.workload.rate_from == "user":
-        return ", as asked"
+        return ", as requested"
     return " before the run was stopped" if profile.status == "stopped" else ""

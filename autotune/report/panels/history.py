@@ -29,7 +29,7 @@ def section(evidence: Evidence) -> Section:
     title = (
         f"Within 1% of its best after {first + 1} of {len(trials)} trials"
         if best > 0
-        else f"None of {len(trials)} trials had a request in SLO"
+        else f"No request met the SLO in any of {len(trials)} trials"
     )
     counts = listed(f"{len(t)} {'trials simulated' if s == 'simulation' else 'settings measured'}" for s, t in found)
     crosses = "; crosses at the bottom are trials that failed" if evidence.failures else ""
@@ -74,7 +74,9 @@ def _plot(evidence: Evidence, stage: Stage, trials: list[Trial], titled: bool) -
     ]
     x = axis(f"trial ({how})", range=[-0.03 * right - 0.5, 1.03 * right + 0.5], nticks=8)
     y = axis("req/s in SLO", range=[-0.06 * top, 1.15 * top], nticks=6)
-    summary = f"Best goodput over {len(trials)} trials, {STAGES[stage]}: {number(best[-1])} requests a second in SLO."
+    summary = (
+        f"Best goodput over {len(trials)} trials, {STAGES[stage]}: {number(best[-1])} requests a second met the SLO."
+    )
     return Plot(
         f"history-{stage}",
         f"{len(trials)} {how}" if titled else "",

@@ -59,7 +59,7 @@ def section(evidence: Evidence) -> Section:
     tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
     lead = (
         f"Each point is one of {tried} settings. Higher is more requests a second within the SLO, further left is faster; in the "
-        "shaded region the 99th percentile keeps its target. The star is the recommended setting, with the 95% interval of its "
+        "shaded region the 99th percentile meets its target. The star is the recommended setting, with the 95% interval of its "
         f"goodput and the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
     return Section(
@@ -209,7 +209,7 @@ def _hover(found: Trial | Point, called: str = "") -> str:
             head,
             short_setting(found.knobs),
             goodput,
-            f"{percent(found.attainment)} of requests in SLO",
+            f"{percent(found.attainment)} of requests met the SLO",
             f"p99: TTFT {ms(found.ttft_p99_ms)}, TPOT {ms(found.tpot_p99_ms)}",
         )
     )

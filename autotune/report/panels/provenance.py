@@ -45,7 +45,10 @@ def origins(evidence: Evidence) -> Section:
             f"{load.spec}: {load.description}; lengths × {ratio(load.length_scale)}, prompts {load.mean_prompt:.0f} and outputs "
             f"{load.mean_output:.0f} tokens on average",
         ),
-        ("Rate", f"{number(load.rate)} req/s ({'as asked' if load.rate_from == 'user' else 'from the calibration'})"),
+        (
+            "Rate",
+            f"{number(load.rate)} req/s ({'as requested' if load.rate_from == 'user' else 'from the calibration'})",
+        ),
         ("Windows", f"{load.window_s:g} s after {load.warmup_s:g} s of warm-up"),
         ("SLO", f"{profile.slo} ({profile.slo_from})"),
         ("Seeds", f"search {load.search_seed}, validation {seeds}"),

@@ -19,8 +19,9 @@ KEY, TOPIC = "sensitivity", "Each knob around the choice"
 _FEWEST = 8  # trials that say something
 _NOTHING = 0.01  # changes of goodput below it are no change
 _BINS = 9
-_NOTHING_KEPT = (
-    "At this rate the simulation keeps nothing in SLO, whatever a knob is set to, so it cannot tell what a knob does."
+_NONE_MET = (
+    "At this rate no simulated request meets the SLO, whatever a knob is set to. "
+    "So the simulation cannot tell what a knob does."
 )
 _ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
 
@@ -29,7 +30,7 @@ def section(evidence: Evidence, swept: Sweep | None) -> Section:
     if swept is not None and (tops := _goodputs(swept)) and max(tops) > 0:
         return _from_sweep(evidence, swept)
     trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
-    nothing = "" if swept is None else _NOTHING_KEPT
+    nothing = "" if swept is None else _NONE_MET
     if len(trials) < _FEWEST or (nothing and not any(t.goodput > 0 for t in trials)):
         return absent(KEY, TOPIC, nothing or _why(evidence.profile, len(trials)))
     return _from_trials(evidence, trials, nothing)
@@ -58,7 +59,9 @@ def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
     most = max(losses, key=lambda name: max(losses[name].values(), default=0.0))
     worst = max(losses[most].values(), default=0.0)
     if not any(losses.values()):
-        title = "The simulation keeps nothing in SLO at the choice itself, so it cannot tell what a knob does to it"
+        title = (
+            "No simulated request meets the SLO at the choice itself, so the simulation cannot tell what a knob does"
+        )
     elif worst >= _NOTHING:
         title = f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
     else:
@@ -204,7 +207,7 @@ def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Secti
     )
     title = "Where good settings lie" if plots else TOPIC
     if nothing and plots:
-        title = "At this rate the simulation keeps nothing in SLO: where good settings lie, by the trials"
+        title = "At this rate no simulated request meets the SLO: where good settings lie, by the trials"
     return Section(KEY, TOPIC, title, lead, tuple(plots))
 
 

@@ -1,4 +1,4 @@
-"""How the requests fared over time: promises kept, latencies against targets, and what was turned away."""
+"""How the requests fared over time: attainment, latencies against targets, and what was rejected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHORTEST_S = 1.0
 
 
 def kept(run: Run) -> Section:
-    """Share of promises kept, by when requests came."""
-    key, topic = "service", "Promises kept"
-    if not run.records or not run.promises:
-        return absent(key, topic, run.lacking[-1] if run.lacking else "The log does not say what was promised.")
+    """Attainment, by when requests came."""
+    key, topic = "service", "Attainment"
+    if not run.records or not run.slo_periods:
+        return absent(key, topic, run.lacking[-1] if run.lacking else "The log does not say the SLO.")
     whole = run.judged(run.records)
     bins = [(at, found) for at, some in binned(run) if (found := run.judged(some)).offered]
     x = [at for at, _ in bins]
@@ -29,40 +29,40 @@ def kept(run: Run) -> Section:
         _band(x, [100 * f.low for _, f in bins], [100 * f.high for _, f in bins]),
         line(x, [100 * f.share for _, f in bins], colour="@accent"),
     ]
-    shares = {100 * slo.attainment for promised in run.promises for slo in promised.slos.values()}
+    shares = {100 * slo.attainment for period in run.slo_periods for slo in period.slos.values()}
     y = axis("% of requests", range=[-2, 103], ticksuffix="%")
-    labels = [Label(x[-1], share, f"promised {share:g}%", "@target") for share in sorted(shares)]
+    labels = [Label(x[-1], share, f"target {share:g}%", "@target") for share in sorted(shares)]
     plot = Plot(
         "kept",
         "Requests within every target, by when they came",
-        f"{percent(whole.share)} of {whole.offered} requests kept the SLO.",
+        f"{percent(whole.share)} of {whole.offered} requests met the SLO.",
         [View("", data, layout(axis("s"), y, shapes=[rule(y=share) for share in sorted(shares)]), labels)],
     )
     seconds = max(run.end - run.start, 1e-9)
-    what = str(run.slo) if run.slo is not None else "what its class was promised when it came"
+    what = str(run.slo) if run.slo is not None else "the SLO of its class when it came"
     title = f"{percent(whole.share)} of {whole.offered} requests within {what}: {number(whole.met / seconds)} a second"
     missed = [[name, str(count)] for name, count in Counter(whole.violations).most_common()]
     tables = (Table(("target missed", "requests"), missed, numeric=frozenset({1})),) if missed else ()
     if run.slo is None:
-        tables = (_by_promise(run), *tables)
+        tables = (_by_slo(run), *tables)
     return Section(key, topic, title, "The band is the 95% Wilson interval of each stretch of time.", (plot,), tables)
 
 
-def _by_promise(run: Run) -> Table:
-    """A row for each promise that a class had."""
+def _by_slo(run: Run) -> Table:
+    """A row for each SLO that a class had."""
     rows = []
-    starts = [promised.at for promised in run.promises]
+    starts = [period.at for period in run.slo_periods]
     for name in run.classes:
         for begin, end in zip(starts, [*starts[1:], inf], strict=True):
             some = [r for r in run.records if run.class_of(r) == name and begin <= r.arrival < end]
             if found := run.judged(some) if some else None:
                 since = number(begin - run.start)
-                rows.append([name, since, str(run.promise_to(name, begin)), str(found.offered), percent(found.share)])
-    return Table(("class", "from s", "promise", "requests", "kept"), rows, numeric=frozenset({1, 3, 4}))
+                rows.append([name, since, str(run.slo_of(name, begin)), str(found.offered), percent(found.share)])
+    return Table(("class", "from s", "SLO", "requests", "attainment"), rows, numeric=frozenset({1, 3, 4}))
 
 
 def latencies(run: Run) -> Section:
-    """Median and 99th percentile of each promised metric of each class, by when requests came."""
+    """Median and 99th percentile of each targeted metric of each class, by when requests came."""
     key, topic = "latency", "Latencies"
     classes = run.classes
     plots = [
@@ -72,18 +72,18 @@ def latencies(run: Run) -> Section:
         if (made := _latency(run, name, metric, None if len(classes) == 1 else index)) is not None
     ]
     if not plots:
-        return absent(key, topic, "No request that was kept on record has the latencies that were promised.")
-    return Section(key, topic, "Latencies against what was promised", "Of requests that completed.", tuple(plots))
+        return absent(key, topic, "No request that was kept on record has the latencies that the SLO targets.")
+    return Section(key, topic, "Latencies against targets", "Of requests that completed.", tuple(plots))
 
 
 def turned_away(run: Run) -> Section:
     """Who was not served, and why."""
-    key, topic = "rejected", "Turned away"
+    key, topic = "rejected", "Rejected"
     if not run.records:
         return absent(key, topic, run.lacking[-1] if run.lacking else "There are no records of requests.")
     causes = Counter(r.cause or "no cause given" for r in run.records if r.reason is FinishReason.REJECTED)
     if not causes:
-        return Section(key, topic, "Nobody was turned away")
+        return Section(key, topic, "Nobody was rejected")
     count = sum(causes.values())
     rows = [[cause, str(n), percent(n / len(run.records))] for cause, n in causes.most_common()]
     stretches = [
@@ -92,13 +92,13 @@ def turned_away(run: Run) -> Section:
     data = [line([at for at, _, _ in stretches], [100 * n / of for _, n, of in stretches], colour="@bad")]
     plot = Plot(
         "rejected",
-        "Share of requests turned away, by when they came",
-        f"{count} of {len(run.records)} requests were turned away.",
+        "Share of requests rejected, by when they came",
+        f"{count} of {len(run.records)} requests were rejected.",
         [View("", data, layout(axis("s"), axis("% of requests", rangemode="tozero", ticksuffix="%")))],
         240,
     )
     table = Table(("why", "requests", "share"), rows, numeric=frozenset({1, 2}))
-    return Section(key, topic, f"{percent(count / len(run.records))} were turned away", "", (plot,), (table,))
+    return Section(key, topic, f"{percent(count / len(run.records))} were rejected", "", (plot,), (table,))
 
 
 def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
@@ -126,8 +126,8 @@ def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot
             x.append(at)
             middle.append(low_)
             high.append(high_)
-    promised = [ms for _, ms in target if ms is not None]
-    if not x or not promised:
+    bounds = [ms for _, ms in target if ms is not None]
+    if not x or not bounds:
         return None
     data = [line(x, middle, colour="@accent"), line(x, high, colour="@faint")]
     data.append(
@@ -136,10 +136,10 @@ def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot
     labels = [
         Label(x[-1], middle[-1], "median", "@accent"),
         Label(x[-1], high[-1], "p99", "@muted"),
-        Label(x[0], promised[0], f"target {promised[0]:g} ms", "@target"),
+        Label(x[0], bounds[0], f"target {bounds[0]:g} ms", "@target"),
     ]
-    y = log_axis(f"{name} (ms)", [*middle, *high, *promised])
-    ends = f"median {number(middle[-1])} ms and p99 {number(high[-1])} ms at the end, target {promised[-1]:g} ms."
+    y = log_axis(f"{name} (ms)", [*middle, *high, *bounds])
+    ends = f"median {number(middle[-1])} ms and p99 {number(high[-1])} ms at the end, target {bounds[-1]:g} ms."
     title = name.upper() if index is None else f"{name.upper()} of class {request_class}"
     key = f"over-{name}" if index is None else f"over-{name}-{index}"
     return Plot(key, title, f"{title}: {ends}", [View("", data, layout(axis("s"), y), labels)])
@@ -148,9 +148,9 @@ def _latency(run: Run, request_class: str, name: str, index: int | None) -> Plot
 def _target(run: Run, request_class: str, name: str) -> list[tuple[float, float | None]]:
     """The line of a target over time: (seconds since the attachment, ms), None where there was none."""
     points: list[tuple[float, float | None]] = []
-    starts = [promised.at for promised in run.promises]
+    starts = [period.at for period in run.slo_periods]
     for begin, end in zip(starts, [*starts[1:], run.end], strict=True):
-        slo = run.promise_to(request_class, begin)
+        slo = run.slo_of(request_class, begin)
         ms = None if slo is None else slo.targets_ms[name]
         points += [(begin - run.start, ms), (end - run.start, ms)]
     return points

@@ -17,8 +17,8 @@ from runtime.serving.record_log import read_records
 from runtime.slo import SLO, Attainment, attainment
 
 
-class Promised(NamedTuple):
-    """What each class is promised from ``at`` (engine's clock, s) on; ``default`` is for classes not named."""
+class SLOsFrom(NamedTuple):
+    """The SLO of each class from ``at`` (engine's clock, s) on; ``default`` is for classes not named."""
 
     at: float
     slos: Mapping[str, SLO]
@@ -26,13 +26,13 @@ class Promised(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``promises``, oldest first, as the log
-    tells them (none in a log that does not); ``lacking``: what is not here, in sentences."""
+    """``decisions`` from one ``attach`` on; ``records`` of requests that came since then; ``slo_periods``: the SLOs and
+    from when they held, oldest first (empty if the log lacks them); ``lacking``: what is missing, in sentences."""
 
     name: str
     decisions: tuple[Decision, ...]
     records: tuple[RequestRecord, ...]
-    promises: tuple[Promised, ...]
+    slo_periods: tuple[SLOsFrom, ...]
     lacking: tuple[str, ...]
 
     @property
@@ -47,39 +47,39 @@ class Run:
 
     @property
     def slo(self) -> SLO | None:
-        """The one promise there was; None if there were several, or none is known."""
-        every = {slo for promised in self.promises for slo in promised.slos.values()}
+        """The one SLO there was; None if there were several, or none is known."""
+        every = {slo for period in self.slo_periods for slo in period.slos.values()}
         return every.pop() if len(every) == 1 else None
 
     @property
     def classes(self) -> list[str]:
-        """Those with a promise of their own that sent requests, by name."""
+        """Those with an SLO of their own that sent requests, by name."""
         return sorted({self.class_of(record) for record in self.records})
 
     def class_of(self, record: RequestRecord) -> str:
-        """The name under which the promise to ``record`` goes."""
-        return record.request_class if record.request_class in self._promised(record.arrival) else "default"
+        """The name under which the SLO to ``record`` goes."""
+        return record.request_class if record.request_class in self._slos_at(record.arrival) else "default"
 
-    def promise_to(self, name: str, at: float) -> SLO | None:
-        """What requests of the class ``name`` that come at ``at`` (engine's clock) are promised."""
-        return self._promised(at).get(name)
+    def slo_of(self, name: str, at: float) -> SLO | None:
+        """What requests of the class ``name`` that come at ``at`` (engine's clock) must meet."""
+        return self._slos_at(at).get(name)
 
     def judged(self, records: Iterable[RequestRecord]) -> Attainment:
-        """Of ``records``, each by what its class was promised when it came."""
-        by_promise: dict[int, list[RequestRecord]] = {}
+        """Of ``records``, each by the SLO of its class when it came."""
+        by_period: dict[int, list[RequestRecord]] = {}
         for record in records:
-            by_promise.setdefault(self._period(record.arrival), []).append(record)
-        parts = [attainment(some, self.promises[i].slos) for i, some in by_promise.items()]
+            by_period.setdefault(self._period(record.arrival), []).append(record)
+        parts = [attainment(some, self.slo_periods[i].slos) for i, some in by_period.items()]
         violations = sum((Counter(part.violations) for part in parts), Counter[str]())
         return Attainment(
             sum(p.met for p in parts), sum(p.offered for p in parts), sum(p.cancelled for p in parts), violations
         )
 
-    def _promised(self, at: float) -> Mapping[str, SLO]:
-        return self.promises[self._period(at)].slos if self.promises else {}
+    def _slos_at(self, at: float) -> Mapping[str, SLO]:
+        return self.slo_periods[self._period(at)].slos if self.slo_periods else {}
 
     def _period(self, at: float) -> int:
-        return max(0, bisect_right([promised.at for promised in self.promises], at) - 1)
+        return max(0, bisect_right([period.at for period in self.slo_periods], at) - 1)
 
     @property
     def day(self) -> str:
@@ -100,7 +100,7 @@ def read_run(log: Path, records: Path | None = None) -> Run:
     lacking = (
         [] if first == 0 else [f"The log holds earlier runs as well; this is the last, from decision {first + 1} on."]
     )
-    promises = tuple(Promised(d.at, slos) for d in decisions if (slos := _slos(d, log)))
+    slo_periods = tuple(SLOsFrom(d.at, slos) for d in decisions if (slos := _slos(d, log)))
     kept: tuple[RequestRecord, ...] = ()
     if records is None:
         lacking.append("Without --records only decisions are known, and not how the requests fared.")
@@ -108,16 +108,16 @@ def read_run(log: Path, records: Path | None = None) -> Run:
         kept = tuple(r for r in _read(records) if r.arrival >= decisions[0].at)
         if not kept:
             lacking.append(f"{records.name} holds no request that came after the controller was attached.")
-    return Run(log.name, decisions, kept, promises, tuple(lacking))
+    return Run(log.name, decisions, kept, slo_periods, tuple(lacking))
 
 
 def _slos(decision: Decision, log: Path) -> dict[str, SLO]:
-    """The promises that a decision tells of, by class; empty if of none."""
-    told = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
+    """The SLOs that a decision states, by class; empty if of none."""
+    stated = decision.evidence.get("slos", {"default": decision.evidence["slo"]} if "slo" in decision.evidence else {})
     try:
-        return {name: SLO.of(text) for name, text in told.items()}
+        return {name: SLO.of(text) for name, text in stated.items()}
     except (ValueError, AttributeError) as error:
-        raise InputError(f"{log}: the promises of the {decision.action} at {decision.at:g} s: {error}") from None
+        raise InputError(f"{log}: the SLOs of the {decision.action} at {decision.at:g} s: {error}") from None
 
 
 def _read(path: Path) -> list[RequestRecord]:

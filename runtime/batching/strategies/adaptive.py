@@ -11,7 +11,7 @@
 - Sizes nobody gave are felt out: a call holds at most twice what the largest one held.
 
 Units: seconds, items, cost units. Failure mode: a wrong model would drop what could be served, and never see that it is
-wrong; so where everything seems to be late one item is tried now and then, and where the promise is too short for an item
+wrong; so where everything seems to be late one item is tried now and then, and where the SLO is too short for an item
 alone, it is served late rather than never.
 """
 
@@ -30,7 +30,7 @@ _FIRST = 16  # items that a call may hold before any has been seen
 _LOOK = 256  # items looked at beyond a full call, at most
 _HOPE = 1.0  # of the expected time: with less than this left an item has hardly a chance
 _TRY = 8  # of so many decisions in which everything is late, one tries an item all the same
-_GUARD = 0.02  # of the promised time, kept in reserve when holding
+_GUARD = 0.02  # of the target time, kept in reserve when holding
 _SEEN_BESIDE = 16  # calls beside others to be seen before what they do to one another is believed
 _WELL = 0.75  # of what calls can get through, at most, for queues to stay short
 _ONLY_AN_END = 1 << 60  # items: no arrival changes the decision
@@ -126,7 +126,7 @@ class Adaptive:
                 return chosen, doomed
             return [max(alive, key=lambda item: item.deadline)], doomed  # none is sure to make it, one may
         last = doomed[-1]
-        if last.deadline - last.arrival < price.of(1, last.cost):  # the promise itself is too short
+        if last.deadline - last.arrival < price.of(1, last.cost):  # the SLO itself is too short
             return list(fit(doomed, bounds.most, bounds.budget, queue.padded).items), []
         self._late += 1
         if self._late % _TRY == 0:

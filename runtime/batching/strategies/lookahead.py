@@ -5,7 +5,7 @@ A call ends for all of its items at once, so an item may go only with those that
 - *most*: those that make the largest call in which everybody is on time; whoever has too little time left for it is passed
   over. Among the rest the cheapest are preferred (Moore, Management Science 15, 1968: drop the longest job whenever one is
   late). Serving in small calls what is nearly late would lose capacity, and with it more items than it saves.
-- *rescue*, looked at where promises differ: from the earliest deadline on, as long as that is kept. Those with much time
+- *rescue*, looked at where SLOs differ: from the earliest deadline on, as long as that is kept. Those with much time
   left can wait for the next call, so that the plan goes that gets most items there in this call and the next.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from runtime.batching.item import Item
 from runtime.batching.service_model import Price
 
-_ALIKE = 0.75  # of the longest promise: shorter ones are another kind
+_ALIKE = 0.75  # of the longest target: shorter ones are another kind
 
 
 class Bounds(NamedTuple):
@@ -42,8 +42,8 @@ def choose(items: Sequence[Item], now: float, bounds: Bounds, *, reorder: bool) 
     if not reorder or bounds.padded:
         return _in_order(items, now, bounds)
     most = _most(items, now, bounds)
-    promises = [item.deadline - item.arrival for item in items]
-    if min(promises) > _ALIKE * max(promises):
+    targets = [item.deadline - item.arrival for item in items]
+    if min(targets) > _ALIKE * max(targets):
         return most
     rescue = _from_front(sorted(items, key=_deadline), now, bounds)
     return rescue if _in_two(rescue, items, now, bounds) > _in_two(most, items, now, bounds) else most

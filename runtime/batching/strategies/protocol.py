@@ -16,7 +16,7 @@ class State:
     """What a strategy may look at; kept by the core, which alone writes to it.
 
     ``waiting`` items of ``waiting_cost`` stand in ``queue``; ``running`` are the calls under way and ``idle`` how many more
-    could be. ``slo_s``: the smallest time promised, None without a promise. ``gap_s``: seconds between arrivals, lately
+    could be. ``slo_s``: the smallest target, None without an SLO. ``gap_s``: seconds between arrivals, lately
     (inf before the second). ``room``: items that the queue still takes; ``outside``: how many wait for room there.
     ``closing``: nothing more will come. ``wanted``: items that somebody waits for who brings nothing before they have come;
     ``pressed``: all that arrived until then are such.
@@ -136,7 +136,7 @@ def full_call(state: State) -> Fit | None:
 
 
 def wake_items(state: State) -> int:
-    """How many must wait before a call can be full, as far as can be told from their number."""
+    """How many must wait before a call can be full, as far as their number shows."""
     queue = state.queue
     return state.knobs.max_batch_size if queue.in_order and not queue.padded else 1
 

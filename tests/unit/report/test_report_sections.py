@@ -31,7 +31,7 @@ def test_the_sidecar_is_read_in_whole(evidence: Evidence) -> None:
     assert len(evidence.steps) == 36 and len(evidence.failures) == 2 and evidence.lacking == ()
     chosen = evidence.recommended.point
     assert [r.score.seed for r in evidence.runs_of(chosen)] == list(chosen.seeds) == [1, 2, 3]
-    pairs = evidence.twins()
+    pairs = evidence.pairs()
     assert {p.knobs for p, _ in pairs} == {p.knobs for p in evidence.compared}
     assert all(a.stage == "validation" and b.stage == "simulation" and a.knobs == b.knobs for a, b in pairs)
 
@@ -119,7 +119,7 @@ def test_plots_show_the_figures_of_the_profile(report: Report, evidence: Evidenc
     curve = section(report, "latency").plots[0].views[0].data
     assert {len(t["x"]) for t in curve} == {23, 46}, "a curve at the stored percentiles, and the band around it"
     twin = section(report, "twins").plots[0].views[0].data
-    assert sorted(twin[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.twins())
+    assert sorted(twin[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
 
 
 def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:
@@ -215,12 +215,12 @@ def test_trials_at_another_rate_are_shown_as_such(evidence: Evidence) -> None:
     assert not any("30.0 req/s" in note for note in pareto.section(evidence).notes)
 
 
-def test_a_twin_is_the_simulation_of_the_same_requests(evidence: Evidence) -> None:
+def test_a_paired_simulation_is_of_the_same_requests(evidence: Evidence) -> None:
     profile = evidence.profile
     other = profile.simulated[0].model_copy(update={"seeds": (77,), "label": "search"})
-    assert all(set(a.seeds) == set(b.seeds) for a, b in evidence.twins())
+    assert all(set(a.seeds) == set(b.seeds) for a, b in evidence.pairs())
     mixed = replace(evidence, profile=profile.model_copy(update={"simulated": (other, *profile.simulated)}))
-    assert mixed.twins() == evidence.twins()
+    assert mixed.pairs() == evidence.pairs()
 
 
 def luminance(colour: str) -> float:

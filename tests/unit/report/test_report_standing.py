@@ -50,7 +50,7 @@ def test_shares_of_the_same_requests_tell_what_goodput_does_not() -> None:
     for point in (alike, chosen()):  # of the latter only the run under the common seed
         found = against(point, BASE)
         assert found.clear and found.beside == "1.1× the vLLM defaults" and found.ratio == pytest.approx(589 / 536)
-        assert found.sentence.endswith(", with 100% of the same requests in SLO against 91.0%")
+        assert found.sentence.endswith(", with 100% attainment on the same requests against 91.0%")
     worse = against(measured(SETTINGS["balanced"], 480, 589, (29,), (27.07,)), BASE)
     assert not worse.clear and worse.beside == "10% fewer than with the vLLM defaults"
 

@@ -14,7 +14,7 @@ from autotune.profile import Capacity, Profile, Spread, load_profile
 from autotune.report import Evidence, compose, gather, html
 from autotune.report import profile_table as table
 from autotune.report.headline import headline
-from autotune.report.panels import capacity, sensitivity, steps, twins
+from autotune.report.panels import capacity, paired, sensitivity, steps
 from autotune.report.sweep import Sweep, sweep
 from autotune.report.wording import number, off
 from runtime.knobs import Knobs
@@ -33,24 +33,26 @@ def slower(evidence: Evidence, speed: float) -> Profile:
     )
 
 
-def test_a_simulation_that_keeps_nothing_says_nothing_of_knobs(evidence: Evidence) -> None:
+def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence: Evidence) -> None:
     found = replace(evidence, profile=slower(evidence, 0.1))
     swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
     assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
     made = sensitivity.section(found, swept)
-    assert made.title.startswith("At this rate the simulation keeps nothing in SLO") and made.plots
+    assert made.title.startswith("At this rate no simulated request meets the SLO") and made.plots
     for plot in made.plots:
         assert max(y for view in plot.views for trace in view.data for y in trace["y"]) > 0, "a plot that is flat at 0"
     bare = replace(found, runs=())
     bare = replace(bare, profile=bare.profile.model_copy(update={"simulated": ()}))
-    assert (without := sensitivity.section(bare, swept)).absent is not None and "keeps nothing" in without.absent
+    assert (
+        without := sensitivity.section(bare, swept)
+    ).absent is not None and "no simulated request meets" in without.absent
     here = found.recommended.knobs.as_dict()
     elsewhere = {
         name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
         for name, values in swept.by_knob.items()
     }
     at_choice = sensitivity.section(found, Sweep(elsewhere, 100, True))
-    assert "keeps nothing in SLO at the choice itself" in at_choice.title
+    assert "No simulated request meets the SLO at the choice itself" in at_choice.title
 
 
 def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence) -> None:
@@ -75,7 +77,7 @@ def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
         p.model_copy(update={"goodput": Spread(mean=0.1 * p.goodput.mean, low=0, high=1, runs=(0.1,))})
         for p in evidence.profile.simulated
     )
-    made = twins.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
+    made = paired.section(replace(evidence, profile=evidence.profile.model_copy(update={"simulated": far})))
     assert "not to be relied on: typically off by 9" in made.title and "within" not in made.title
     wrong = replace(
         evidence,
@@ -98,28 +100,28 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
         points, simulated = (*at.profile.points, measured), (*at.profile.simulated, twin)
         return replace(at, profile=at.profile.model_copy(update={"points": points, "simulated": simulated}))
 
-    plain = twins.section(evidence)
+    plain = paired.section(evidence)
     assert "the rate compared" not in plain.title and "left" not in plain.lead
     once = left(evidence, 39.2, 2.31)
-    made = twins.section(once)
+    made = paired.section(once)
     assert made.title == f"{plain.title}, at the rate compared; by 131% at 39.2 req/s, before the speed was settled"
-    assert f"over the {len(evidence.twins())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
+    assert f"over the {len(evidence.pairs())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
     assert [p.title for p in made.plots] == [p.title for p in plain.plots], (
         "titles of plots are of the rate compared too"
     )
-    assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.twins()) + 1, "it is shown all the same"
-    twice = twins.section(left(once, 32.4, 1.01)).title
+    assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.pairs()) + 1, "it is shown all the same"
+    twice = paired.section(left(once, 32.4, 1.01)).title
     assert twice.endswith("; by up to 131% at 32.4 and 39.2 req/s, before the speed was settled")
 
 
 def test_the_title_says_the_error_that_the_profile_has() -> None:
     for file in sorted((ROOT / "profiles").rglob("*.yaml")):
         profile = load_profile(file)
-        title = twins.section(Evidence(profile, file.name)).title
+        title = paired.section(Evidence(profile, file.name)).title
         assert profile.simulation is not None and f"off by {profile.simulation.goodput_error:.1%} (median)" in title
 
 
-def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -> None:
+def test_a_rate_missed_below_the_one_that_was_met_is_said(evidence: Evidence) -> None:
     found = evidence.profile.capacity
     assert found is not None and found.rate is not None
     low = min(found.tried, key=lambda p: p.rate)
@@ -136,7 +138,7 @@ def test_a_rate_missed_below_the_one_that_was_kept_is_said(evidence: Evidence) -
     assert head.tone == "unsure" and f"missed at {missed}" in head.status
 
 
-def test_a_limit_that_too_few_requests_tell_of_is_not_promised(evidence: Evidence) -> None:
+def test_a_limit_that_too_few_requests_tell_of_is_not_stated(evidence: Evidence) -> None:
     found = evidence.profile.capacity
     assert found is not None and evidence.profile.slo.attainment == 0.99
     top = max(found.tried, key=lambda p: p.offered_rate)
@@ -156,16 +158,14 @@ def test_a_limit_that_too_few_requests_tell_of_is_not_promised(evidence: Evidenc
         return replace(evidence, profile=evidence.profile.model_copy(update={"capacity": capacities, "slo_met": True}))
 
     sure, rate = headline(of(400, 399)), number(top.offered_rate)
-    assert (sure.status, sure.tone) == (f"SLO kept up to {rate} req/s", "good")
-    for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than promised though not refuted
+    assert (sure.status, sure.tone) == (f"SLO met up to {rate} req/s", "good")
+    for offered, met in ((14, 14), (400, 394)):  # too few, and fewer than the target though not refuted
         few = of(offered, met)
-        assert headline(few).tone == "unsure" and headline(few).status.startswith(
-            f"SLO perhaps kept up to {rate} req/s"
-        )
+        assert headline(few).tone == "unsure" and headline(few).status.startswith(f"SLO perhaps met up to {rate} req/s")
         assert "perhaps" in capacity.section(few).title
 
 
-def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
+def test_warnings_stand_in_the_headline(evidence: Evidence) -> None:
     class Doubted(Profile):
         doubts: tuple[str, ...] = ()
 
@@ -174,13 +174,13 @@ def test_doubts_stand_in_the_headline(evidence: Evidence) -> None:
         | {"cost_model": None, "doubts": ("the <machine> was busy",)}
     )
     made = compose(replace(evidence, profile=doubted))
-    assert made.headline.doubts == ("The <machine> was busy.",)
+    assert made.headline.warnings == ("The <machine> was busy.",)
     words = "".join(Page(html(made)).words)
     assert words.index("The <machine> was busy.") < words.index(made.headline.meaning[0])
     console = Console(width=120, record=True, file=StringIO())
     table.show(doubted, console)
     assert "The <machine> was busy." in console.export_text()
-    assert headline(evidence).doubts == ()
+    assert headline(evidence).warnings == ()
 
 
 # -- profiles that lack things ------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_profile_of_one_point() -> None:
 @pytest.mark.parametrize(
     ("rate_from", "status", "says"),
     [
-        ("user", "complete", "Only one rate was tried, as asked, so there is no curve to show."),
+        ("user", "complete", "Only one rate was tried, as requested, so there is no curve to show."),
         ("calibration", "complete", "Only one rate was tried, so there is no curve to show."),
         ("calibration", "stopped", "Only one rate was tried before the run was stopped, so there is no curve to show."),
     ],
@@ -248,4 +248,4 @@ def test_an_slo_that_is_not_met_is_said_first(evidence: Evidence) -> None:
     capacity = Capacity(knobs=none.knobs, rate=None, tried=none.tried)
     made = compose(Evidence(changed(evidence, slo_met=False, capacity=capacity, cost_model=None), "p.yaml"))
     assert made.headline.status == "SLO not met" and made.headline.tone == "bad"
-    assert section(made, "capacity").title == "The SLO was not kept at any rate tried"
+    assert section(made, "capacity").title == "The SLO was not met at any rate tried"

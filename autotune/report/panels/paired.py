@@ -35,8 +35,8 @@ _METRICS = (
 
 
 def section(evidence: Evidence) -> Section:
-    twins = evidence.twins()
-    if not twins:
+    pairs = evidence.pairs()
+    if not pairs:
         return absent(KEY, TOPIC, _why(evidence))
     known, rate = names(evidence), evidence.recommended.point.rate
 
@@ -44,24 +44,24 @@ def section(evidence: Evidence) -> Section:
         name = known.get(p.knobs, p.label)
         return name if math.isclose(p.rate, rate) else f"{name} at {number(p.rate)} req/s"
 
-    twins = sorted(twins, key=lambda pair: pair[0].goodput.mean)
-    compared = [pair for pair in twins if math.isclose(pair[0].rate, rate)] or twins
-    left = [pair for pair in twins if pair not in compared]
+    pairs = sorted(pairs, key=lambda pair: pair[0].goodput.mean)
+    compared = [pair for pair in pairs if math.isclose(pair[0].rate, rate)] or pairs
+    left = [pair for pair in pairs if pair not in compared]
     judged = frozenset(p.key for p, _ in compared)
     plots = tuple(
         made
         for metric in _METRICS
-        if (made := _plot(metric, [(called(a), a, b) for a, b in twins], judged)) is not None
+        if (made := _plot(metric, [(called(a), a, b) for a, b in pairs], judged)) is not None
     )
     offs = _errors((a.goodput.mean, b.goodput.mean) for a, b in compared)
     title = (
         off("Simulated goodput figures", statistics.median(offs), max(offs)) + _elsewhere(left)
         if offs
-        else "Nothing was in SLO either way"
+        else "No request met the SLO either way"
     )
     alike = (
         " and with the same arrivals"
-        if all(set(a.seeds) == set(b.seeds) for a, b in twins)
+        if all(set(a.seeds) == set(b.seeds) for a, b in pairs)
         else ", but with other arrivals"
     )
     lead = (
@@ -103,10 +103,10 @@ def _why(evidence: Evidence) -> str:
     return "None of the validated settings was simulated at the rate it was measured at."
 
 
-def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]], judged: Set[tuple[object, ...]]) -> Plot | None:
+def _plot(metric: _Metric, pairs: list[tuple[str, Point, Point]], judged: Set[tuple[object, ...]]) -> Plot | None:
     """Its title is about the points ``judged``, by their keys."""
     known = [
-        (name, p, a, b) for name, p, q in twins if (a := metric.of(p)) is not None and (b := metric.of(q)) is not None
+        (name, p, a, b) for name, p, q in pairs if (a := metric.of(p)) is not None and (b := metric.of(q)) is not None
     ]
     if not known:
         return None
@@ -144,7 +144,7 @@ def _plot(metric: _Metric, twins: list[tuple[str, Point, Point]], judged: Set[tu
     offs = _errors((a, b) for _, p, a, b in known if p.key in judged)
     said = f"{metric.name}: typically {error(statistics.median(offs))} off" if offs else metric.name
     return Plot(
-        f"twins-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _tall(known) * len(known)
+        f"{KEY}-{metric.key}", said, f"{TOPIC}. {said}.", [View("", data, made)], _FRAME + _tall(known) * len(known)
     )
 
 
