@@ -178,7 +178,7 @@ def test_a_source_that_raises_is_asked_no_more(caplog: pytest.LogCaptureFixture)
     world = World(admission=True)
     world.set_admission(True, source=Broken())
     assert reasons(world.play(crowd(100)))["length"] >= 16
-    assert caplog.text.count("is not asked any more") == 1
+    assert caplog.text.count("is no longer used") == 1
 
 
 # -- the queue's timeout, and order --------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> N
     assert run(["capacity", path, "--workload", EVEN, "--token-budget", "512", *QUICK]) == 0
     out = capsys.readouterr().out
     assert "asked" in out and "capacity, req/s" in out and "balanced" not in out
-    assert "highest rate at which 99% of 100 requests keep ttft=500ms,tpot=30ms@99%" in out
+    assert "highest rate at which 99% of 100 requests meet ttft=500ms,tpot=30ms@99%" in out
     assert "mean and 95% interval over 2 seeds" in out
 
 
