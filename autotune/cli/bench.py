@@ -36,7 +36,10 @@ _SHORTEST_S = 1.0
 
 def bench(
     model: Annotated[
-        str | None, Option(help="A preset, a directory, or a hub id.  (default: the profile's, or tiny)")
+        str | None,
+        Option(
+            help="A preset, a directory, or a hub id.  (default: the profile's, or a preset that suits the machine)"
+        ),
     ] = None,
     workload: Annotated[
         str | None,

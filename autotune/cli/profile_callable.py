@@ -186,17 +186,17 @@ def _question(
         raise InputError(f"--replicas is {replicas}; it must be between 1 and {MOST_REPLICAS} workers")
     if rate is not None and not 0 < rate <= MOST_RATE:
         raise InputError(f"--rate is {rate:g}; it must be above 0 and at most {MOST_RATE:g} items/s")
-    promise = None
+    target = None
     if slo is not None:
         try:
-            promise = SLO.parse(slo)
+            target = SLO.parse(slo)
         except ValueError as error:
             raise InputError(f"--slo: {error}") from None
-        others = [name for name, target in promise.targets_ms.items() if target is not None and name != "e2e"]
-        if promise.e2e_ms is None or others:
-            raise InputError(f"--slo is {slo}; a callable is promised e2e alone, such as e2e=200ms@99%")
+        others = [name for name, ms in target.targets_ms.items() if ms is not None and name != "e2e"]
+        if target.e2e_ms is None or others:
+            raise InputError(f"--slo is {slo}; the SLO of a callable has e2e alone, such as e2e=200ms@99%")
     return Question(
-        slo=promise,
+        slo=target,
         rate=rate,
         budget_s=seconds(budget or DEFAULT_BUDGET, least=SHORTEST_BUDGET_S),
         seed=seed,

@@ -195,7 +195,7 @@ FUNCTIONS = (
         ),
         (["--cost", "len"], "--cost: len failed on input 2 of good.jsonl: TypeError: "),
         (["--cost", "some_functions:bad"], "--cost: some_functions:bad failed on input 1 of good.jsonl: OSError: gone"),
-        (["--slo", "ttft=50ms"], "--slo is ttft=50ms; a callable is promised e2e alone, such as e2e=200ms@99%"),
+        (["--slo", "ttft=50ms"], "--slo is ttft=50ms; the SLO of a callable has e2e alone, such as e2e=200ms@99%"),
         (["--slo", "e2e=50"], '--slo: "e2e=50" has no unit'),
         (["--rate", "0"], "--rate is 0; it must be above 0 and at most 20000 items/s"),
         (["--most", "0"], "--most is 0; it must be between 1 and 4096 items"),
