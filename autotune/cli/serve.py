@@ -112,8 +112,8 @@ def serve(
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
     from autotune.cli.target import check_dtype, loading
 
-    print(loading(name), flush=True)
     _need_extra()
+    print(loading(name), file=sys.stderr, flush=True)  # stdout is for whoever waits for the address
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
     if decisions is not None:

@@ -289,8 +289,13 @@ def test_a_verb_says_that_it_loads_before_anything_slow_is_imported(tmp_path: Pa
         "    print(words[0], flush=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    said = [line.partition(" · ")[2] for line in done.stdout.splitlines() if "loading" in line]
-    assert said == ["loading PyTorch …", "loading PyTorch …", "loading tiny …", "loading llama-3.1-8b …"], done
+    out, error = (
+        [line.partition(" · ")[2] for line in text.splitlines() if "loading" in line]
+        for text in (done.stdout, done.stderr)
+    )
+    assert (out, error) == (["loading PyTorch …", "loading PyTorch …", "loading llama-3.1-8b …"], ["loading tiny …"]), (
+        done
+    )
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,13 @@ def test_a_live_engine_serves_a_load_before_the_first_measurement(
         return evaluate(engine, knobs, *args, **options)
 
     monkeypatch.setattr(measuring, "evaluate", noting)
-    monkeypatch.setattr(measuring, "Simulated", type("Live", (), {}))  # what is simulated here counts as live
+    made = measuring.EngineTarget.__init__
+
+    def live(self: measuring.EngineTarget, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.virtual = False  # what is simulated here counts as live
+
+    monkeypatch.setattr(measuring.EngineTarget, "__init__", live)
     asked = question(sim_trials=8, trials=1)
     found, _ = session(journal, asked)
     labels, seeds, prompts = zip(*loads, strict=True)

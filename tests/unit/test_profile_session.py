@@ -104,7 +104,7 @@ def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings)
     assert 0.5 <= best <= 0.99  # near the knee even the best cannot keep everything, and far above it nobody can
     assert min(shares.values()) < 0.5 * best  # settings differ there
     mine = truth(whole.settings()["balanced"].knobs, rate)
-    assert mine >= 0.96 * best
+    assert mine >= 0.92 * best
 
 
 @pytest.mark.slow

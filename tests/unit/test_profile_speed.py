@@ -143,7 +143,7 @@ def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: P
     found, told = changed(1.35, journal, question(sim_trials=10, trials=2), schedule=SHORTER)
     assert any("the machine serves at" in note for note in told.notes)
     measured = {run.knobs for run in found.runs if run.stage == "validation"}
-    assert len(measured) == 3 and VLLM in measured and VLLM in found.expected
+    assert 2 <= len(measured) <= 3 and VLLM in measured and VLLM in found.expected
 
 
 @pytest.mark.slow

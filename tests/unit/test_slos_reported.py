@@ -123,6 +123,7 @@ def test_an_older_log_has_one_slo(files: tuple[Path, Path, list[RequestRecord], 
         read_run(old)
 
 
+@pytest.mark.usefixtures("socket_home")
 def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     made, kept = engine(), Kept()
     made.subscribe(kept)

@@ -131,6 +131,7 @@ def test_who_watches_is_told_and_who_may_not_set_does_not() -> None:
         assert engine.knobs.token_budget == 700 and not unheard(list(attached.decisions))
 
 
+@pytest.mark.usefixtures("socket_home")
 def test_how_long_it_has_been_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Faulty(h200)
     with control(engine, slo=TARGET, steer=True) as attached:
