@@ -150,7 +150,7 @@ def test_embed_sentences(tmp_path: Path) -> None:
 def test_classify_images(tmp_path: Path) -> None:
     done = example("classify_images.py", "--images", "150", *PATIENT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    right = re.search(r"^(\d+) of 150 images told right$", done.stdout, re.MULTILINE)
+    right = re.search(r"^(\d+) of 150 images classified right$", done.stdout, re.MULTILINE)
     assert right is not None and int(right[1]) >= 135
     calls = re.search(r"^(\d+) calls of", done.stdout, re.MULTILINE)
     assert calls is not None and int(calls[1]) < 150
