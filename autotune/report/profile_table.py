@@ -151,7 +151,7 @@ def conclusion(profile: Profile) -> str:
         return f"{advice}: {more}."
     target = profile.slo.attainment
     met = "; both meet the SLO at this rate" if min(setting.point.attainment, base.attainment) >= target else ""
-    return f"No setting clearly beats vLLM's defaults here. The best measured, {', '.join(turned)}: {more}{met}."
+    return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
 
 
 def _change(ratio: float) -> str:
