@@ -119,11 +119,11 @@ def test_it_profiles_a_machine(installed: Installed) -> None:
     made = installed.profile("plain")
     assert made.status == "complete" and made.slo_met
     assert str(made.slo) == "ttft=60000ms,tpot=10000ms@50%"
-    assert made.model.name == "tiny" and made.machine.kind == "cpu"
+    assert made.model.name in ("nano", "tiny") and made.machine.kind == "cpu"
     assert made.baseline is not None and made.points
     assert (installed.folder / made.points_file).is_file()
     code, shown = installed.run("show", "plain.yaml")
-    assert code == 0 and "balanced" in shown
+    assert code == 0 and "← recommended" in shown
     code, shown = installed.run("report", "plain.yaml")
     assert code == 0 and (installed.folder / "plain.html").stat().st_size > 1_000_000, shown  # plotly is inside
 
@@ -152,8 +152,9 @@ def test_it_finds_the_shipped_profiles(installed: Installed) -> None:
 )
 def test_bad_input_is_one_line_and_exit_code_2(installed: Installed, words: tuple[str, ...], says: str) -> None:
     code, output = installed.run(*words)
+    lines = [line for line in output.splitlines() if " · loading " not in line]
     assert code == 2
-    assert output.startswith("error: ") and says in output and output.count("\n") == 1
+    assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
 
 
 def wait_for_trials(
