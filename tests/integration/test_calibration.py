@@ -48,9 +48,7 @@ def test_served_steps_take_what_the_calibrated_model_says() -> None:
     known = set(threading.enumerate())
     with Engine(loaded, limits=limits, kv_tokens=8192, threads=1, clock=clock) as engine:
         clock.follow(next(t for t in threading.enumerate() if t.name.startswith("engine ") and t not in known))
-        found = measure_steps(
-            engine, facts, budget_s=6.0, seed=1, advance=lambda share, note: told.append(share)
-        )
+        found = measure_steps(engine, facts, budget_s=6.0, seed=1, advance=lambda share, note: told.append(share))
         cost: CostModel = fit_cost_model(found.points, seconds=found.seconds)
         engine.set_knobs(Knobs(24, 0, 128, 64))
         records = serve(engine, [random.Random(i).randint(4, 150) for i in range(60)])
