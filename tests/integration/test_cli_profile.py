@@ -66,7 +66,8 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     runs = [line for line in lines if "score" in line]
     assert sum(len(p.seeds) for p in made.points) == len([r for r in runs if r["stage"] != "simulation"])
     assert made.cost_model is not None and made.simulation is not None and made.confidence is not None
-    assert made.cost_model.points == len([line for line in lines if line.get("kind") == "step"])
+    planned = len([line for line in lines if line.get("kind") == "step"])
+    assert made.cost_model.points >= planned  # more where a refit took in the steps of the runs
     assert made.simulation.trials == len([r for r in lines if r.get("stage") == "simulation"])
     assert {p.knobs for p in made.points if p.stage == "validation"} <= {p.knobs for p in made.simulated}
     assert "← recommended" in captured.err and "simulating" in captured.err and "fit error" in captured.err
