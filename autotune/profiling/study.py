@@ -93,7 +93,7 @@ class SweepStudy:
     def exists(self) -> bool:
         """Whether nobody has discarded it since it was opened."""
         try:
-            self._study.user_attrs  # noqa: B018
+            self._study.user_attrs  # noqa: B018  # reading it raises where the study is gone
         except KeyError:
             return False
         return True
