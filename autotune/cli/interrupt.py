@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,24 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     appended and synced line by line, and other files are renamed into place whole.
     """
     requested = threading.Event()
+    received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    count = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if requested.is_set():
+        nonlocal count
+        count += 1
+        if count > 1:
             os._exit(INTERRUPTED)
-        requested.set()
+        received.put(number)
 
+    def forward() -> None:
+        if received.get() is not None:
+            requested.set()
+
+    # The handler runs in the midst of whatever the main thread does. In Event.wait it would wait for ever for the lock that
+    # Event.set needs; SimpleQueue.put is reentrant.
+    forwarder = threading.Thread(target=forward, name="interrupt", daemon=True)
+    forwarder.start()
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, handle) for number in signals}
     try:
@@ -33,3 +46,5 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        received.put(None)
+        forwarder.join()

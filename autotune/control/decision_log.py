@@ -103,8 +103,8 @@ class DecisionLog:
         except queue.Full:
             self.dropped += 1
             self._unreported += 1
-            if self._unreported == 1:
-                log.warning("the decision log is written too slowly: dropping decisions from it until there is room")
+            if self.dropped == 1:
+                log.warning("the decision log is written too slowly: decisions are dropped from it while it has no room")
 
     def close(self) -> None:
         """Add no more to the file; what has been added is still written. Does not wait. Any number of times."""

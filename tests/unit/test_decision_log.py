@@ -72,28 +72,31 @@ def _serve(engine: SimulatedEngine, log: Path) -> None:
         engine.play(poisson(15, 6, 1000, 200, seed=1))
 
 
-def test_what_a_full_queue_cannot_take_is_counted_and_told(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_full_queue_cannot_take_is_counted_and_reported(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = DecisionLog(pipe, room=8)
-    long = "x" * 8000  # a pipe holds eight of them
     with caplog.at_level(logging.WARNING):
-        for number in range(40):
-            log.add(decision(number, long))
-    assert log.dropped > 10 and len(log.recent) == 40, "in memory are all of them"
-    assert caplog.text.count("dropping decisions") == 1
+        log.add(decision(0, "x" * 80_000))  # more than a pipe holds: the writer cannot write it to its end,
+        until(log._queue.empty)  # and so takes no other
+        for number in range(1, 40):
+            log.add(decision(number))
+    assert log.dropped == 40 - 1 - 8 and len(log.recent) == 40, "in memory are all of them"
+    assert caplog.text.count("decisions are dropped") == 1
     read = bytearray()
-    until(lambda: _drain(reader, read) and b'"n":7' in read)
-    until(lambda: _drain(reader, read) and log._queue.empty())
+    until(lambda: _drain(reader, read) and b"number 8" in read)
     log.add(decision(40))
+    for number in range(41, 60):  # it has room again, and none again: one line in the program's log tells of both
+        log.add(decision(number))
+    assert caplog.text.count("decisions are dropped") == 1
     log.close()
-    until(lambda: _drain(reader, read) and b"number 40" in read)
     log.join()
+    until(lambda: _drain(reader, read) and b"number 40" in read)
     _drain(reader, read)
     os.close(reader)
     found = [json.loads(line) for line in read.decode().splitlines()]
-    missing = [d for d in found if "missing here" in d["cause"]]
-    assert [d["evidence"]["dropped"] for d in missing] == [log.dropped]
-    assert len(found) == 40 - log.dropped + 2 and found.index(missing[0]) == len(found) - 2
+    missing = [d["evidence"]["dropped"] for d in found if "missing here" in d["cause"]]
+    assert missing[0] == 40 - 1 - 8 and found[9]["evidence"] == {"dropped": missing[0]}
+    assert len(found) == 60 - log.dropped + len(missing)
     assert f"{log.dropped} decisions are not in the decision log" in caplog.text
 
 
