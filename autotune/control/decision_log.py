@@ -104,7 +104,9 @@ class DecisionLog:
             self.dropped += 1
             self._unreported += 1
             if self.dropped == 1:
-                log.warning("the decision log is written too slowly: decisions are dropped from it while it has no room")
+                log.warning(
+                    "the decision log is written too slowly: decisions are dropped from it while it has no room"
+                )
 
     def close(self) -> None:
         """Add no more to the file; what has been added is still written. Does not wait. Any number of times."""
