@@ -27,7 +27,7 @@ def measured(
     from autotune.cli.display import Display
     from autotune.profile.fingerprint import OtherWork
     from autotune.profiling.callable_check import check_calls
-    from autotune.profiling.callable_subject import load_subject
+    from autotune.profiling.subject import load_subject
 
     if inputs is None:
         raise InputError(

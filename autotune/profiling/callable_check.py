@@ -15,9 +15,9 @@ from contextlib import closing
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile
-from autotune.profiling.callable_calibration import OutOfMemory, TimedCalls
-from autotune.profiling.callable_subject import Subject
+from autotune.profiling.calls import OutOfMemory, TimedCalls
 from autotune.profiling.check import CROWDED, Check, RegionCheck, median_interval
+from autotune.profiling.subject import Subject
 
 _WARM_UP, _FEWEST, _MOST = 2, 6, 500  # rounds
 _EXCUSED = 2.0  # times as slow
