@@ -16,8 +16,7 @@ from autotune.profile.callable import CallableProfile, save_callable_profile
 from autotune.profile.fingerprint import machine, software
 from autotune.profiling.assemble import assemble_callable
 from autotune.profiling.batcher_space import AS_IT_COMES
-from autotune.profiling.callable_check import check_calls, predicted_s, sizes_of
-from autotune.profiling.check import Check
+from autotune.profiling.check import Check, check_calls, predicted_s, sizes_of
 from autotune.profiling.target import Load
 from runtime import SLO
 from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject

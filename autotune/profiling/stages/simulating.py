@@ -62,8 +62,9 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
     top = max(found.simulated, key=lambda run: run.score.goodput).score
+    done = len(found.simulated)
     context.reporter.stage_done(
-        f"{len(found.simulated)} trials",
+        f"{done} trials" if proposals.space else f"{done}/{proposals.trials}",
         f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} in SLO",
     )
 
