@@ -17,7 +17,7 @@ from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
 from autotune.profile.callable import BatcherSetting, Point, load_callable_profile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
-from autotune.profiling.callable import CallableSession, CallableTarget, CallSimulator, items, ranked
+from autotune.profiling.callable import CallableSession, CallableSetup, CallableTarget, CallSimulator, items, ranked
 from autotune.profiling.calls import measure_calls
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, callable_point
@@ -171,31 +171,84 @@ def test_stopped_at_once_nothing_was_tried() -> None:
 class Notes(Silent):
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.begun: list[str] = []
 
     def note(self, text: str) -> None:
         self.told.append(text)
 
+    def stage(self, name: str) -> None:
+        self.begun.append(name)
+
+    def progress(self, share: float, count: str, note: str, left_s: float | None) -> None:
+        assert self.begun, "progress belongs to a stage"
+
+
+class Tireless(CallableTarget):
+    """Measures in no time, by its simulation, and notes what it measured."""
+
+    def __init__(self, ticking: Ticking) -> None:
+        super().__init__(subject(ticking), clock=SimpleNamespace(now=ticking.clock))
+        self.cost = calibrated(ticking, self.subject)
+        self.tried: list[tuple[str, BatcherSetting]] = []
+
+    def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+        self.tried.append((options["label"].rpartition("-")[0], setting))
+        return Measured(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
+
+
+def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    target, notes, still = Tireless(ticking), Notes(), VirtualClock()
+    first = CallableSession(target, asked, study, notes, host=still).run()
+    assert notes.begun == ["calibrating", "simulating", "measuring"]
+    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 4
+    target.tried.clear()
+    ticking.sizes.clear()
+    again = Notes()
+    second = CallableSession(target, asked, study, again, host=still).run()
+    assert again.begun == ["simulating", "measuring"] and "going on with the study of an earlier run" in again.told[0]
+    assert target.tried == [] and ticking.sizes == []
+    assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
+    assert ranked(second) == ranked(first)
+
+
+def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
+    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    run = simulated(AS_IT_COMES, calibrated(ticking, subject(ticking)), [1], load, SLOW_START)
+    kept = run.model_dump(mode="json")
+    assert kept["strategy"] == "adaptive" and Run.model_validate(kept).batcher_setting == AS_IT_COMES
+    earlier = Run.model_validate({name: value for name, value in kept.items() if name != "strategy"})
+    assert earlier.batcher_setting == AS_IT_COMES and "strategy" not in earlier.model_dump_json()
+    with pytest.raises(ValueError, match="vLLM defaults: is no run of a batcher"):
+        Run.of(AS_IT_COMES.knobs, "validation", "vLLM defaults", run.score).batcher_setting  # noqa: B018
+
+
+def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
+    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    cost = calibrated(ticking, subject(ticking))
+    run = Run.of(ONE_AT_A_TIME, "validation", "", simulated(ONE_AT_A_TIME, cost, [1], load, SLOW_START).score)
+    paired = CallSimulator(cost, [1], SLOW_START, warmup_s=1.0).paired(run)
+    assert (paired.stage, paired.batcher_setting, paired.score) == ("simulation", ONE_AT_A_TIME, run.score)
+
 
 def test_a_setting_that_fails_is_left_out() -> None:
-    ticking, notes = Ticking(0.001, 0.0), Notes()
-    cost = calibrated(ticking, subject(ticking))
-    tried: list[tuple[str, BatcherSetting]] = []
-
-    class Failing(CallableTarget):
-        def measure(self, setting: BatcherSetting, load: Load, setup: Any, **options: Any) -> Measured:
-            tried.append((options["label"].rpartition("-")[0], setting))
+    class Failing(Tireless):
+        def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
+            found = super().measure(setting, *rest, **options)
             if setting in failing:
                 raise EvaluationError("request run-3 failed: no memory")
-            return Measured(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
+            return found
 
     def profiled(reporter: Silent) -> list[Point]:
-        target = Failing(subject(ticking), clock=SimpleNamespace(now=ticking.clock))
         asked = question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
         return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
+
+    target, notes = Failing(Ticking(0.001, 0.0)), Notes()
 
     failing = [AS_IT_COMES]
     (left,) = profiled(notes)
     assert left.source == "measured" and left.setting != AS_IT_COMES and len(left.seeds) == 2
+    tried = target.tried
     assert tried.count(("validation", AS_IT_COMES)) == 1, "not in the next round"
     assert tried[0] == ("warm-up", tried[1][1]) and [what for what, _ in tried].count("warm-up") == 1
     assert [text for text in notes.told if "failed" in text] == [

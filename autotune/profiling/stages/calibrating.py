@@ -10,6 +10,11 @@ def calibrate(context: Context[SettingT, SetupT, CostT, SpaceT]) -> SetupT:
     """The setup; steps and cost model go into ``context.found``. From the study if it was done before."""
     found, target, reporter = context.found, context.target, context.reporter
     again = target.calibrated(context.study)
+
+    def advance(share: float, note: str) -> None:
+        if not again:
+            reporter.progress(share, "", note, None)
+
     if not again:
         reporter.stage("calibrating")
     made = target.calibrate(
@@ -18,7 +23,7 @@ def calibrate(context: Context[SettingT, SetupT, CostT, SpaceT]) -> SetupT:
         context.schedule,
         context.meter,
         stop=context.stop,
-        advance=lambda share, note: reporter.progress(share, "", note, None),
+        advance=advance,
     )
     found.steps, found.cost = list(made.steps), made.cost
     found.others += made.others
