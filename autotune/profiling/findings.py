@@ -108,5 +108,5 @@ class Findings:
         """By what was measured at the rate of the comparison alone."""
         assert self.setup is not None
         runs = self.validated_at(self.setup.rate)
-        sides = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
-        return clearly_better(*sides, self.noise)
+        here, there = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
+        return clearly_better(here, there, self.noise)

@@ -169,7 +169,7 @@ def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bo
         return point(mine).attainment_low > point(base).attainment_high
     if not found.paired or found.low <= 1:
         return False
-    return found.ratio - 1 > _TWO_SIDED * noise * (1 / len(mine) + 1 / len(base)) ** 0.5
+    return found.ratio - 1 > _TWO_SIDED * noise * math.sqrt(1 / len(mine) + 1 / len(base))
 
 
 def _met_by_second(runs: Sequence[Run]) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.float64]], float]:

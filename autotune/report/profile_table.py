@@ -127,10 +127,10 @@ def conclusion(profile: Profile) -> str:
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
     if base is not None and base.knobs == setting.knobs:
         others = [p for p in profile.points if p.stage == setting.point.stage and p.knobs != base.knobs]
-        more = any(p.rate == base.rate and p.attainment > base.attainment for p in others)
+        measured_more = any(p.rate == base.rate and p.attainment > base.attainment for p in others)
         count = len({p.knobs for p in others})
         best = (
-            f"none of {count} others measured was {'clearly ' * more}better"
+            f"none of {count} others measured was {'clearly ' * measured_more}better"
             if others
             else "it was the only setting measured"
         )
