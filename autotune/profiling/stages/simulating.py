@@ -18,7 +18,7 @@ from autotune.profiling.space import SearchSpace, starting_points
 from autotune.profiling.stages.candidates import NEAR_BEST
 from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Simulates
-from autotune.profiling.timing import RATE, TRIALS
+from autotune.profiling.timing import RATE, TRIALS, TRIALS_AGAIN
 from runtime.knobs import Knobs
 
 _LEAST = 4  # trials beside the starting points
@@ -41,23 +41,12 @@ class Trial:
 
 
 def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
-    """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``.
-
-    How many there was time for is kept in the study: whoever takes it up comes to the same trials.
-    """
-    found, question, schedule = context.found, context.question, context.schedule
-    key = f"trials/{question.sim_trials}/{schedule.simulate_s}/{setup.rate:g}"
-    known = context.study.measurements.find(key)
-    if known is None:
-        seconds = schedule.simulate_s
-        if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
-            seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
-        with context.meter.simulating():
-            _search(context, setup, space, seconds=seconds)
-        known = context.study.measured(key, lambda: {"trials": _tried(found)}, stop=context.stop)
-        context.keep_time()
-    if known["trials"] != _tried(found):  # in an earlier session, or on another machine that was first
-        _search(context, setup, space, most=known["trials"])
+    """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``."""
+    seconds = context.schedule.simulate_s
+    if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
+        seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
+    _as_many_as_ever(context, setup, space, "", seconds)
+    found = context.found
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
@@ -67,12 +56,42 @@ def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
     )
 
 
+def simulate_again(context: Context, setup: Setup, space: SearchSpace) -> None:
+    """The trials anew, by a cost model that measurements have changed: what was found by another may be far from the best.
+
+    They take the place of the former ones in ``context.found.simulated``, unless none can be simulated.
+    """
+    found, seconds = context.found, context.schedule.simulate_s
+    if seconds is not None:
+        seconds *= TRIALS_AGAIN / (RATE + TRIALS)
+    before = found.simulated, found.failures
+    _as_many_as_ever(context, setup, space, f"/{setup.speed:.6f}/{context.cost_name}", seconds)
+    if not found.simulated:
+        found.simulated, found.failures = before
+
+
+def _as_many_as_ever(context: Context, setup: Setup, space: SearchSpace, which: str, seconds: float | None) -> None:
+    """A search of ``seconds``. How many trials there was time for is kept in the study under ``which`` search it is: whoever
+    takes it up comes to the same trials."""
+    key = f"trials/{context.question.sim_trials}/{context.schedule.simulate_s}/{setup.rate:g}{which}"
+    known = context.study.measurements.find(key)
+    if known is None:
+        with context.meter.simulating():
+            _search(context, setup, space, seconds=seconds)
+        tried = _tried(context.found)
+        known = context.study.measured(key, lambda: {"trials": tried}, stop=context.stop)
+        context.keep_time()
+        if known["trials"] == tried:
+            return
+    _search(context, setup, space, most=known["trials"])  # as an earlier session, or another machine that was first
+
+
 def _search(
     context: Context, setup: Setup, space: SearchSpace, *, seconds: float | None = None, most: int | None = None
 ) -> None:
     """As many as asked for; at most so many, or those there are ``seconds`` for, but always a few beside the starting points."""
     found, question = context.found, context.question
-    found.simulated, found.failures, found.cpu_s = [], [], 0.0
+    found.simulated, found.failures = [], []
     starting = starting_points(space, setup.fitted)
     known = {knobs for _, knobs in starting}
     starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
