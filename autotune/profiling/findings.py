@@ -10,8 +10,9 @@ from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
 from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import Run, Stage, points
+from autotune.profiling.points import Run, Stage, clearly_better, points
 from autotune.workload import Workload
+from runtime.knobs import Knobs
 from runtime.slo import SLO
 
 SIM_TRIALS = 240
@@ -100,5 +101,13 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
             return {}
         found = [p for p in found if p.knobs in self.expected] or found  # what one run showed is not what is expected
         allowed = [p for p in found if self.space.allows(p.knobs)]
-        objective = Objective(self.setup.slo)
-        return objective.choose(allowed or found, self.expected, noise=self.noise, baseline=self.baseline)
+        return Objective(self.setup.slo).choose(
+            allowed or found, self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
+        )
+
+    def _clearly_better(self: Findings, mine: Knobs, base: Knobs) -> bool:
+        """By what was measured at the rate of the comparison alone."""
+        assert self.setup is not None
+        runs = self.validated_at(self.setup.rate)
+        here, there = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
+        return clearly_better(here, there, self.noise)

@@ -8,7 +8,7 @@ token. docs/how-to/profile.md has the rules in full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -93,18 +93,23 @@ class Objective:
         *,
         noise: float = 0.0,
         baseline: Knobs | None = None,
+        better: Callable[[Knobs, Knobs], bool] = lambda mine, base: False,
     ) -> dict[Purpose, Setting]:
         """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
 
         ``expected``: attainment that each is expected to have; without it, what it measured. ``noise``: attainments that
         differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
         too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
-        goodput, is not balanced.
+        goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
+        requests. Then the other is not balanced, whatever is expected of it.
         """
         known = expected or {}
         worth = {p.knobs: _expected(p, known) for p in found}
         base = next((p for p in found if p.knobs == baseline), None)
         fair = [p for p in found if base is None or p is base or not dominated(p, base)]
+        beaten = {p.knobs: q for p in fair for q in found if q.attainment > p.attainment and better(q.knobs, p.knobs)}
+        preferred = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
+        fair = [p for p in fair if p.knobs not in beaten] or fair
         best = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
         balanced = min(equals(fair, best, known, noise), key=lambda p: (self.latency(p), -worth[p.knobs]))
         enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
@@ -115,6 +120,14 @@ class Objective:
         if balanced is not best:
             why = (
                 f"the quickest of those whose goodput{together or ', as measured,'} is not told apart from the highest"
+            )
+        if preferred.knobs in beaten and preferred not in fair:
+            why += f"; more is expected of {preferred.knobs}, which measured clearly less than {beaten[preferred.knobs].knobs}"
+        most = max(found, key=lambda p: p.attainment)
+        if expected and most.attainment > balanced.attainment and not better(most.knobs, balanced.knobs):
+            why += (
+                f"; {most.knobs} measured {most.attainment:.1%} within the SLO against {balanced.attainment:.1%}, which is not "
+                "beyond chance"
             )
         return {
             "interactive": Setting(

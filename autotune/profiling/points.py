@@ -20,6 +20,7 @@ from runtime.slo import wilson_interval
 Stage = Literal["simulation", "search", "validation", "capacity"]
 _RESAMPLES = 2000
 _MOST_GAIN = 1000.0  # a ratio beyond it says no more
+_TWO_SIDED = 1.96  # deviations, of 95% of a normal distribution
 _DRAWS = 5_000_000  # in memory at a time
 
 
@@ -183,12 +184,14 @@ def gain(mine: Sequence[Run], base: Sequence[Run]) -> Gain | None:
     if not (base_met.sum() and mine_met.sum()):
         return None
     rng = np.random.default_rng(0)  # the same runs give the same interval
-    draws = []
-    for _ in range(_RESAMPLES):
-        at = rng.integers(len(mine_met), size=len(mine_met))
-        of = at if common else rng.integers(len(base_met), size=len(base_met))
-        draws.append((mine_met[at].sum() / mine_s, base_met[of].sum() / base_s))
-    ratios = [a / b if b else math.inf for a, b in draws]
+    at_once = max(1, _DRAWS // max(len(mine_met), len(base_met)))
+    ratios: list[float] = []
+    for made in range(0, _RESAMPLES, at_once):
+        count = min(at_once, _RESAMPLES - made)
+        at = rng.integers(len(mine_met), size=(count, len(mine_met)))
+        of = at if common else rng.integers(len(base_met), size=(count, len(base_met)))
+        sums = zip(mine_met[at].sum(axis=1) / mine_s, base_met[of].sum(axis=1) / base_s, strict=True)
+        ratios += [a / b if b else math.inf for a, b in sums]
     low, high = np.percentile(ratios, [2.5, 97.5], method="nearest")
     return Gain(
         ratio=_round((mine_met.sum() / mine_s) / (base_met.sum() / base_s)),
@@ -197,6 +200,20 @@ def gain(mine: Sequence[Run], base: Sequence[Run]) -> Gain | None:
         requests=round(offered),
         paired=bool(common),
     )
+
+
+def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bool:
+    """Whether ``mine`` measured more goodput than ``base`` under the same requests, beyond chance.
+
+    The 95% interval of the ratio lies above 1, and attainments differ by more than runs of one setting do in 95 of 100 cases,
+    whose coefficient of variation is ``noise``: a slow spell of the machine lasts longer than the seconds that are drawn.
+    """
+    found = gain(mine, base)
+    if found is None:
+        return point(mine).attainment_low > point(base).attainment_high
+    if not found.paired or found.low <= 1:
+        return False
+    return found.ratio - 1 > _TWO_SIDED * noise * math.sqrt(1 / len(mine) + 1 / len(base))
 
 
 def _met_by_second(runs: Sequence[Run]) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.float64]], float]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
+
+from scipy.optimize import minimize_scalar
 
 from autotune.cost.model import CostModel, features_of, fit_cost_model
 from autotune.profile.parts import StepPoint
@@ -14,6 +17,8 @@ from autotune.profiling.serving_overhead import overhead_of
 from autotune.profiling.steps import served_kind
 from runtime.step_model import StepFeatures
 
+_SPEED_KNOWN = 0.01  # to so much, as a share
+_FITS = 3  # beside those at either end and at 1
 _SLOWEST, _FASTEST = 0.01, 100.0  # beyond that, what was calibrated says nothing of the machine
 
 
@@ -40,20 +45,39 @@ def speed_of(cost: CostModel, runs: Sequence[Run]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def refitted(cost: CostModel, steps: Sequence[StepPoint], runs: Sequence[Run], speed: float) -> CostModel:
-    """``cost``, which was fitted to ``steps``, fitted to those of ``runs`` as well, as if the machine had a ``speed`` of 1.
+def refitted(cost: CostModel, steps: Sequence[StepPoint], runs: Sequence[Run]) -> CostModel:
+    """``cost``, which was fitted to ``steps``, fitted to those of ``runs`` as well, as if the machine had a speed of 1.
 
-    ``cost`` itself where all runs show about the same speed by it, or a fit shows speeds even less alike.
+    The speeds that ``runs`` show are part the machine's, which is the same for all steps, and part what ``cost`` is wrong by
+    for these. So the machine's is the one at which a single model fits ``steps`` and those of ``runs`` best (cross-validated).
+    Were all of what the runs show taken for the machine's, the fit would not see it. ``cost`` itself where all runs show about
+    the same speed by it, or a fit shows speeds even less alike.
     """
     if unlike(cost, runs) <= WRONG_BY:
         return cost
-    served = merged([p for run in runs for p in run.steps])
+    served, fits = merged([p for run in runs for p in run.steps]), []
+
+    def error(log_speed: float) -> float:
+        fits.append(_fitted(cost, steps, served, math.exp(log_speed)))
+        return fits[-1].facts.error
+
+    shown = [math.log(speed) for run in runs if (speed := speed_in(cost, run)) is not None]
+    low, high = min(0.0, *shown), max(0.0, *shown)
+    if high - low > _SPEED_KNOWN:
+        minimize_scalar(error, bounds=(low, high), method="bounded", options={"maxiter": _FITS, "xatol": _SPEED_KNOWN})
+    for edge in {low, 0.0, high}:
+        error(edge)
+    found = min(fits, key=lambda one: one.facts.error)
+    return found if unlike(found, runs) < unlike(cost, runs) else cost
+
+
+def _fitted(cost: CostModel, steps: Sequence[StepPoint], served: Sequence[StepPoint], speed: float) -> CostModel:
+    """Fitted to ``steps`` and to what ``served`` would take at a speed of 1."""
     served = [p.model_copy(update={"seconds": p.seconds * speed}) for p in served]
     facts = cost.facts
     fitted = fit_cost_model([*steps, *served], seconds=facts.seconds, jitter=facts.jitter)
     load = [(fitted.predict(features_of(p)), p.seconds) for p in served for _ in range(p.repeats)]
-    found = CostModel(fitted.facts.model_copy(update={"excess_s": overhead_of([load])}))
-    return found if unlike(found, runs) < unlike(cost, runs) else cost
+    return CostModel(fitted.facts.model_copy(update={"excess_s": overhead_of([load])}))
 
 
 def unlike(cost: CostModel, runs: Sequence[Run]) -> float:

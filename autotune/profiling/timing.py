@@ -18,6 +18,9 @@ CALIBRATION, SIMULATION, VALIDATION, CAPACITY = 0.2, 0.2, 0.38, 0.14
 RATE, TRIALS, RATE_AGAIN, CANDIDATES = 0.03, 0.12, 0.02, 0.03
 """Shares of the parts of simulating. Both of the latter come again whenever the hardware's speed is found to be another."""
 
+TRIALS_AGAIN = 0.05
+"""Of the trials made anew when measurements have changed the cost model; out of the time to validate."""
+
 SIMULATED_CAPACITY, PAIRED = 0.04, 0.05
 """Shares of what is simulated before the capacity is measured, and at the end."""
 

@@ -111,6 +111,9 @@ def show(profile: Profile, console: Console) -> None:
         console.print(escape(warning), highlight=False, style="yellow")
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
+    chosen = profile.settings.get(RECOMMENDED)
+    if chosen is not None and any(point.attainment > chosen.point.attainment for _, point, _ in rows(profile)):
+        console.print(f"{RECOMMENDED}: {escape(chosen.why)}", highlight=False, style="dim")
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow")
@@ -123,8 +126,14 @@ def conclusion(profile: Profile) -> str:
         rate = f"{setting.point.offered_rate:.3g} req/s"
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
     if base is not None and base.knobs == setting.knobs:
-        others = {p.knobs for p in profile.points if p.stage == setting.point.stage} - {base.knobs}
-        best = "it was the only setting measured" if not others else f"none of {len(others)} others measured was better"
+        others = [p for p in profile.points if p.stage == setting.point.stage and p.knobs != base.knobs]
+        measured_more = any(p.rate == base.rate and p.attainment > base.attainment for p in others)
+        count = len({p.knobs for p in others})
+        best = (
+            f"none of {count} others measured was {'clearly ' * measured_more}better"
+            if others
+            else "it was the only setting measured"
+        )
         return f"No setting beats vLLM's defaults here: {best}."
     turned = [
         f"{spec.name}={getattr(setting.knobs, spec.name):g}"

@@ -10,7 +10,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import judge, sidecar, simulation_facts
 from autotune.profiling.objective import Objective, equals
-from autotune.profiling.points import goodput_spread, pareto, point, points
+from autotune.profiling.points import Run, goodput_spread, pareto, point, points
 from autotune.profiling.space import alike, make_space
 from autotune.profiling.stages.candidates import shortlist
 from runtime.knobs import KnobLimits, Knobs
@@ -220,6 +220,33 @@ def test_settings_are_compared_at_one_rate_measured_if_there_is_any() -> None:
     found = findings(*simulated, run(SMALL, 30, seed=1), run(LARGE, 30, seed=1), run(SMALL, 40, seed=2), elsewhere)
     assert {p.knobs for p in found.comparable()} == {SMALL, LARGE}
     assert {p.stage for p in findings(*simulated).comparable()} == {"simulation"}
+
+
+def by_second(knobs: Knobs, met: list[int], seed: int = 1) -> Run:
+    """A run that met so many of ten requests in each second."""
+    times = {"window_s": float(len(met)), "goodput": sum(met) / len(met), "offered": 10 * len(met), "seed": seed}
+    return run(knobs, sum(met), blocks=[(10, n) for n in met], **times)
+
+
+def test_what_measured_clearly_less_than_another_is_not_recommended_whatever_is_expected_of_it() -> None:
+    """87% of the requests that another setting served to 96%: a simulation of other requests does not outweigh that."""
+    worse, better = by_second(SMALL, [9, 9, 8] * 20), by_second(LARGE, [10, 10, 9] * 20)
+    expected = {SMALL: 0.95, LARGE: 0.90}
+    found = findings(worse, better, expected=expected, noise=0.02)
+    setting = found.settings()["balanced"]
+    assert setting.knobs == LARGE
+    assert f"more is expected of {SMALL}, which measured clearly less than {LARGE}" in setting.why
+
+
+def test_what_measured_less_within_the_noise_may_be_recommended_and_the_profile_says_why() -> None:
+    worse, better = by_second(SMALL, [9, 9, 8] * 20), by_second(LARGE, [10, 10, 9] * 20)
+    expected = {SMALL: 0.95, LARGE: 0.90}
+    noisy = findings(worse, better, expected=expected, noise=0.2).settings()["balanced"]  # a repeat may differ as much
+    assert noisy.knobs == SMALL and f"{LARGE} measured 96.7% within the SLO against 86.7%" in noisy.why
+    elsewhere = findings(worse, by_second(LARGE, [10, 10, 9] * 20, seed=2), expected=expected, noise=0.02)
+    assert elsewhere.settings()["balanced"].knobs == SMALL  # other requests: luck of the arrivals
+    bursts = [by_second(SMALL, [10, 0] * 3), by_second(LARGE, [6, 10, 6, 0, 6, 10])]
+    assert findings(*bursts, expected=expected, noise=0.02).settings()["balanced"].knobs == SMALL  # six seconds
 
 
 def test_only_what_was_allowed_is_recommended() -> None:

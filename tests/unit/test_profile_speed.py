@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.measure.score import Score
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run
+from autotune.profiling.stages import simulating
 from autotune.profiling.stages.context import Context, Request
 from autotune.profiling.stages.validation import Validation
 from autotune.profiling.timing import Schedule
@@ -174,6 +176,35 @@ def test_a_speed_that_was_moved_to_before_is_no_reason_to_compare_anew(
     monkeypatch.setattr("autotune.profiling.stages.validation.Validation", Counted)
     session(journal, question(sim_trials=10), schedule=SHORTER)
     assert len(compared) == 1 and compared == pytest.approx([speeds[-2]])
+
+
+@pytest.mark.slow
+def test_where_measurements_change_the_cost_model_the_settings_are_searched_for_anew(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the trials found by another cost model may be far from the best by this one. Taken up again it is the same."""
+    searched: list[simulating.Trial] = []
+    real = simulating.search
+
+    def search(objective: Any, *given: Any, **options: Any) -> Any:
+        searched.append(objective)
+        return real(objective, *given, **options)
+
+    def refitted(cost: CostModel, *_: object) -> CostModel:
+        return cost if cost.facts.excess_s else CostModel(cost.facts.model_copy(update={"excess_s": 2e-4}))
+
+    monkeypatch.setattr(simulating, "search", search)
+    monkeypatch.setattr("autotune.profiling.stages.validation.refitted", refitted)
+    asked = question(sim_trials=10)
+    found, _ = session(journal, asked, schedule=SHORTER)
+    first, second = searched
+    assert first.simulator.identity["cost"] != second.simulator.identity["cost"]
+    assert [run.trial for run in found.simulated] == list(range(10))
+    for run in found.simulated[:3]:
+        assert second.simulator.long(run.knobs, second.rate, second.seed) == run.score
+    again, _ = session(journal, asked, schedule=SHORTER)
+    assert len(searched) == 4 and [run.score for run in again.simulated] == [run.score for run in found.simulated]
+    assert again.settings() == found.settings()
 
 
 class Busy:

@@ -23,7 +23,8 @@ from runtime.slo import SLO
 MOST = 16
 _FEWEST = 4
 _NEARLY = 0.95  # of the best goodput: where what else a setting is good at decides
-_SPEEDS = (0.95, 1.0, 1.05)  # in units of the speed that is taken for true
+SLOWEST, FASTEST = 0.95, 1.05  # in units of the speed that is taken for true
+_SPEEDS = (SLOWEST, 1.0, FASTEST)
 
 
 class Candidate(Part):

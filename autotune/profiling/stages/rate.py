@@ -19,7 +19,7 @@ from autotune.profiling.points import points
 from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds
 from autotune.profiling.simulator import requests_of
 from autotune.profiling.space import SearchSpace, alike
-from autotune.profiling.stages.candidates import shortlist
+from autotune.profiling.stages.candidates import FASTEST, SLOWEST, shortlist
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import CANDIDATES, RATE, RATE_AGAIN
 from autotune.simulate.capacity import Search, uphill
@@ -143,7 +143,8 @@ def _at_best(
 ) -> Setup:
     """``setup`` at the highest rate that one of ``settings`` (and, given a ``space``, of those around the best) serves.
 
-    ``share``: of the budget, to look for it. Where the rate is ``fixed`` or was given, with those that serve the most at it.
+    ``share``: of the budget, to look for it. Where the rate is ``fixed`` or was given, with those that serve the most at it: half
+    of the requests at each end of the speeds that the hardware may have. At one speed alone the best may be next to overload.
     """
     late = context.within(share)
     simulate, seed = _simulated(context, setup), setup.simulated_seeds[0]
@@ -161,10 +162,12 @@ def _at_best(
         if rate := found.seeds[0].rate:
             setup = setup.model_copy(update={"rate": rounded(rate), "candidates": (found.knobs,)})
     elif space is not None:
+        half = setup.model_copy(update={"simulated_requests": max(1, setup.simulated_requests // 2)})
+        sides = [_simulated(context, half.model_copy(update={"speed": f * setup.speed})) for f in (SLOWEST, FASTEST)]
 
         def worth(knobs: Knobs, best: float) -> float:
-            score = simulate(knobs, setup.rate, seed)
-            return 0.0 if score is None else score.attainment
+            scores = [simulate(knobs, setup.rate, seed) for simulate in sides]
+            return sum(0.0 if score is None else score.attainment for score in scores) / len(scores)
 
         known = uphill(settings, worth, around, steps=_STEPS_UP_AT_RATE, late=late)
         setup = setup.model_copy(update={"candidates": _few(known)})

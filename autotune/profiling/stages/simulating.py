@@ -17,7 +17,7 @@ from autotune.profiling.points import Run
 from autotune.profiling.search import Outcome, search
 from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Proposals, Simulates
-from autotune.profiling.timing import RATE, TRIALS
+from autotune.profiling.timing import RATE, TRIALS, TRIALS_AGAIN
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,11 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
     """The target's proposals, as many as were asked or as there is time for, into ``context.found.simulated``.
 
     All meet the same arrivals, drawn by ``seed``.
-
-    How many there was time for is kept in the study: whoever takes it up comes to the same trials.
     """
-    found, schedule = context.found, context.schedule
-    assert found.cost is not None
-    proposals = context.target.proposals(context.question, setup, found.cost)
-    key = f"trials/{proposals.trials}/{schedule.simulate_s}/{setup.rate:g}"
-    known = context.study.measurements.find(key)
-    if known is None:
-        seconds = schedule.simulate_s
-        if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
-            seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
-        with context.meter.simulating():
-            _search(context, setup, proposals, seed, seconds=seconds)
-        known = context.study.measured(key, lambda: {"trials": _tried(found)}, stop=context.stop)
-        context.keep_time()
-    if known["trials"] != _tried(found):  # in an earlier session, or on another machine that was first
-        _search(context, setup, proposals, seed, most=known["trials"])
+    found, seconds = context.found, context.schedule.simulate_s
+    if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
+        seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
+    proposals = _as_many_as_ever(context, setup, seed, "", seconds)
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
@@ -67,6 +54,43 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
         f"{done} trials" if proposals.space else f"{done}/{proposals.trials}",
         f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} in SLO",
     )
+
+
+def simulate_again(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int, why: str) -> None:
+    """The trials anew, by a cost model that measurements have changed: what was found by another may be far from the best.
+
+    They take the place of the former ones in ``context.found.simulated``, unless none can be simulated. ``why``: what sets
+    this search apart from others of the study.
+    """
+    found, seconds = context.found, context.schedule.simulate_s
+    if seconds is not None:
+        seconds *= TRIALS_AGAIN / (RATE + TRIALS)
+    before = found.simulated, found.failures
+    _as_many_as_ever(context, setup, seed, f"/{why}", seconds)
+    if not found.simulated:
+        found.simulated, found.failures = before
+
+
+def _as_many_as_ever(
+    context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int, which: str, seconds: float | None
+) -> Proposals[SettingT]:
+    """A search of ``seconds``, and what was proposed for it. How many trials there was time for is kept in the study under
+    ``which`` search it is: whoever takes it up comes to the same trials."""
+    found, schedule = context.found, context.schedule
+    assert found.cost is not None
+    proposals = context.target.proposals(context.question, setup, found.cost)
+    key = f"trials/{proposals.trials}/{schedule.simulate_s}/{setup.rate:g}{which}"
+    known = context.study.measurements.find(key)
+    if known is None:
+        with context.meter.simulating():
+            _search(context, setup, proposals, seed, seconds=seconds)
+        tried = _tried(found)
+        known = context.study.measured(key, lambda: {"trials": tried}, stop=context.stop)
+        context.keep_time()
+        if known["trials"] == tried:
+            return proposals
+    _search(context, setup, proposals, seed, most=known["trials"])  # as an earlier session, or a machine that was first
+    return proposals
 
 
 def _search(
@@ -80,7 +104,7 @@ def _search(
 ) -> None:
     """As many as proposed; at most so many, or those there are ``seconds`` for."""
     found, question = context.found, context.question
-    found.simulated, found.failures, found.cpu_s = [], [], 0.0
+    found.simulated, found.failures = [], []
     begun, best = context.host.now(), 0.0
     tried = search(
         Trial(Objective(setup.slo), context.simulator(setup), setup.rate, seed),

@@ -2,10 +2,10 @@
 
 The first measurement tells the machine's speed while it serves. Where that differs from the calibration, settings are compared at
 another rate. The best by simulation is measured first, and at once again, for the noise of the hardware; then vLLM's defaults and
-the other settings people will look at, once each. Then the cost model is fitted again, with the steps of all these, and what was
-expected of every setting is simulated anew; if settings cannot be told apart at this rate, they are compared at another. From
-then on that is measured from which the posterior (:mod:`autotune.profiling.posterior`) has most to gain, until nothing is
-worth a measurement or the time is over.
+the other settings people will look at, once each. Then the cost model is fitted again, with the steps of all these. Where that
+changes it, settings are searched for anew, and what is expected of each is simulated anew; if they cannot be told apart at this
+rate, they are compared at another. From then on that is measured from which the posterior (:mod:`autotune.profiling.posterior`)
+has most to gain, until nothing is worth a measurement or the time is over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from autotune.profiling.space import alike
 from autotune.profiling.stages.candidates import Candidate, around, baseline_of, best_of, candidate, candidates
 from autotune.profiling.stages.context import Context, Request
 from autotune.profiling.stages.rate import at_speed, moved_key, with_candidates
-from autotune.profiling.timing import CALIBRATION, CANDIDATES, PAIRED, RATE_AGAIN, SIMULATION, VALIDATION
+from autotune.profiling.stages.simulating import simulate_again
+from autotune.profiling.timing import (
+    CALIBRATION,
+    CANDIDATES,
+    PAIRED,
+    RATE_AGAIN,
+    SIMULATION,
+    TRIALS_AGAIN,
+    VALIDATION,
+)
 
 WORTH = 0.0005
 """Share of goodput a measurement must be expected to gain to be made."""
@@ -265,7 +274,7 @@ class Validation:
         found, runs = self._context.found, [run for _, run in self._runs]
         assert found.cost is not None
         with self._context.meter.simulating():
-            found.cost = refitted(found.cost, found.steps, runs, speed_of(found.cost, runs) or self._setup.speed)
+            found.cost = refitted(found.cost, found.steps, runs)
         return speed_of(found.cost, runs) or self._setup.speed
 
     def _learn(self, speed: float) -> None:
@@ -273,6 +282,9 @@ class Validation:
         context, found = self._context, self._context.found
         measured = [self._candidates[i] for i, _ in self._runs]
         known = self._candidates
+        if self._room(_TO_COMPARE, simulating=True, searching=True):
+            setup = self._setup.model_copy(update={"speed": speed})
+            simulate_again(context, setup, setup.simulated_seeds[0], f"{speed:.6f}/{context.cost_name}")
         self._setup = found.setup = with_candidates(context, self._setup, speed)
         self._candidates = candidates(context, self._setup)
         with context.meter.simulating():
@@ -317,14 +329,14 @@ class Validation:
         self._must = 1 + len(compared) + (noise_first and bool(compared))
         return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
 
-    def _room(self, runs: int, first: int | None = None, *, simulating: bool = False) -> bool:
+    def _room(self, runs: int, first: int | None = None, *, simulating: bool = False, searching: bool = False) -> bool:
         """Whether there is time for so many measurements, of which that of ``first`` may have been made already.
 
-        ``simulating``: and to find a rate and candidates before them.
+        ``simulating``: and to find a rate and candidates before them; ``searching``: and for trials before those.
         """
         context, setup, end = self._context, self._setup, self._end
         if end is not None and simulating:
-            end -= context.schedule.until(RATE_AGAIN, CANDIDATES) or 0.0
+            end -= context.schedule.until(RATE_AGAIN, CANDIDATES, *[TRIALS_AGAIN] * searching) or 0.0
 
         def fits() -> bool:
             made = first is not None and context.study.measurements.known(
