@@ -32,7 +32,7 @@ def show(profile: CallableProfile, console: Console) -> None:
     console.print(table(profile, console.width))
     measured = f"{load.window_s:.3g} s windows of Poisson arrivals, " if load.window_s else ""
     console.print(
-        "as it comes: Batcher(fn, slo=…) with nothing else given; in SLO: share of the items offered that came back in time, "
+        "as it comes: Batcher(fn, slo=…) with nothing else given; attainment: share of the items offered that came back in time, "
         "( ) its 95% interval; p50, p99: of those that came back; "
         f"{measured}{profile.simulated} settings simulated",
         style="dim",
@@ -69,7 +69,7 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
     drawn.add_column("", no_wrap=True)
     drawn.add_column("strategy", no_wrap=True)
     knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]
-    for title in (*knobs, "in SLO", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
+    for title in (*knobs, "attainment", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
         drawn.add_column(title, justify="right", no_wrap=True)
     for index, point in enumerate(_rows(profile)):
         style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""

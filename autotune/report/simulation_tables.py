@@ -30,7 +30,7 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
 def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Room) -> Table:
     full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
     shown: dict[str, Callable[[Point], str]] = {
-        "in SLO": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
+        "met" if room >= Room.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
         "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
     }
     if not barest or price is None:

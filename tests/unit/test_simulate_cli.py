@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> str:
 def test_simulate_shows_the_profiles_settings(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--profile", path, "--workload", EVEN, "--rate", "5", *QUICK]) == 0
     out = capsys.readouterr().out
-    for text in ("interactive", "balanced", "throughput", "in SLO", "5 req/s", "cost model max", "llama-3.1-8b"):
+    for text in ("interactive", "balanced", "throughput", "attainment", "5 req/s", "cost model max", "llama-3.1-8b"):
         assert text in out
     assert "tokens\n" not in out and "…" not in out  # no price was given; nothing is cut
 

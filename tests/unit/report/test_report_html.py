@@ -94,7 +94,7 @@ def test_plotly_knows_every_property_and_the_style_sheet_every_colour(text: str)
 def test_it_writes_the_page_and_prints_the_essentials(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "example.yaml"]) == 0
     shown = capsys.readouterr().out
-    assert "req/s in SLO" in shown and "token_budget" in shown and "balanced" in shown
+    assert "req/s within the SLO" in shown and "token_budget" in shown and "balanced" in shown
     assert shown.rstrip().endswith("report  example.html")
     assert Page((folder / "example.html").read_text()).scripts
     assert run(["report", "example.yaml"]) == 0, "a report may be overwritten"
