@@ -120,6 +120,9 @@ def show(profile: Profile, console: Console) -> None:
 def conclusion(profile: Profile) -> str:
     """What to set and what it gains over vLLM's defaults on this engine, in one sentence."""
     setting, base = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values()))), profile.baseline
+    simulated = setting.point.stage == "simulation"
+    if simulated and base is not None and base.knobs == setting.knobs:
+        return "By simulation alone, no setting beats vLLM's defaults here. Nothing has been measured."
     if not setting.point.met:
         rate = f"{setting.point.offered_rate:.3g} req/s"
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
@@ -132,7 +135,10 @@ def conclusion(profile: Profile) -> str:
         for spec in KNOBS
         if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
     ]
+    if simulated:
+        return f"By simulation alone: set {', '.join(turned)}. Nothing has been measured."
     advice, gain = f"Set {', '.join(turned)}", profile.gain
+    once = f"; one run of {profile.workload.window_s:.3g} s" if len(setting.point.seeds) == 1 else ""
     if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
     if gain is None:  # of a version that did not compare by the second
@@ -143,10 +149,10 @@ def conclusion(profile: Profile) -> str:
         )
     more = (
         f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
-        f"{gain.low:.2g}–{gain.high:.2g})"
+        f"{gain.low:.2g}–{gain.high:.2g}{once})"
         if gain.ratio >= 2
         else f"{_change(gain.ratio)} requests within the SLO than with vLLM's defaults (95% interval "
-        f"{_percent(gain.low)} to {_percent(gain.high)})"
+        f"{_percent(gain.low)} to {_percent(gain.high)}{once})"
     )
     if gain.low > 1:
         return f"{advice}: {more}."

@@ -131,7 +131,7 @@ def test_help_says_where_the_page_goes(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("example.points.jsonl",), "holds the raw runs of a profile; name the profile itself, example.yaml"),
+        (("example.points.jsonl",), "is the raw runs of a profile; name the profile itself, example.yaml"),
         (("log.jsonl", "--records", "no.jsonl"), "--records: no.jsonl cannot be read (No such file or directory)"),
         (("example.yaml", "--records", "r.jsonl"), "it goes with a decision log, and example.yaml is none"),
         (("log.jsonl", "--price", "1/h"), "--price is 1/h; it goes with a profile, and log.jsonl is a decision log"),
