@@ -19,8 +19,6 @@ HELP = (
 )
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"
 
-_WIDEST = 120  # columns of a line
-
 
 def explain(
     log: Annotated[Path, Argument(metavar="LOG", help="A decision log (JSON lines).", show_default=False)],
@@ -31,7 +29,7 @@ def explain(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Print the timeline; 2 when the file is no decision log."""
-    from autotune.cli.display import make_console
+    from autotune.cli.display import WIDEST, make_console
     from autotune.control.decision_log import read_decisions
     from autotune.control.explain import summarize, timeline
 
@@ -55,7 +53,7 @@ def explain(
     if not decisions:
         print(f"{log} holds no decision")
         return DONE
-    for line in timeline(decisions, knobs=knobs, width=min(_WIDEST, make_console().width)):
+    for line in timeline(decisions, knobs=knobs, width=min(WIDEST, make_console().width)):
         print(line)
     print()
     for line in summary.lines():

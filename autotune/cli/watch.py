@@ -46,13 +46,13 @@ def watch(
     path = choose(target)
     console = make_console()
     live = console.is_terminal and not as_json
-    with stop_on_interrupt() as asked, Steering(path) as steering:
+    with stop_on_interrupt() as stop, Steering(path) as steering:
         view = _Live(console) if live else _Lines(as_json=as_json)
         try:
             with view:
-                while not asked.is_set():
+                while not stop.is_set():
                     view.show(*_look(steering))
-                    asked.wait(every)
+                    stop.wait(every)
         except ConnectionError as error:
             if not view.shown:
                 raise InputError(f"{path}: {error}") from None

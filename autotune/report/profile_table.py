@@ -14,7 +14,7 @@ from autotune.profiling.points import pareto
 from autotune.report.tables import Room, fullest, setting_cells, setting_table
 from runtime.knobs import KNOBS, Knobs
 
-BASELINE, OTHERS = "vLLM defaults", "also Pareto"
+BASELINE, OTHERS, EVERY_PURPOSE = "vLLM defaults", "also Pareto", "every purpose"
 _MOST_OTHERS = 4
 
 
@@ -27,7 +27,7 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
             held.setdefault(profile.settings[purpose].knobs, []).append(purpose)
     found = [
         (
-            "every purpose" if [*purposes] == [*PURPOSES] else ", ".join(purposes),
+            EVERY_PURPOSE if [*purposes] == [*PURPOSES] else ", ".join(purposes),
             profile.settings[purposes[0]].point,
             "← recommended" if RECOMMENDED in purposes else "",
         )
@@ -92,7 +92,7 @@ def show(profile: Profile, console: Console) -> None:
         "simulation": "simulated, not measured",
     }
     console.print()
-    console.print(escape(conclusion(profile)), highlight=False, style="bold", soft_wrap=True)
+    console.print(escape(conclusion(profile)), highlight=False, style="bold")
     console.print()
     console.print(table(profile, console.width))
     console.print(

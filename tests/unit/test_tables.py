@@ -77,7 +77,9 @@ def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> N
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_was_simulated_is_never_cut(width: int, price: float | None) -> None:
     found = [
-        p.model_copy(update={"label": label}) for p in sluggish().points for label in ("interactive, balanced", "asked")
+        p.model_copy(update={"label": label})
+        for p in sluggish().points
+        for label in ("interactive, balanced", "requested")
     ]
     text = shown(simulated_table(found, TARGET, price, width), width)
     assert "…" not in text
