@@ -131,7 +131,9 @@ def _latency(found: dict[str, float], target: float | None) -> Text:
     """Median and 99th percentile, against the target if there is one: red where half of the requests miss it."""
     from rich.text import Text
 
-    text = Text(f"p50 {found['p50']:.4g} ms  p99 {found['p99']:.4g} ms")
+    from autotune.report.tables import latency
+
+    text = Text(f"p50 {latency(found['p50'])}  p99 {latency(found['p99'])}")
     if target is not None:
         style = "red" if found["p50"] > target else "yellow" if found["p99"] > target else "green"
         text.append(f"  target {target:g} ms", style=style)

@@ -15,7 +15,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, simulated_table
-from autotune.report.tables import Room, columns, empty_table, fullest
+from autotune.report.tables import Room, columns, empty_table, fullest, latency
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -139,3 +139,10 @@ def test_verbs_draw_for_the_terminal_they_are_on(
         run(words)
         out = capsys.readouterr().out
         assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(None, "–"), (0.63, "0.6 ms"), (217.4, "217 ms"), (18912.3, "18.91 s"), (999.7, "1000 ms")]
+)
+def test_latencies_in_words(ms: float | None, text: str) -> None:
+    assert latency(ms) == text
