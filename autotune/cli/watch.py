@@ -37,7 +37,8 @@ def watch(
     from autotune.cli.connection import connection
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.control.remote import Steering, choose
+    from autotune.control.remote import Steering
+    from autotune.control.sockets import choose
 
     if once:
         with connection(target) as steering:
