@@ -26,8 +26,8 @@ def measured(
     """Import the profile's function, and time it with ``inputs``."""
     from autotune.cli.display import Display
     from autotune.profile.fingerprint import OtherWork
-    from autotune.profiling.callable_check import check_calls
-    from autotune.profiling.callable_subject import load_subject
+    from autotune.profiling.check import check_calls
+    from autotune.profiling.subject import load_subject
 
     if inputs is None:
         raise InputError(

@@ -18,9 +18,9 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autotune.profiling.callable_subject import Subject
-    from autotune.profiling.callable_sweep import Question
+    from autotune.profiling.callable import CallableQuestion
     from autotune.profiling.study import SweepStudy
+    from autotune.profiling.subject import Subject
 
 DEFAULT_BUDGET = "60s"
 SHORTEST_BUDGET_S = 3.0
@@ -80,9 +80,9 @@ def profile_callable(
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.profile.fingerprint import machine
-    from autotune.profiling.callable_subject import load_subject
-    from autotune.profiling.callable_sweep import identity
+    from autotune.profiling.callable import identity
     from autotune.profiling.study import open_study
+    from autotune.profiling.subject import load_subject
     from autotune.writing import writable
 
     question = _question(strategy, most, replicas, slo, rate, budget, seed)
@@ -98,10 +98,11 @@ def profile_callable(
     with stop_on_interrupt() as stop:
         subject = load_subject(name, inputs, cost)
         command = shlex.join(["autotune", *arguments])
-        with open_study(journal, identity(subject, question, inputs, machine()), fresh=fresh) as study:
+        about = identity(subject, question, inputs, machine(), replicas=replicas)
+        with open_study(journal, about, fresh=fresh) as study:
             code = None
             try:
-                code = _sweep(subject, question, study, place, command, console, stop.is_set, as_json)
+                code = _sweep(subject, replicas, question, study, place, command, console, stop.is_set, as_json)
             except InputError:  # it is about the function or its inputs: both will be others next time
                 code = FELL_SHORT
                 raise
@@ -113,7 +114,8 @@ def profile_callable(
 
 def _sweep(
     subject: Subject,
-    question: Question,
+    replicas: int,
+    question: CallableQuestion,
     study: SweepStudy,
     place: Path,
     command: str,
@@ -123,28 +125,30 @@ def _sweep(
 ) -> int:
     """Work on the study, write what was found, and say how it went; the exit code."""
     from autotune.cli.display import Display
-    from autotune.measure.evaluate import EvaluationError, Interrupted
+    from autotune.measure.evaluate import EvaluationError
     from autotune.profile.callable import save_callable_profile
     from autotune.profile.fingerprint import machine, software
-    from autotune.profiling.callable_assemble import assemble
-    from autotune.profiling.callable_sweep import sweep
+    from autotune.profiling.assemble import assemble_callable
+    from autotune.profiling.callable import CallableSession, CallableTarget
     from autotune.report.callable_table import show
 
     display = Display(console, "")
     display.note(f"{subject.name} · {len(subject.inputs)} inputs of {subject.inputs_name}")
     try:
-        found = sweep(subject, question, study, display, stop=stop)
-    except Interrupted as stopped:
-        display.close()
-        console.print(f"{stopped}; nothing written to {place}. Run the same command to go on.", highlight=False)
-        return INTERRUPTED
+        found = CallableSession(CallableTarget(subject, replicas), question, study, display, stop=stop).run()
     except EvaluationError as error:  # it ran, and nothing could be measured
         print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
         return FELL_SHORT
     finally:
         display.close()
+    if not found.simulated and not found.runs:
+        console.print(
+            f"stopped before the first setting was tried; nothing written to {place}. Run the same command to go on.",
+            highlight=False,
+        )
+        return INTERRUPTED
     torch = sys.modules.get("torch")
-    made = assemble(
+    made = assemble_callable(
         found,
         subject,
         question,
@@ -174,9 +178,10 @@ def _sweep(
 
 def _question(
     strategy: str | None, most: int, replicas: int, slo: str | None, rate: float | None, budget: str | None, seed: int
-) -> Question:
-    from autotune.profiling.callable_space import STRATEGIES
-    from autotune.profiling.callable_sweep import Question
+) -> CallableQuestion:
+    from autotune.profiling.batcher_space import STRATEGIES, BatcherSpace
+    from autotune.profiling.callable import ITEMS
+    from autotune.profiling.findings import Question
 
     if strategy is not None and strategy not in STRATEGIES:
         raise InputError(f"--strategy is {strategy}; it must be {' or '.join(STRATEGIES)}")
@@ -196,11 +201,11 @@ def _question(
         if target.e2e_ms is None or others:
             raise InputError(f"--slo is {slo}; the SLO of a callable has e2e alone, such as e2e=200ms@99%")
     return Question(
+        workload=ITEMS,
         slo=target,
         rate=rate,
-        budget_s=seconds(budget or DEFAULT_BUDGET, least=SHORTEST_BUDGET_S),
         seed=seed,
-        most=most,
-        replicas=replicas,
-        strategies=tuple(s for s in STRATEGIES if strategy in (None, s)),
+        trials=None,
+        budget_s=seconds(budget or DEFAULT_BUDGET, least=SHORTEST_BUDGET_S),
+        space=BatcherSpace(tuple(s for s in STRATEGIES if strategy in (None, s)), most),
     )

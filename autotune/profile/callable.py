@@ -35,6 +35,10 @@ class BatcherSetting(NamedTuple):
     def __str__(self) -> str:
         return f"{self.strategy} {self.knobs}"
 
+    def as_dict(self) -> dict[str, float]:
+        """Its numbers: those of the knobs."""
+        return self.knobs.as_dict()
+
 
 class Inputs(Part):
     """The inputs it was profiled with."""

@@ -1,4 +1,4 @@
-"""From findings to the profile and its sidecar of raw runs."""
+"""From findings to the profile, of an LLM engine with its sidecar of raw runs, or of a callable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
+from autotune.profile.callable import CallableProfile, Group, Inputs, ServiceTime
+from autotune.profile.callable import LoadFacts as CallableLoad
+from autotune.profile.callable import Point as CallablePoint
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profiling.callable import CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import gain, pareto, points
+from autotune.profiling.points import callable_points, gain, pareto, points
 from autotune.profiling.setup import Setup
+from autotune.profiling.subject import Subject
 from autotune.profiling.warnings import unseen, warnings
 from runtime.knobs import Knobs
 
 _MOST_PARETO = 24
+_MOST_SIMULATED = 10  # settings of a callable, when a run was stopped while simulating
 _LONGER = "a longer --budget tells more"
 
 
@@ -56,7 +63,7 @@ def assemble(
     return Profile(
         schema_version=2,
         name=name,
-        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        created=_now(),
         command=command,
         status="stopped" if findings.stopped else "complete",
         machine=machine,
@@ -98,6 +105,70 @@ def assemble(
         confidence=sure_of(findings),
         price_per_hour=price_per_hour,
         doubts=warnings(findings),
+    )
+
+
+def assemble_callable(
+    found: CallableFindings,
+    subject: Subject,
+    question: CallableQuestion,
+    *,
+    name: str,
+    command: str,
+    machine: Machine,
+    software: Software,
+) -> CallableProfile:
+    """The profile of a callable. ``found`` must hold at least one setting."""
+    setup, cost, measured = found.setup, found.cost, bool(found.runs)
+    if setup is None or cost is None or not (best_first := ranked(found)):
+        raise ValueError("nothing was tried, so there is nothing to recommend")
+    best = best_first[0]
+    simulated = callable_points(found.simulated)
+    baselines = [p for p in simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    shown = best_first[:_MOST_SIMULATED]
+    shown += [p for p in baselines if p.setting not in [r.setting for r in shown]]
+    slo_met = not Objective(setup.slo).refuted(best)
+    return CallableProfile(
+        kind="callable",
+        schema_version=1,
+        name=name,
+        created=_now(),
+        command=command,
+        status="stopped" if found.stopped else "complete",
+        function=subject.name,
+        inputs=Inputs(
+            file=subject.inputs_name, items=len(subject.inputs), cost=subject.cost_name, mean_cost=subject.mean_cost
+        ),
+        machine=machine,
+        software=software,
+        slo=setup.slo,
+        slo_from=setup.slo_from,
+        strategy=best.strategy,
+        knobs=best.knobs,
+        replicas=cost.workers,
+        service=ServiceTime(
+            fixed_ms=cost.price.fixed * 1e3,
+            per_item_ms=cost.price.per_item * 1e3,
+            per_cost_ms=cost.price.per_cost * 1e3,
+            error=cost.error,
+            beside=cost.beside,
+            groups=tuple(Group(items=t.items, cost=t.cost, ms=t.seconds * 1e3) for t in cost.timed),
+            largest=cost.largest,
+            ended=cost.ended,
+        ),
+        load=CallableLoad(
+            rate=setup.rate,
+            rate_from=setup.rate_from,
+            capacity=setup.capacity,
+            capacity_size=setup.capacity_size,
+            window_s=setup.window_s if measured else 0.0,
+            warmup_s=setup.warmup_s if measured else 0.0,
+            seed=question.seed,
+        ),
+        points=tuple(shown),
+        simulated=len(found.simulated),
+        verdict=_callable_verdict(setup, best, slo_met),
+        slo_met=slo_met,
     )
 
 
@@ -223,3 +294,20 @@ def _rate(p: Point) -> str:
 
 def _share(p: Point) -> str:
     return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"
+
+
+def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> str:
+    low, high = best.attainment_low, best.attainment_high
+    share = f"{best.attainment * 100:.1f}% of {best.offered} items (95% interval {low * 100:.1f}–{high * 100:.1f}%)"
+    how = "in simulation, not measured, it kept" if best.source == "simulated" else "measured, it kept"
+    asked = f"{setup.slo.attainment * 100:g}%"
+    at = f"{how} {share} in SLO at {setup.rate:.3g} items/s"
+    if not met:
+        return f"the SLO is missed at this rate: {at}, where {asked} are asked; ask for less (--slo, --rate)"
+    if not Objective(setup.slo).confirmed(best):
+        return f"{at}: too short to tell whether {asked} are kept; a longer --budget tells more"
+    return f"it keeps {asked}: {at}"
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

@@ -1,11 +1,13 @@
-"""Whether a profile is still true: a few steps of its engine, measured again and held against its cost model.
+"""Whether a profile is still true: a few steps of its engine, or calls of its callable, measured anew and held against its model.
 
-Small scripts of the calibration (:mod:`autotune.profiling.step_plan`) are run in rounds, each in an order of its own, so that
-no kind of step meets only one mood of the machine. In each round, the median of measured over predicted time is taken for every
-region (decode, prefill, …); the median over the rounds is the difference. It is believed as far as its *uncertainty* goes:
+Small scripts of the calibration (:mod:`autotune.profiling.step_plan`), or calls of a few sizes with real inputs drawn anew, are
+run in rounds, each in an order of its own, so that no kind of step meets only one mood of the machine. In each round, the
+median of measured over predicted time is taken for every region (decode, prefill, …; a size); the median over the rounds is the
+difference. It is believed as far as its *uncertainty* goes:
 
 - the distribution-free 99% interval of a median over the rounds (order statistics; few rounds: all of them), and
-- the cost model's own cross-validated error in that region: the standard error of a median over the kinds of steps,
+- the cost model's own cross-validated error in that region: the standard error of a median over the kinds of steps (of a
+  callable the typical error of its formula),
 
 added as squares. Steps are held against the model that was fitted to planned ones alone, as these are: serving costs more, and
 the model that simulations go by says so. A profile that has no such model is off by that everywhere, so there the error is
@@ -13,7 +15,8 @@ not averaged out. With ``threshold`` as what matters:
 
 - *stale*: the difference is above the threshold, and less its uncertainty still above half of it;
 - *fits*: neither the difference nor the uncertainty is above the threshold;
-- *cannot tell*: anything else; and slower steps while other processes took processors from the engine.
+- *cannot tell*: anything else; and slower steps while other processes took processors from the engine (calls: up to twice
+  as slow).
 """
 
 from __future__ import annotations
@@ -21,35 +24,42 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from scipy.stats import binom
 
 from autotune.cost.fit import SERVED
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
-from autotune.measure.evaluate import EvaluationError
+from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profile.callable import CallableProfile
 from autotune.profile.parts import CostFacts, ModelFacts
+from autotune.profiling.calls import OutOfMemory, TimedCalls
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
 from autotune.profiling.steps import region_of, room_of
+from autotune.profiling.subject import Subject
 from runtime.step_model import StepFeatures
 
 Verdict = Literal["fits", "stale", "unclear"]
+MeasuredT = TypeVar("MeasuredT")
 
 THRESHOLD = 0.10
 """A difference that matters, as a share: settings chosen for steps of one length hold for those a tenth longer."""
 
 _ROUNDS = 8  # of them, scripts are sized so that this many fit into the time
-_FEWEST = 6  # rounds that count, whatever the time
+_FEWEST, _MOST = 6, 500  # rounds that count, whatever the time
 _WARM_UP = 0.5  # of the budget, before it: an engine gets faster in its first seconds
 _MOST_OVER = 4.0  # times the budget, for a machine far slower than the profile says
 _LEVEL = 0.99  # of each of four regions, so that all of them are right 19 times in 20 and more
 CROWDED = 0.25  # cores taken from the engine that slow it down noticeably
 _OF_MEDIAN = math.sqrt(math.pi / 2) / 0.6745  # ÷ √n: standard error of a median of n, from their median error
 _ORDER = ("decode", "prefill", "prefix", "mixed")
+_EXCUSED = 2.0  # times as slow as a call may be because of other processes
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,15 @@ class Check:
         }
 
 
+class Timing(NamedTuple):
+    """One step or call: the ``region`` and the ``kind`` it is of, the seconds it took, and those it was predicted to take."""
+
+    region: str
+    kind: tuple[int, ...]
+    seconds: float
+    predicted: float
+
+
 def check_steps(
     engine: Engine,
     model: ModelFacts,
@@ -172,8 +191,6 @@ def check_steps(
     :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
     """
     cost = CostModel.from_facts(facts.planned or facts)
-    clock = engine.clock
-    begun = clock.now()
     driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
     expected = Pilot(
@@ -181,70 +198,145 @@ def check_steps(
     )
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
-    rounds: list[list[Sample]] = []
-    warm = 0.0  # when the warm-up was over
+
+    def once() -> list[Sample]:
+        return [s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())]
+
+    rounds, seconds = in_rounds(once, engine.clock.now, budget_s, advance)
+    return compare(rounds, cost, threshold, seconds, taken())
+
+
+def check_calls(
+    profile: CallableProfile,
+    subject: Subject,
+    *,
+    budget_s: float,
+    threshold: float = THRESHOLD,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+    stop: Callable[[], bool] = lambda: False,
+    advance: Callable[[float, str], None] = lambda share, note: None,
+    taken: Callable[[], float] = lambda: 0.0,
+) -> Check:
+    """Time calls of ``subject`` for ``budget_s`` seconds, and compare with ``profile``; the rest as in :func:`check_steps`.
+
+    Raises :class:`InputError` when the function fails, :class:`EvaluationError` without memory for a size that ran,
+    :class:`Interrupted` on ``stop``.
+    """
+    sizes, rng = sizes_of(profile), random.Random(seed)
+
+    def once() -> list[Timing]:
+        found = []
+        for size in rng.sample(sizes, len(sizes)):
+            try:
+                cost, seconds = calls.once(size, rng)
+            except OutOfMemory:
+                raise EvaluationError(
+                    f"{subject.name} runs out of memory with {size} items, which it did not"
+                ) from None
+            found.append(Timing(str(size), (size,), seconds, max(predicted_s(profile, size, cost), 1e-9)))
+            if stop():
+                raise Interrupted("stopped")
+        return found
+
+    with closing(TimedCalls(subject, seed, clock, stop)) as calls:
+        rounds, seconds = in_rounds(once, clock, budget_s, advance)
+    others = taken()
+    regions = []
+    for size in sizes:
+        found = _region(str(size), rounds, lambda kinds: profile.service.error, threshold)
+        crowded = others > CROWDED and 1 + found.difference < _EXCUSED
+        noun = f"of {size} item{'s' * (size > 1)}"
+        regions.append(replace(found, region="calls", noun=noun, crowded=crowded))
+    return Check(tuple(regions), len(rounds), seconds, threshold, others, kind="call")
+
+
+def in_rounds(
+    measure: Callable[[], list[MeasuredT]],
+    clock: Callable[[], float],
+    budget_s: float,
+    advance: Callable[[float, str], None],
+) -> tuple[list[list[MeasuredT]], float]:
+    """Rounds of what ``measure`` finds, for ``budget_s`` seconds behind a warm-up half as long, and the seconds they took."""
+    begun, warm = clock(), 0.0  # when the warm-up was over
+    rounds: list[list[MeasuredT]] = []
     while True:
-        rounds.append([s for script in rng.sample(scripts, len(scripts)) for s in driver.run(script())])
-        spent = clock.now() - begun
+        rounds.append(measure())
+        spent = clock() - begun
         advance(min(1.0, spent / (1 + _WARM_UP) / budget_s), f"round {len(rounds)}" if warm else "warm-up")
         if not warm:
             if spent >= _WARM_UP * budget_s:
                 warm = spent
                 rounds.clear()
-        elif (spent - warm >= budget_s and len(rounds) >= _FEWEST) or spent >= _MOST_OVER * budget_s:
-            break
-    return compare(rounds, cost, threshold, clock.now() - begun - warm, taken())
+        elif (
+            (spent - warm >= budget_s and len(rounds) >= _FEWEST)
+            or spent >= _MOST_OVER * budget_s
+            or len(rounds) >= _MOST
+        ):
+            return rounds, spent - warm
 
 
 def compare(
     rounds: Sequence[Sequence[Sample]], cost: CostModel, threshold: float, seconds: float, taken: float = 0.0
 ) -> Check:
     """The rounds held against ``cost``, of planned steps if there is one. Raises :class:`EvaluationError` without any step."""
-    regions: dict[str, list[list[tuple[float, float, Sample]]]] = {}
-    for number, samples in enumerate(rounds):
-        for sample in samples:
-            predicted = cost.predict(StepFeatures.of(sample.record))
-            found = regions.setdefault(region_of(sample.record), [[] for _ in rounds])
-            found[number].append((sample.seconds / predicted, predicted, sample))
-    if not regions:
+    timings = [[_timing(sample, cost) for sample in one] for one in rounds]
+    met = {timing.region for one in timings for timing in one}
+    if not met:
         raise EvaluationError("no step came about that could be compared with the profile")
-    return Check(
-        tuple(
-            _region(name, regions[name], cost.facts, threshold, taken > CROWDED) for name in _ORDER if name in regions
-        ),
-        len(rounds),
-        seconds,
-        threshold,
-        taken,
-    )
+    facts = cost.facts
+    served = any(r.region == SERVED for r in facts.regions)  # then what it says of planned steps is off to one side
+
+    def checked(name: str) -> RegionCheck:
+        def error(kinds: int) -> float:
+            return facts.region_error(name) * (1 if served else _OF_MEDIAN / math.sqrt(kinds))
+
+        return replace(_region(name, timings, error, threshold), crowded=taken > CROWDED)
+
+    return Check(tuple(checked(name) for name in _ORDER if name in met), len(rounds), seconds, threshold, taken)
+
+
+def _timing(sample: Sample, cost: CostModel) -> Timing:
+    record = sample.record
+    kind = (record.decodes, record.chunks, record.prefill_tokens)
+    return Timing(region_of(record), kind, sample.seconds, cost.predict(StepFeatures.of(record)))
 
 
 def _region(
-    name: str,
-    rounds: Sequence[Sequence[tuple[float, float, Sample]]],
-    facts: CostFacts,
-    threshold: float,
-    crowded: bool,
+    name: str, rounds: Sequence[Sequence[Timing]], error: Callable[[int], float], threshold: float
 ) -> RegionCheck:
-    served = any(r.region == SERVED for r in facts.regions)  # then what it says of planned steps is off to one side
-    medians = [statistics.median(ratio for ratio, _, _ in one) for one in rounds if one]
-    everything = [entry for one in rounds for entry in one]
+    """``error``: the model's own, of a median over so many kinds."""
+    mine = [[timing for timing in one if timing.region == name] for one in rounds]
+    medians = [statistics.median(timing.seconds / timing.predicted for timing in one) for one in mine if one]
+    everything = [timing for one in mine for timing in one]
     middle = statistics.median(medians)
     low, high = median_interval(medians)
-    kinds = {(s.record.decodes, s.record.chunks, s.record.prefill_tokens) for _, _, s in everything}
-    typical = statistics.median(predicted for _, predicted, _ in everything)
+    kinds = len({timing.kind for timing in everything})
+    typical = statistics.median(timing.predicted for timing in everything)
     return RegionCheck(
         region=name,
         steps=len(everything),
-        kinds=len(kinds),
+        kinds=kinds,
         measured_ms=typical * middle * 1000,
         predicted_ms=typical * 1000,
         difference=middle - 1,
         noise=max(middle - low, high - middle),
-        model=facts.region_error(name) * (1 if served else _OF_MEDIAN / math.sqrt(len(kinds))),
+        model=error(kinds),
         threshold=threshold,
-        crowded=crowded,
     )
+
+
+def sizes_of(profile: CallableProfile) -> list[int]:
+    """One item, the size of the highest throughput inside the SLO, and as many as were tried."""
+    tried = sorted({group.items for group in profile.service.groups})
+    best = max((size for size in tried if size <= profile.load.capacity_size), default=tried[0])
+    return sorted({tried[0], best, tried[-1]})
+
+
+def predicted_s(profile: CallableProfile, items: int, cost: float) -> float:
+    """Seconds of a call of so many items by the formula of ``profile``."""
+    service = profile.service
+    return (service.fixed_ms + service.per_item_ms * items + service.per_cost_ms * cost) / 1e3
 
 
 def median_interval(values: Sequence[float], level: float = _LEVEL) -> tuple[float, float]:

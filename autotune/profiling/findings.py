@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic
 
-from autotune.cost.model import CostModel
 from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
+from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage, points
-from autotune.profiling.setup import Setup
-from autotune.profiling.space import SearchSpace
 from autotune.workload import Workload
-from runtime.knobs import Knobs
 from runtime.slo import SLO
 
 SIM_TRIALS = 240
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Generic[SpaceT]):
     """What is asked.
 
-    ``slo`` and ``rate`` None: found by the calibration and the simulation. ``sim_trials``: settings to simulate,
-    by ``workers`` processes.
+    ``slo`` and ``rate`` None: found by the calibration and the simulation. ``space``: where settings are looked for.
+    ``sim_trials``: settings to simulate, by ``workers`` processes.
     ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound.
     """
 
@@ -34,38 +32,40 @@ class Question:
     seed: int
     trials: int | None
     budget_s: float | None
-    space: SearchSpace
+    space: SpaceT
     sim_trials: int = SIM_TRIALS
     workers: int = 1
 
 
 @dataclass
-class Findings:
+class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     """What a session has found so far.
 
-    ``steps``, ``cost``: the calibration; ``simulated``: the trials of the simulated stage, in order; ``measured``: what was
-    measured on the hardware, by its key in the study; ``paired``: the simulation of each of those; ``candidates``: the simulation
-    of the settings worth measuring, at the rate of the comparison; ``failures``: (number, cause) of simulated trials;
-    ``unmeasured``: what failed on the hardware, and why. ``expected``: attainment that each validated setting is
-    expected to have, measurement and simulation taken together. ``capacity`` None: not looked for.
+    ``setup``, ``steps``, ``cost``: the calibration (a callable has no ``steps``); ``simulated``: the trials of the simulated
+    stage, in order; ``measured``: what was measured on the hardware, by its key in the study; ``failures``: (number, cause) of
+    simulated trials; ``unmeasured``: what failed on the hardware, and why.
+
+    Of an LLM engine alone: ``paired``: the simulation of what was measured; ``candidates``: that of the settings worth
+    measuring, at the rate of the comparison; ``expected``: attainment that each validated setting is expected to have,
+    measurement and simulation taken together; ``capacity`` None: not looked for.
 
     ``hardware_s``: seconds the hardware was held, by its own clock, calibration included; ``simulating_s``, ``cpu_s``: of the
     host while simulating, by the wall and of CPU.
     """
 
-    space: SearchSpace
-    setup: Setup | None = None
+    space: SpaceT
+    setup: SetupT | None = None
     steps: list[StepPoint] = field(default_factory=list)
-    cost: CostModel | None = None
+    cost: CostT | None = None
     simulated: list[Run] = field(default_factory=list)
     measured: dict[str, Run] = field(default_factory=dict)
     paired: list[Run] = field(default_factory=list)
     candidates: list[Point] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
-    unmeasured: list[tuple[Stage, Knobs, str]] = field(default_factory=list)
-    expected: Mapping[Knobs, float] = field(default_factory=dict)
+    unmeasured: list[tuple[Stage, SettingT, str]] = field(default_factory=list)
+    expected: Mapping[SettingT, float] = field(default_factory=dict)
     noise: float = 0.0  # of a measured share; less tells nothing
-    baseline: Knobs | None = None
+    baseline: SettingT | None = None
     confidence: Confidence | None = None
     capacity: Capacity | None = None
     stopped: bool = False
@@ -84,7 +84,7 @@ class Findings:
     def spent_s(self) -> float:
         return self.hardware_s + self.simulating_s
 
-    def comparable(self) -> list[Point]:
+    def comparable(self: Findings) -> list[Point]:
         """The points settings are chosen from, all at the rate of the comparison: validated ones, else the simulated."""
         validated = [] if self.setup is None else points(self.validated_at(self.setup.rate))
         return validated or points(self.simulated)
@@ -93,7 +93,7 @@ class Findings:
         """What was measured to compare settings at ``rate``."""
         return [run for run in self.runs if run.stage == "validation" and run.score.rate == rate]
 
-    def settings(self) -> dict[Purpose, Setting]:
+    def settings(self: Findings) -> dict[Purpose, Setting]:
         """What to recommend; empty while there is nothing to choose from."""
         found = self.comparable()
         if self.setup is None or not found:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from autotune.measure.score import Score
-from autotune.profile.callable import BatcherSetting
+from autotune.profile.callable import BatcherSetting, StrategyName
 from autotune.profile.callable import Point as CallablePoint
 from autotune.profile.parts import Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
@@ -26,6 +27,7 @@ class Run(Part):
     """One measurement: a line of the sidecar file. ``trial``: its number in the study, -1 outside the search.
 
     ``steps``: those of the hardware, a point for each kind; empty in simulation and in runs of earlier versions.
+    ``strategy``: of a batcher; its runs of earlier versions have it as the first word of their label.
     """
 
     stage: Stage
@@ -33,10 +35,43 @@ class Run(Part):
     trial: int
     score: Score
     steps: tuple[StepPoint, ...] = ()
+    strategy: StrategyName | None = None
+
+    @classmethod
+    def of(
+        cls,
+        setting: object,
+        stage: Stage,
+        label: str,
+        score: Score,
+        *,
+        trial: int = -1,
+        steps: Sequence[StepPoint] = (),
+    ) -> Run:
+        """The run of ``setting`` that has this score."""
+        strategy = setting.strategy if isinstance(setting, BatcherSetting) else None
+        return cls(stage=stage, label=label, trial=trial, score=score, steps=tuple(steps), strategy=strategy)
 
     @property
     def knobs(self) -> Knobs:
         return Knobs.from_mapping(self.score.setting)
+
+    @property
+    def batcher_setting(self) -> BatcherSetting:
+        """The strategy with the knobs. Raises ``ValueError`` for the run of an LLM engine."""
+        strategy = self.strategy or self.label.partition(" ")[0]
+        for known in get_args(StrategyName):
+            if strategy == known:
+                return BatcherSetting(known, self.knobs)
+        raise ValueError(f"{self.label}: is no run of a batcher")
+
+    @model_serializer(mode="wrap")
+    def _without_strategy(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A run of an LLM engine has none, and its line says nothing of one."""
+        data: dict[str, Any] = dump(self)
+        if self.strategy is None:
+            data.pop("strategy", None)
+        return data
 
 
 def points(runs: Iterable[Run]) -> list[Point]:
@@ -86,14 +121,23 @@ def point(runs: Sequence[Run]) -> Point:
     )
 
 
-def callable_point(setting: BatcherSetting, scores: Sequence[Score], *, simulated: bool) -> CallablePoint:
+def callable_points(runs: Iterable[Run]) -> list[CallablePoint]:
+    """One point for each setting of a batcher, in order of first appearance."""
+    groups: dict[BatcherSetting, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.batcher_setting, []).append(run)
+    return [callable_point(group) for group in groups.values()]
+
+
+def callable_point(runs: Sequence[Run]) -> CallablePoint:
     """Runs of one setting of a batcher, each under a seed of its own. Shares are pooled, percentiles the median of the runs'."""
+    setting, scores = runs[0].batcher_setting, [run.score for run in runs]
     offered, met = sum(s.offered for s in scores), sum(s.met for s in scores)
     calls = sum(s.steps.steps for s in scores)
     window = sum(s.window_s for s in scores)
     low, high = wilson_interval(met, offered)
     return CallablePoint(
-        source="simulated" if simulated else "measured",
+        source="simulated" if runs[0].stage == "simulation" else "measured",
         strategy=setting.strategy,
         knobs=setting.knobs,
         offered=offered,

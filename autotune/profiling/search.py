@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
-from autotune.profiling.space import SearchSpace
+from autotune.profiling.kinds import SettingT, SettingT_contra
 from runtime.errors import AutotuneError, InputError
-from runtime.knobs import Knobs
 
 PENDING = 8
 """Trials that may be in progress while the next is proposed; more processes than that do not help."""
@@ -47,23 +47,37 @@ class Outcome:
     result: Mapping[str, Any]
 
 
-class Objective(Protocol):
+class Space(Protocol[SettingT]):
+    """Where settings are proposed: by their parameters, which Optuna knows."""
+
+    def distributions(self) -> Mapping[str, BaseDistribution]: ...
+
+    def params(self, setting: SettingT, /) -> dict[str, float]:
+        """Of the nearest point inside."""
+        ...
+
+    def knobs(self, params: Mapping[str, float], /) -> SettingT:
+        """What the parameters stand for."""
+        ...
+
+
+class Objective(Protocol[SettingT_contra]):
     """Picklable, and the same setting gives the same outcome in any process: a frozen dataclass of plain facts.
 
     ``stop`` may be asked now and then. Raises :class:`EvaluationError` where a setting cannot be tried, and its subclass
     ``Interrupted`` after ``stop``.
     """
 
-    def __call__(self, knobs: Knobs, stop: Callable[[], bool]) -> Outcome: ...
+    def __call__(self, setting: SettingT_contra, stop: Callable[[], bool], /) -> Outcome: ...
 
 
 @dataclass(frozen=True)
-class SimulatedTrial:
+class SimulatedTrial(Generic[SettingT]):
     """A setting tried. ``outcome``: None where it ``failed`` for the cause given there."""
 
     number: int
     label: str
-    knobs: Knobs
+    setting: SettingT
     outcome: Outcome | None = None
     failed: str | None = None
 
@@ -73,16 +87,18 @@ class WorkerError(AutotuneError):
 
 
 def search(
-    objective: Objective,
-    space: SearchSpace,
+    objective: Objective[SettingT],
+    space: Space[SettingT] | None,
     *,
-    starting: Sequence[tuple[str, Knobs]],
+    starting: Sequence[tuple[str, SettingT]],
     trials: int,
     seed: int,
     workers: int = 1,
     stop: Callable[[], bool] = lambda: False,
-) -> Generator[SimulatedTrial]:
-    """Try ``starting`` and then what TPE proposes, ``trials`` settings; each in its turn, as soon as it is done.
+) -> Generator[SimulatedTrial[SettingT]]:
+    """Try ``starting`` and then what TPE proposes in ``space``, ``trials`` settings; each in its turn, as soon as it is done.
+
+    ``space`` None: there is nothing beyond ``starting``, a grid say.
 
     A starting point outside the space is tried as it is, and taught to TPE as the nearest point inside. More ``workers`` than one
     are processes, which end when the generator is closed or this process ends. Raises :class:`Interrupted` after ``stop``.
@@ -91,19 +107,25 @@ def search(
     """
     if trials < 1 or workers < 1:
         raise InputError(f"trials is {trials} and workers is {workers}; each must be at least 1")
+    if space is None:
+        trials = min(trials, len(starting))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     random = min(_MOST_RANDOM, max(_FEWEST_RANDOM, trials // 5))
     study = optuna.create_study(direction="maximize", sampler=TPESampler(seed=seed, n_startup_trials=random))
-    for _, knobs in starting:
-        study.enqueue_trial(space.params(knobs))
-    distributions, asked = space.distributions(), 0
-    pending: deque[tuple[Trial, SimulatedTrial, Callable[[], Outcome]]] = deque()
+    for _, setting in starting:
+        study.enqueue_trial({} if space is None else space.params(setting))
+    distributions, asked = dict({} if space is None else space.distributions()), 0
+    pending: deque[tuple[Trial, SimulatedTrial[SettingT], Callable[[], Outcome]]] = deque()
     with InProcesses(objective, min(workers, PENDING)) if workers > 1 else _Here(objective) as tried:
         while asked < trials or pending:
             while asked < trials and len(pending) < PENDING:
                 trial = study.ask(distributions)
-                label, knobs = starting[asked] if asked < len(starting) else (SEARCH_LABEL, space.knobs(trial.params))
-                pending.append((trial, SimulatedTrial(asked, label, knobs), tried.begun(knobs, stop)))
+                if asked < len(starting):
+                    label, setting = starting[asked]
+                else:
+                    assert space is not None
+                    label, setting = SEARCH_LABEL, space.knobs(trial.params)
+                pending.append((trial, SimulatedTrial(asked, label, setting), tried.begun(setting, stop)))
                 asked += 1
             trial, made, outcome = pending.popleft()
             made = _with_outcome(made, outcome)
@@ -114,7 +136,7 @@ def search(
             yield made
 
 
-def _with_outcome(trial: SimulatedTrial, outcome: Callable[[], Outcome]) -> SimulatedTrial:
+def _with_outcome(trial: SimulatedTrial[SettingT], outcome: Callable[[], Outcome]) -> SimulatedTrial[SettingT]:
     try:
         found = outcome()
     except Interrupted:
@@ -126,32 +148,32 @@ def _with_outcome(trial: SimulatedTrial, outcome: Callable[[], Outcome]) -> Simu
     return replace(trial, outcome=found)
 
 
-class _Here:
+class _Here(Generic[SettingT]):
     """Settings are tried in this process, when they are asked for."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective[SettingT]) -> None:
         self._objective = objective
 
-    def __enter__(self) -> _Here:
+    def __enter__(self) -> _Here[SettingT]:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def begun(self, knobs: Knobs, stop: Callable[[], bool]) -> Callable[[], Outcome]:
-        return partial(self._objective, knobs, stop)
+    def begun(self, setting: SettingT, stop: Callable[[], bool]) -> Callable[[], Outcome]:
+        return partial(self._objective, setting, stop)
 
 
-class InProcesses:
+class InProcesses(Generic[SettingT]):
     """Settings are tried in ``count`` processes. Leaving it ends them at once, whatever they are at; so does this process' end.
 
     What kills the processes three times, the last two of them with nothing else beside it, is given up with that cause.
     """
 
-    def __init__(self, objective: Objective, count: int) -> None:
+    def __init__(self, objective: Objective[SettingT], count: int) -> None:
         self._objective, self._count = objective, count
         self._context = multiprocessing.get_context("spawn")
 
-    def __enter__(self) -> InProcesses:
+    def __enter__(self) -> InProcesses[SettingT]:
         self._lifeline, self._ours = self._context.Pipe(duplex=False)
         self._start()
         return self
@@ -161,12 +183,12 @@ class InProcesses:
         self._executor.shutdown(cancel_futures=True)
         self._lifeline.close()
 
-    def begun(self, knobs: Knobs, stop: Callable[[], bool]) -> Callable[[], Outcome]:
+    def begun(self, setting: SettingT, stop: Callable[[], bool]) -> Callable[[], Outcome]:
         """Hand a setting out; the outcome is waited for by calling what is returned."""
-        return partial(self._outcome, knobs, stop, *self._submitted(knobs))
+        return partial(self._outcome, setting, stop, *self._submitted(setting))
 
     def _outcome(
-        self, knobs: Knobs, stop: Callable[[], bool], executor: ProcessPoolExecutor, future: Future[Outcome]
+        self, setting: SettingT, stop: Callable[[], bool], executor: ProcessPoolExecutor, future: Future[Outcome]
     ) -> Outcome:
         deaths = 0
         while True:
@@ -181,14 +203,14 @@ class InProcesses:
                     deaths += 1
             if deaths == _ATTEMPTS:
                 raise EvaluationError(f"its worker process died {_ATTEMPTS} times")
-            executor, future = self._submitted(knobs)
+            executor, future = self._submitted(setting)
 
-    def _submitted(self, knobs: Knobs) -> tuple[ProcessPoolExecutor, Future[Outcome]]:
+    def _submitted(self, setting: SettingT) -> tuple[ProcessPoolExecutor, Future[Outcome]]:
         try:
-            return self._executor, self._executor.submit(_try, knobs)
+            return self._executor, self._executor.submit(_try, setting)
         except BrokenProcessPool:
             self._start()
-            return self._executor, self._executor.submit(_try, knobs)
+            return self._executor, self._executor.submit(_try, setting)
 
     def _start(self) -> None:
         """New processes, with one of them at work. Raises :class:`WorkerError` where there cannot be any."""
@@ -199,10 +221,10 @@ class InProcesses:
             raise WorkerError("worker processes end before they begin") from None
 
 
-_objective: Objective  # of this worker process
+_objective: Objective[Any]  # of this worker process
 
 
-def _begin(objective: Objective, lifeline: Connection) -> None:
+def _begin(objective: Objective[Any], lifeline: Connection) -> None:
     global _objective
     _objective = objective
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes; the parent decides
@@ -214,5 +236,5 @@ def _end_with(lifeline: Connection) -> None:
     os._exit(1)
 
 
-def _try(knobs: Knobs) -> Outcome:
-    return _objective(knobs, lambda: False)
+def _try(setting: Any) -> Outcome:
+    return _objective(setting, lambda: False)

@@ -1,21 +1,26 @@
-"""One profiling run: calibrate, simulate, validate, find the capacity, recommend. Resumable at every step.
+"""One profiling run: calibrate, simulate, measure, choose. Resumable at every step.
 
-The hardware is asked once what its steps cost. Hundreds of settings are then tried in simulation, and only the best few are
-measured. Everything measured goes into the study the moment it exists, under a key that says what it was. A second run of
+The hardware is asked once what its steps or calls cost. Hundreds of settings are then tried in simulation, and only the best few
+are measured. Everything measured goes into the study the moment it exists, under a key that says what it was. A second run of
 the same command finds it there and goes on with what is missing.
 
-Any :class:`autotune.engines.Engine` will do as the hardware: the live engine, or a simulated one in virtual time.
+Any :class:`autotune.profiling.target.Target` will do. :class:`Session` profiles an LLM engine, live or in virtual time;
+:class:`autotune.profiling.callable.CallableSession` a callable.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Generic
 
 from autotune.engines import Engine
 from autotune.measure.evaluate import Interrupted
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.reporting import Reporter
+from autotune.profiling.setup import Setup
 from autotune.profiling.stages.calibrating import calibrate
 from autotune.profiling.stages.capacity import find_capacity
 from autotune.profiling.stages.context import Context
@@ -23,16 +28,86 @@ from autotune.profiling.stages.rate import FOUND, find_rate, raise_rate
 from autotune.profiling.stages.simulating import simulate
 from autotune.profiling.stages.validation import simulate_paired, validate
 from autotune.profiling.study import SweepStudy
-from autotune.profiling.target import EngineTarget
+from autotune.profiling.target import EngineTarget, Target
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock, MonotonicClock
 
 
-class Session:
-    """Works on one study with one engine. ``stop`` is asked between and during measurements.
+class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
+    """Works on one study of one target. ``stop`` is asked between and during measurements.
 
     ``host``: the clock that simulating takes its time by.
     """
+
+    begun_with: str
+    """What the study holds once there is something to go on with."""
+
+    def __init__(
+        self,
+        target: Target[SettingT, SetupT, CostT, SpaceT],
+        question: Question[SpaceT],
+        study: SweepStudy,
+        reporter: Reporter,
+        schedule: Schedule,
+        *,
+        stop: Callable[[], bool] | None = None,
+        host: Clock | None = None,
+    ) -> None:
+        host = host or MonotonicClock()
+        spent = study.get("spent") or {}
+        self._context: Context[SettingT, SetupT, CostT, SpaceT] = Context(
+            target=target,
+            question=question,
+            study=study,
+            reporter=reporter,
+            schedule=schedule,
+            meter=Meter(target.clock, host, **spent),
+            host=host,
+            found=Findings(space=question.space),
+            stop=stop or (lambda: False),
+        )
+
+    def run(self) -> Findings[SettingT, SetupT, CostT, SpaceT]:
+        """Go through the stages; whatever stops it, what was found by then is returned."""
+        context, found = self._context, self._context.found
+        try:
+            if context.study.measurements.find(self.begun_with) is not None:
+                context.reporter.note("going on with the study of an earlier run; --fresh begins anew")
+            found.setup = calibrate(context)
+            context.reporter.stage("simulating")
+            found.setup = self._at_rate(found.setup)
+            simulate(context, found.setup, self._simulated_seed(found.setup))
+            self._measure(found.setup)
+        except Interrupted:
+            found.stopped = True
+            context.recall()
+        finally:
+            self._end()
+            context.keep_time()
+            found.hardware_s, found.simulating_s = context.meter.hardware_s, context.meter.simulating_s
+        return found
+
+    @abstractmethod
+    def _at_rate(self, setup: SetupT) -> SetupT:
+        """``setup`` at the rate where settings are compared."""
+
+    @abstractmethod
+    def _simulated_seed(self, setup: SetupT) -> int:
+        """Of the arrivals that every simulated setting meets."""
+
+    @abstractmethod
+    def _measure(self, setup: SetupT) -> None:
+        """Measure the best of what was simulated, each through ``context.measured``."""
+
+    def _end(self) -> None:
+        """What is still to be found when measuring has ended, or was stopped."""
+
+
+class Session(Sweep):
+    """Profiles an LLM engine. Its rate is looked for in simulation, and its settings are measured where the posterior has most to
+    gain; then its capacity is looked for."""
+
+    begun_with = FOUND
 
     def __init__(
         self,
@@ -46,41 +121,24 @@ class Session:
         schedule: Schedule | None = None,
         host: Clock | None = None,
     ) -> None:
-        host = host or MonotonicClock()
         target = EngineTarget(engine, model, question.workload)
-        spent = study.get("spent") or {}
-        self._context = Context(
-            target=target,
-            question=question,
-            study=study,
-            reporter=reporter,
-            schedule=schedule or Schedule.of(question.budget_s),
-            meter=Meter(target.clock, host, **spent),
-            host=host,
-            found=Findings(space=question.space),
-            stop=stop or (lambda: False),
-        )
+        schedule = schedule or Schedule.of(question.budget_s)
+        super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
-    def run(self) -> Findings:
-        """Go through the stages; whatever stops it, what was found by then is returned."""
-        context, found = self._context, self._context.found
-        try:
-            if context.study.measurements.find(FOUND) is not None:
-                context.reporter.note("going on with the study of an earlier run; --fresh begins anew")
-            found.setup = calibrate(context)
-            space = context.question.space.narrowed(found.setup.fitted)
-            context.reporter.stage("simulating")
-            found.setup = find_rate(context, found.setup, space)
-            context.reporter.ready(found.setup)
-            simulate(context, found.setup, space)
-            found.setup = raise_rate(context, found.setup, space)
-            validate(context, found.setup)
-            find_capacity(context, found.setup)
-        except Interrupted:
-            found.stopped = True
-            context.recall()
-        finally:
-            simulate_paired(context)
-            context.keep_time()
-            found.hardware_s, found.simulating_s = context.meter.hardware_s, context.meter.simulating_s
+    def _at_rate(self, setup: Setup) -> Setup:
+        found = find_rate(self._context, setup, self._context.question.space.narrowed(setup.fitted))
+        self._context.reporter.ready(found)
         return found
+
+    def _simulated_seed(self, setup: Setup) -> int:
+        return setup.simulated_seeds[0]
+
+    def _measure(self, setup: Setup) -> None:
+        context, found = self._context, self._context.found
+        setup = raise_rate(context, setup, context.question.space.narrowed(setup.fitted))
+        found.setup = setup
+        validate(context, setup)
+        find_capacity(context, found.setup)
+
+    def _end(self) -> None:
+        simulate_paired(self._context)

@@ -36,13 +36,27 @@ _SMALLEST_MEAN_PROMPT, _SMALLEST_MEAN_OUTPUT, _MOST_SHRUNK_OUTPUT = 16, 8, 8
 _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 
 
-class Setup(Part):
-    """What the calibration decided.
+class Comparison(Part):
+    """What settings are compared under, whatever is profiled.
 
-    ``rate``: mean requests/s at which settings are compared; ``fitted``: where the search begins; ``most_rate``: more cannot be
-    offered, see :func:`most_rate`. ``speed``: of the hardware while it serves, in units of the calibrated speed.
-    ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
-    that of the search; ``simulated_requests``: in each;
+    ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``window_s``, ``warmup_s``: of a
+    measurement.
+    """
+
+    rate: float
+    rate_from: str
+    slo: SLOField
+    slo_from: str
+    window_s: float
+    warmup_s: float
+
+
+class Setup(Comparison):
+    """What the calibration of an LLM engine decided.
+
+    ``fitted``: where the search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the
+    hardware while it serves, in units of the calibrated speed. ``validation_seeds``: those the hardware meets, in order;
+    ``simulated_seeds``: those of the long simulated loads, the first that of the search; ``simulated_requests``: in each;
     ``candidates``: settings found in simulation beside the trials; that which meets the SLO up to ``rate``, or, where the
     rate was given, those that serve the most at it.
     """
@@ -52,7 +66,6 @@ class Setup(Part):
     cap_output: int
     mean_prompt: float
     mean_output: float
-    rate: float
     most_rate: float
     rate_from: Literal["user", "calibration"]
     speed: float = 1.0
@@ -60,11 +73,7 @@ class Setup(Part):
     simulated_seeds: tuple[int, ...] = ()
     simulated_requests: int = 2000
     candidates: tuple[KnobsField, ...] = ()
-    slo: SLOField
-    slo_from: str
     fitted: KnobsField
-    window_s: float
-    warmup_s: float
     calibration: Calibration
 
     def apply(self, workload: Workload) -> Workload:

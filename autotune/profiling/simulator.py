@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
@@ -63,20 +60,9 @@ class Simulator:
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 
-    def long(self, knobs: Knobs, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
+    def long(self, setting: Knobs, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
         """Under as many requests as tell settings apart, or as a finite workload has."""
-        return self.scenario.measure_over(knobs, rate, seed, *self.window(rate), stop=stop)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What tells what it simulates from what another machine would."""
-        cost = self.scenario.cost.facts
-        coefficients = hashlib.sha256(json.dumps(cost.coefficients, sort_keys=True).encode()).hexdigest()
-        return {
-            "kv_tokens": self.scenario.kv_tokens,
-            "block_size": self.scenario.block_size,
-            "cost": f"{cost.family} {coefficients[:12]}",
-        }
+        return self.scenario.measure_over(setting, rate, seed, *self.window(rate), stop=stop)
 
     def window(self, rate: float) -> tuple[float, float]:
         """(warm-up, window) of :meth:`long`, s. At any rate it holds the same requests."""

@@ -23,6 +23,7 @@ VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chu
 """vLLM's own defaults (max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts)."""
 
 VLLM_LABEL = "vLLM defaults"
+NEAR_BEST = "near the best"
 
 OTHER_DEFAULTS: Mapping[str, Knobs] = {
     # The same function of vLLM (EngineArgs, default sizes by device memory) below 70 GiB and on an A100.

@@ -28,10 +28,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
+from autotune.profiling.kinds import Tried
 from autotune.profiling.points import Run
 from autotune.profiling.storage import SharedStorage, database, journal
 from runtime.errors import InputError
-from runtime.knobs import Knobs
 
 STUDY_NAME = "autotune"
 _IDENTITY = "identity"
@@ -195,14 +195,14 @@ class SweepStudy:
 
 
 def kept_run(
-    study: SweepStudy, key: str, run: Callable[[], Run], knobs: Knobs, rate: float, stop: Callable[[], bool]
+    study: SweepStudy, key: str, run: Callable[[], Run], setting: Tried, rate: float, stop: Callable[[], bool]
 ) -> Run:
-    """What ``run`` measures of ``knobs`` at ``rate``, once in the life of ``study``. Raises as :meth:`SweepStudy.measured`."""
+    """What ``run`` measures of ``setting`` at ``rate``, once in the life of ``study``. Raises as :meth:`SweepStudy.measured`."""
     found = study.measured(
         key,
         lambda: run().model_dump(mode="json"),
         stop=stop,
-        params={**knobs.as_dict(), "rate": rate},
+        params={**setting.as_dict(), "rate": rate},
         value=lambda kept: kept["score"]["goodput"],
     )
     return Run.model_validate(found)

@@ -1,29 +1,40 @@
 """What is profiled: it can be calibrated, simulated and measured. The stages know nothing else of it.
 
 :class:`Target` is the protocol and :class:`EngineTarget` an LLM engine behind it, live or in virtual time. What another kind of
-thing to profile needs is its own calibration and its own simulator, not its own stages.
+thing to profile needs is its own calibration, its own simulator and its own space, not its own stages: see
+:mod:`autotune.profiling.callable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol
 
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
 from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
-from autotune.profile.parts import ModelFacts, StepPoint
+from autotune.profile.fingerprint import OtherWork
+from autotune.profile.parts import CostFacts, ModelFacts, StepPoint
 from autotune.profiling.calibrate import draw_setup, request_alone
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.kinds import CostT, SettingT, SettingT_contra, SetupT, SpaceT
 from autotune.profiling.points import Run
-from autotune.profiling.setup import Setup
+from autotune.profiling.search import Space
+from autotune.profiling.setup import Setup, balanced_seeds
 from autotune.profiling.simulator import Simulator
+from autotune.profiling.space import NEAR_BEST, starting_points
 from autotune.profiling.steps import measure_steps, served_points
+from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
+from autotune.profiling.warnings import warnings
 from autotune.workload import Workload
 from runtime.clock import Clock
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+
+_CALIBRATION = "calibration"
+_LEAST = 4  # trials beside the starting points
+_UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 class Load(NamedTuple):
@@ -42,27 +53,45 @@ class Measured(NamedTuple):
     steps: tuple[StepPoint, ...] = ()
 
 
-class Calibrated(NamedTuple):
-    """What steps cost, and the load that follows from it."""
+class Calibrated(NamedTuple, Generic[SetupT, CostT]):
+    """What steps or calls cost, and the load that follows from it.
 
-    setup: Setup
-    steps: list[StepPoint]
-    cost: CostModel
+    ``steps``: one point for each kind, empty where there are no step records. ``others``: seconds, and the cores that other
+    programs used meanwhile. ``amount``, ``note``: how much was measured and how well it fits, in words; ``doubts``: reasons
+    to measure again.
+    """
+
+    setup: SetupT
+    cost: CostT
+    amount: str
+    note: str
+    steps: Sequence[StepPoint] = ()
+    others: Sequence[tuple[float, float]] = ()
+    doubts: Sequence[str] = ()
 
 
-class Simulates(Protocol):
-    """A target's counterpart in virtual time, by a cost model and at a speed."""
+class Proposals(NamedTuple, Generic[SettingT]):
+    """What to simulate: ``trials`` settings, first the ``starting`` ones, then what is proposed in ``space`` (None: nothing).
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Plain data that tells what it simulates from what another machine would."""
-        ...
+    ``least``: of them, however late it is.
+    """
+
+    starting: Sequence[tuple[str, SettingT]]
+    space: Space[SettingT] | None
+    trials: int
+    least: int
+
+
+class Simulates(Protocol[SettingT_contra]):
+    """A target's counterpart in virtual time, by a cost model and at a speed. Picklable."""
 
     def window(self, rate: float) -> tuple[float, float]:
         """(warm-up, window) of :meth:`long`, s."""
         ...
 
-    def long(self, knobs: Knobs, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
+    def long(
+        self, setting: SettingT_contra, rate: float, seed: int, *, stop: Callable[[], bool] | None = None
+    ) -> Score:
         """Under as many requests as tell settings apart."""
         ...
 
@@ -71,57 +100,112 @@ class Simulates(Protocol):
         ...
 
 
-class Target(Protocol):
-    """What the stages work with. ``virtual``: it lives in virtual time, so nothing warms up and nobody disturbs it."""
+class Target(Protocol[SettingT, SetupT, CostT, SpaceT]):
+    """What the stages work with. ``unit``: of a rate, in words.
+
+    ``virtual``: it lives in virtual time, so nothing warms up and nobody disturbs it.
+    """
 
     clock: Clock
     virtual: bool
+    unit: str
+
+    def calibrated(self, study: SweepStudy) -> bool:
+        """Whether ``study`` holds a calibration, so that none is measured."""
+        ...
 
     def calibrate(
         self,
+        question: Question[SpaceT],
+        study: SweepStudy,
         schedule: Schedule,
         meter: Meter,
         *,
-        slo: SLO | None,
-        rate: float | None,
-        seed: int,
         stop: Callable[[], bool],
         advance: Callable[[float, str], None],
-    ) -> Calibrated:
-        """Measure what its steps cost, and draw the load and the SLO from that (``slo``, ``rate``: as the user gave them)."""
+    ) -> Calibrated[SetupT, CostT]:
+        """What its steps or calls cost, and the load and the SLO that follow from that. What is measured is kept in ``study``."""
         ...
 
-    def simulator(self, cost: CostModel, setup: Setup) -> Simulates:
-        """It under ``setup``'s load in virtual time, by ``cost`` at ``setup.speed``. Picklable."""
+    def proposals(self, question: Question[SpaceT], setup: SetupT, cost: CostT) -> Proposals[SettingT]:
+        """The settings to simulate."""
+        ...
+
+    def simulator(self, cost: CostT, setup: SetupT) -> Simulates[SettingT]:
+        """It under ``setup``'s load in virtual time, by ``cost`` and at the speed that ``setup`` says."""
+        ...
+
+    def warm_up(self, setup: SetupT, rate: float, seed: int) -> Load:
+        """What it serves before it is first measured at ``rate``, under a seed that no measurement has."""
         ...
 
     def measure(
-        self, knobs: Knobs, load: Load, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
+        self, setting: SettingT, load: Load, setup: SetupT, *, prompt_seed: int, label: str, stop: Callable[[], bool]
     ) -> Measured:
-        """Serve ``load`` under ``knobs``. Raises :class:`~autotune.measure.evaluate.EvaluationError` or ``Interrupted``."""
+        """Serve ``load`` under ``setting``. Raises :class:`~autotune.measure.evaluate.EvaluationError` or ``Interrupted``."""
         ...
 
 
 class EngineTarget:
     """An engine that serves a language model, under the lengths and arrivals of ``workload``."""
 
+    unit = "req/s"
+
     def __init__(self, engine: Engine, model: ModelFacts, workload: Workload) -> None:
         self._engine, self._model, self._workload = engine, model, workload
         self.virtual = engine.capabilities.virtual_time
         self.clock = engine.clock
 
+    def calibrated(self, study: SweepStudy) -> bool:
+        return study.measurements.find(_CALIBRATION) is not None
+
     def calibrate(
         self,
+        question: Question,
+        study: SweepStudy,
         schedule: Schedule,
         meter: Meter,
         *,
-        slo: SLO | None,
-        rate: float | None,
-        seed: int,
         stop: Callable[[], bool],
         advance: Callable[[float, str], None],
     ) -> Calibrated:
-        engine, model = self._engine, self._model
+        """As in :class:`Target`; all of it is one measurement."""
+
+        def measure() -> dict[str, Any]:
+            work = OtherWork()
+            setup, steps, cost = self._measure_steps(question, schedule, meter, stop, advance)
+            return {
+                "setup": setup.model_dump(mode="json"),
+                "steps": [point.model_dump(mode="json") for point in steps],
+                "cost": cost.facts.model_dump(mode="json"),
+                "others": None if self.virtual else work.cores(),
+            }
+
+        stored = study.measured(_CALIBRATION, measure, stop=stop)
+        steps = [StepPoint.model_validate(point) for point in stored["steps"]]
+        cost = CostModel.from_facts(CostFacts.model_validate(stored["cost"]))
+        found = Findings(space=question.space, steps=steps, cost=cost)
+        if (others := stored.get("others")) is not None:
+            found.others.append((cost.facts.seconds, others))
+        return Calibrated(
+            setup=Setup.model_validate(stored["setup"]),
+            cost=cost,
+            amount=f"{sum(point.repeats for point in steps)} steps",
+            note=f"{cost.facts.points} kinds, fit error {cost.facts.error:.1%}",
+            steps=steps,
+            others=found.others,
+            doubts=warnings(found),
+        )
+
+    def _measure_steps(
+        self,
+        question: Question,
+        schedule: Schedule,
+        meter: Meter,
+        stop: Callable[[], bool],
+        advance: Callable[[float, str], None],
+    ) -> tuple[Setup, list[StepPoint], CostModel]:
+        engine, model, seed = self._engine, self._model, question.seed
         with meter.hardware():
             begun = self.clock.now()
             alone = request_alone(engine, model, seed=seed, stop=stop)
@@ -145,18 +229,33 @@ class EngineTarget:
                 cost.serving(),
                 alone,
                 seed=seed,
-                slo=slo,
-                rate=rate,
+                slo=question.slo,
+                rate=question.rate,
                 window_s=schedule.window_s,
                 warmup_s=schedule.warmup_s,
             )
-        return Calibrated(setup, measured.points, cost)
+        return setup, measured.points, cost
+
+    def proposals(self, question: Question, setup: Setup, cost: CostModel) -> Proposals[Knobs]:
+        """Defaults of other engines, the calibration's guess and the best near it; then what TPE makes of those."""
+        space = question.space.narrowed(setup.fitted)
+        starting = starting_points(space, setup.fitted)
+        known = {knobs for _, knobs in starting}
+        starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
+        return Proposals(starting, space, question.sim_trials, len(starting) + _LEAST)
 
     def simulator(self, cost: CostModel, setup: Setup) -> Simulator:
         return Simulator.of(cost, self._engine, self._workload, setup)
 
+    def warm_up(self, setup: Setup, rate: float, seed: int) -> Load:
+        """A load like that of the measurement: it gets faster while its libraries meet the shapes of their products, and the
+        calibration's steps have few of them."""
+        load = setup.model_copy(update={"rate": rate}).apply(self._workload)
+        (seed,) = balanced_seeds(load, seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
+        return Load(rate, seed, setup.window_s, setup.warmup_s)
+
     def measure(
-        self, knobs: Knobs, load: Load, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
+        self, setting: Knobs, load: Load, setup: Setup, *, prompt_seed: int, label: str, stop: Callable[[], bool]
     ) -> Measured:
         """As in :class:`Target`. ``prompt_seed``: tokens of its own each time, so that no prefix of an earlier load is found."""
         log = Recorder()
@@ -164,7 +263,7 @@ class EngineTarget:
         try:
             score = evaluate(
                 self._engine,
-                knobs,
+                setting,
                 setup.model_copy(update={"rate": load.rate}).apply(self._workload),
                 setup.slo,
                 vocab_size=self._model.vocab_size,

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.profile.callable import CallableProfile, Point
-from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Room, empty_table, fullest
 
 _OTHERS = 5  # rows of settings beside the recommended one and the yardsticks

@@ -10,9 +10,15 @@ from typing import Any
 
 from optuna.storages import InMemoryStorage
 
-from autotune.profiling.callable_calibration import CallCost, calibrate
-from autotune.profiling.callable_subject import Subject
+from autotune.profiling.batcher_space import BatcherSpace
+from autotune.profiling.callable import ITEMS, CallableFindings, CallableQuestion, CallableSetup, CallSimulator
+from autotune.profiling.calls import CallCost, measure_calls
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.points import Run
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.subject import Subject
+from autotune.profiling.target import Load
+from runtime import SLO
 
 
 class Ticking:
@@ -48,7 +54,24 @@ def new_study() -> SweepStudy:
 
 def calibrated(ticking: Ticking, of: Subject, **options: Any) -> CallCost:
     given: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32}
-    return calibrate(of, new_study(), clock=ticking.clock, **(given | options))
+    return measure_calls(of, new_study(), clock=ticking.clock, **(given | options))
+
+
+def question(slo: SLO | None, rate: float | None, budget_s: float, *, most: int = 256) -> CallableQuestion:
+    space = BatcherSpace(most=most)
+    return Question(workload=ITEMS, slo=slo, rate=rate, seed=0, trials=None, budget_s=budget_s, space=space)
+
+
+def simulated(setting: Any, cost: CallCost, costs: Sequence[int], load: Load, slo: SLO) -> Run:
+    """A run in virtual time."""
+    return Run.of(setting, "simulation", str(setting), CallSimulator(cost, costs, slo).served(setting, load))
+
+
+def findings(cost: CallCost, slo: SLO, rate: float, runs: Sequence[Run], **options: Any) -> CallableFindings:
+    """Of a run that was stopped before it measured, at a rate that was asked for."""
+    given: dict[str, Any] = {"rate_from": "as asked", "slo_from": "given", "window_s": 0.0, "warmup_s": 0.0}
+    setup = CallableSetup(rate=rate, slo=slo, **(given | options))
+    return Findings(space=BatcherSpace(), setup=setup, cost=cost, simulated=list(runs))
 
 
 def interrupt_when_measured(module: Any) -> None:

@@ -14,16 +14,12 @@ from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.callable_assemble import assemble
-from autotune.profiling.callable_check import check_calls, predicted_s, sizes_of
-from autotune.profiling.callable_runs import simulate
-from autotune.profiling.callable_space import AS_IT_COMES
-from autotune.profiling.callable_sweep import Findings, Question
-from autotune.profiling.check import Check
-from autotune.profiling.points import callable_point
+from autotune.profiling.assemble import assemble_callable
+from autotune.profiling.batcher_space import AS_IT_COMES
+from autotune.profiling.check import Check, check_calls, predicted_s, sizes_of
 from autotune.profiling.target import Load
 from runtime import SLO
-from tests.unit.callable_world import Ticking, calibrated, subject
+from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
 
 LENGTHS = range(10, 200, 7)
 
@@ -33,11 +29,11 @@ def made() -> CallableProfile:
     """20 ms a call, 2 ms an item and 0.1 ms a character."""
     ticking, slo = Ticking(0.020, 0.002, 0.0001), SLO(e2e_ms=400)
     of = subject(ticking, LENGTHS, by_length=True)
-    found = Findings(calibrated(ticking, of), slo, "given", 50.0, "as asked", 60.0, 12)
-    score = simulate(AS_IT_COMES, found.cost, of.costs, Load(50.0, 1, 2.0, 0.5), slo)
-    found.simulated = [callable_point(AS_IT_COMES, [score], simulated=True)]
+    cost = calibrated(ticking, of)
+    runs = [simulated(AS_IT_COMES, cost, of.costs, Load(50.0, 1, 2.0, 0.5), slo)]
+    found = findings(cost, slo, 50.0, runs, capacity=60.0, capacity_size=12)
     facts: dict[str, Any] = {"name": "embed", "command": "", "machine": machine(), "software": software()}
-    return assemble(found, of, Question(slo, 50.0, 60.0), **facts)
+    return assemble_callable(found, of, question(slo, 50.0, 60.0), **facts)
 
 
 def checked(made: CallableProfile, function: Any, clock: Any, **options: Any) -> Check:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.profiling.callable_calibration import TimedCalls
-from autotune.profiling.callable_subject import load_subject
+from autotune.profiling.calls import TimedCalls
+from autotune.profiling.subject import load_subject
 from runtime.errors import InputError
 
 MODULE = """

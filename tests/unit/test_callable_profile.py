@@ -16,16 +16,13 @@ from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
 from autotune.profile.callable import CallableProfile, load_callable_profile, load_either, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.callable_assemble import assemble
-from autotune.profiling.callable_runs import simulate
-from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.profiling.callable_sweep import Findings, Question
-from autotune.profiling.points import callable_point
+from autotune.profiling.assemble import assemble_callable
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.target import Load
 from autotune.report.callable_table import table
 from runtime import SLO, Batcher, InputError
 from tests.sample_profile import sample_profile
-from tests.unit.callable_world import Ticking, calibrated, subject
+from tests.unit.callable_world import Ticking, calibrated, findings, question, simulated, subject
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +30,14 @@ def made() -> CallableProfile:
     """As a run that was stopped while it simulated writes it."""
     ticking, slo = Ticking(0.020, 0.002), SLO(e2e_ms=400)
     of = subject(ticking)
-    found = Findings(calibrated(ticking, of), slo, "given", 200.0, "as asked", 380.0, 32, stopped=True)
-    load = Load(200.0, 1, 5.0, 1.0)
-    found.simulated = [
-        callable_point(s, [simulate(s, found.cost, [1], load, slo)], simulated=True)
-        for s in (AS_IT_COMES, ONE_AT_A_TIME)
-    ]
-    return assemble(
+    cost, load = calibrated(ticking, of), Load(200.0, 1, 5.0, 1.0)
+    runs = [simulated(s, cost, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
+    found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
+    found.stopped = True
+    return assemble_callable(
         found,
         of,
-        Question(slo, 200.0, 60.0),
+        question(slo, 200.0, 60.0),
         name="embed",
         command="autotune profile",
         machine=machine(),

@@ -14,13 +14,12 @@ import pytest
 from autotune.cli.main import run
 from autotune.profile.callable import load_callable_profile
 from autotune.profile.fingerprint import machine
-from autotune.profiling import callable_sweep
-from autotune.profiling.callable_calibration import calibrate
-from autotune.profiling.callable_sweep import Question, identity
+from autotune.profiling.callable import CallableTarget, identity
+from autotune.profiling.calls import measure_calls
 from autotune.profiling.study import open_study
 from runtime import SLO
 from tests.integration.killing import measured
-from tests.unit.callable_world import Ticking, interrupt_when_measured, new_study, subject
+from tests.unit.callable_world import Ticking, interrupt_when_measured, new_study, question, subject
 
 FUNCTION = """
 import os, signal, threading, time
@@ -66,13 +65,13 @@ def test_killed_while_it_measures(
     (folder / "deadly").unlink()
     (folder / "calls.log").write_text("")
     runs: list[str] = []
-    original = callable_sweep.measure
+    original = CallableTarget.measure
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def counted(self: CallableTarget, *arguments: Any, **options: Any) -> Any:
         runs.append(str(arguments[0]))
-        return original(*arguments, **options)
+        return original(self, *arguments, **options)
 
-    monkeypatch.setattr(callable_sweep, "measure", counted)
+    monkeypatch.setattr(CallableTarget, "measure", counted)
     code = run(ARGUMENTS)
     made = load_callable_profile("embed.yaml")
     assert code == (0 if made.slo_met else 1) and made.status == "complete"
@@ -97,21 +96,21 @@ def test_killed_while_it_calibrates(tmp_path: Path) -> None:
             raise Killed
         return ticking(items)
 
-    question = Question(SLO(e2e_ms=400), 100.0, 60.0)
+    asked = question(SLO(e2e_ms=400), 100.0, 60.0)
     (tmp_path / "inputs.jsonl").write_text('"x"\n')
-    about = identity(subject(ticking), question, tmp_path / "inputs.jsonl", machine())
+    about = identity(subject(ticking), asked, tmp_path / "inputs.jsonl", machine())
     options: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32, "clock": ticking.clock}
     with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Killed):
-        calibrate(subject(deadly), study, **options)
+        measure_calls(subject(deadly), study, **options)
     assert set(ticking.sizes) == {1, 2, 4}
     ticking.sizes.clear()
     with open_study(tmp_path / "a.journal", about) as study:
-        found = calibrate(subject(ticking), study, **options)
+        found = measure_calls(subject(ticking), study, **options)
     assert sorted(set(ticking.sizes)) == [1, 8, 16, 32] and ticking.sizes.count(1) == 1, "one to wake it up"
     assert found.largest == 32 and found.price == pytest.approx((0.020, 0.002, 0.0), rel=0.02, abs=1e-6)
     ticking.sizes.clear()
     with open_study(tmp_path / "a.journal", about) as study:
-        assert calibrate(subject(ticking), study, **options) == found
+        assert measure_calls(subject(ticking), study, **options) == found
     assert ticking.sizes == [], "nothing is called when all is known"
 
 
@@ -128,11 +127,11 @@ def test_time_of_earlier_sessions_counts(tmp_path: Path) -> None:
             raise Once
         return ticking(items)
 
-    whole = calibrate(subject(ticking), new_study(), budget_s=1.1, **options)
+    whole = measure_calls(subject(ticking), new_study(), budget_s=1.1, **options)
     with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Exception, match="Once"):
-        calibrate(subject(deadly), study, budget_s=1.1, **options)
+        measure_calls(subject(deadly), study, budget_s=1.1, **options)
     with open_study(tmp_path / "a.journal", about) as study:
-        found = calibrate(subject(ticking), study, budget_s=1.1, **options)
+        found = measure_calls(subject(ticking), study, budget_s=1.1, **options)
     assert found.largest == whole.largest and found.ended == whole.ended == "the time for calibrating was over"
 
 

@@ -7,29 +7,35 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import autotune
 from autotune.cli.main import run
-from autotune.measure.evaluate import EvaluationError, Interrupted
-from autotune.measure.score import Score
+from autotune.measure.evaluate import EvaluationError
 from autotune.profile.callable import BatcherSetting, Point, load_callable_profile
-from autotune.profiling import callable_sweep
-from autotune.profiling.callable_calibration import calibrate
-from autotune.profiling.callable_runs import items, simulate
-from autotune.profiling.callable_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
-from autotune.profiling.callable_subject import Subject
-from autotune.profiling.callable_sweep import Question, sweep
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
+from autotune.profiling.callable import CallableSession, CallableSetup, CallableTarget, CallSimulator, items, ranked
+from autotune.profiling.calls import measure_calls
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import callable_point
+from autotune.profiling.points import Run, callable_point
 from autotune.profiling.reporting import Silent
-from autotune.profiling.target import Load
+from autotune.profiling.target import Load, Measured
 from autotune.workload import parse_workload, prompt_ids
 from runtime import SLO, Batcher, InputError
+from runtime.clock import VirtualClock
 from runtime.knobs import KNOBS
-from tests.unit.callable_world import Ticking, calibrated, interrupt_when_measured, new_study, subject
+from tests.unit.callable_world import (
+    Ticking,
+    calibrated,
+    interrupt_when_measured,
+    new_study,
+    question,
+    simulated,
+    subject,
+)
 
 SLOW_START = SLO(e2e_ms=400)  # with 20 + 2·n ms a call
 
@@ -101,23 +107,23 @@ def test_simulating_tells_settings_apart() -> None:
     cost = calibrated(ticking, subject(ticking))
     load = Load(300.0, 7, 10.0, 1.0)
 
-    def simulated(setting: BatcherSetting) -> Point:
-        return callable_point(setting, [simulate(setting, cost, [1], load, SLOW_START)], simulated=True)
+    def tried(setting: BatcherSetting) -> Point:
+        return callable_point([simulated(setting, cost, [1], load, SLOW_START)])
 
-    free, single = simulated(AS_IT_COMES), simulated(ONE_AT_A_TIME)
-    late = simulated(BatcherSetting("dynamic", OPEN.with_(max_batch_size=64, max_wait_ms=390)))
+    free, single = tried(AS_IT_COMES), tried(ONE_AT_A_TIME)
+    late = tried(BatcherSetting("dynamic", OPEN.with_(max_batch_size=64, max_wait_ms=390)))
     assert free.attainment > 0.99 > 0.5 > single.attainment and free.items_per_call > 4
     assert (late.e2e_p50_ms or 0) > 1.5 * (free.e2e_p50_ms or 0)
     assert Objective(SLOW_START).ranked([single, late, free])[0] is free
-    assert simulated(AS_IT_COMES) == free
+    assert tried(AS_IT_COMES) == free
 
 
 def test_runs_of_one_setting_make_one_point() -> None:
     ticking = Ticking(0.020, 0.002)
     cost, slo = calibrated(ticking, subject(ticking)), SLO(e2e_ms=60)
-    runs = [simulate(AS_IT_COMES, cost, [1], Load(200.0, seed, 4.0, 1.0), slo) for seed in (7, 8)]
-    first, second = runs
-    both = callable_point(AS_IT_COMES, runs, simulated=False)
+    scores = [simulated(AS_IT_COMES, cost, [1], Load(200.0, seed, 4.0, 1.0), slo).score for seed in (7, 8)]
+    first, second = scores
+    both = callable_point([Run.of(AS_IT_COMES, "validation", "", score) for score in scores])
     assert (both.source, both.setting, both.seeds) == ("measured", AS_IT_COMES, (7, 8))
     assert (both.offered, both.met) == (first.offered + second.offered, first.met + second.met)
     assert 0 < both.attainment == both.met / both.offered < 1 and both.goodput == pytest.approx(both.met / 8.0)
@@ -157,39 +163,100 @@ def test_of_equals_the_faster_and_of_those_the_first() -> None:
 
 def test_stopped_at_once_nothing_was_tried() -> None:
     ticking = Ticking(0, 0)
-    with pytest.raises(Interrupted):
-        sweep(subject(ticking), Question(SLO(e2e_ms=100), 100.0, 5.0), new_study(), stop=lambda: True)
+    asked, target = question(SLO(e2e_ms=100), 100.0, 5.0), CallableTarget(subject(ticking))
+    found = CallableSession(target, asked, new_study(), Silent(), stop=lambda: True).run()
+    assert found.stopped and not found.simulated and not found.runs
 
 
 class Notes(Silent):
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.begun: list[str] = []
 
     def note(self, text: str) -> None:
         self.told.append(text)
 
+    def stage(self, name: str) -> None:
+        self.begun.append(name)
 
-def test_a_setting_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost, tried, notes = calibrated(Ticking(0.001, 0.0), subject(list)), [], Notes()
+    def progress(self, share: float, count: str, note: str, left_s: float | None) -> None:
+        assert self.begun, "progress belongs to a stage"
 
-    def measured(setting: BatcherSetting, of: Subject, load: Load, slo: SLO, *args: Any, workers: int) -> Score:
-        tried.append(setting)
-        if setting in failing:
-            raise EvaluationError("request run-3 failed: no memory")
-        return simulate(setting, cost, of.costs, load, slo)
 
-    monkeypatch.setattr(callable_sweep, "measure", measured)
-    question, failing = Question(SLO(e2e_ms=100), 100.0, 5.0, most=2), [AS_IT_COMES]
-    found = sweep(subject(list), question, new_study(), notes, now=lambda: 0.0)
-    (left,) = found.measured
-    assert left.setting == found.ranked[0].setting != AS_IT_COMES and len(left.seeds) == 2
-    assert tried.count(AS_IT_COMES) == 2, "as the warm-up, and once; not in the next round"
+class Tireless(CallableTarget):
+    """Measures in no time, by its simulation, and notes what it measured."""
+
+    def __init__(self, ticking: Ticking) -> None:
+        super().__init__(subject(ticking), clock=SimpleNamespace(now=ticking.clock))
+        self.cost = calibrated(ticking, self.subject)
+        self.tried: list[tuple[str, BatcherSetting]] = []
+
+    def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+        self.tried.append((options["label"].rpartition("-")[0], setting))
+        return Measured(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
+
+
+def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    target, notes, still = Tireless(ticking), Notes(), VirtualClock()
+    first = CallableSession(target, asked, study, notes, host=still).run()
+    assert notes.begun == ["calibrating", "simulating", "measuring"]
+    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 4
+    target.tried.clear()
+    ticking.sizes.clear()
+    again = Notes()
+    second = CallableSession(target, asked, study, again, host=still).run()
+    assert again.begun == ["simulating", "measuring"] and "going on with the study of an earlier run" in again.told[0]
+    assert target.tried == [] and ticking.sizes == []
+    assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
+    assert ranked(second) == ranked(first)
+
+
+def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
+    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    run = simulated(AS_IT_COMES, calibrated(ticking, subject(ticking)), [1], load, SLOW_START)
+    kept = run.model_dump(mode="json")
+    assert kept["strategy"] == "adaptive" and Run.model_validate(kept).batcher_setting == AS_IT_COMES
+    earlier = Run.model_validate({name: value for name, value in kept.items() if name != "strategy"})
+    assert earlier.batcher_setting == AS_IT_COMES and "strategy" not in earlier.model_dump_json()
+    with pytest.raises(ValueError, match="vLLM defaults: is no run of a batcher"):
+        Run.of(AS_IT_COMES.knobs, "validation", "vLLM defaults", run.score).batcher_setting  # noqa: B018
+
+
+def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
+    ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
+    cost = calibrated(ticking, subject(ticking))
+    run = Run.of(ONE_AT_A_TIME, "validation", "", simulated(ONE_AT_A_TIME, cost, [1], load, SLOW_START).score)
+    paired = CallSimulator(cost, [1], SLOW_START, warmup_s=1.0).paired(run)
+    assert (paired.stage, paired.batcher_setting, paired.score) == ("simulation", ONE_AT_A_TIME, run.score)
+
+
+def test_a_setting_that_fails_is_left_out() -> None:
+    class Failing(Tireless):
+        def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
+            found = super().measure(setting, *rest, **options)
+            if setting in failing:
+                raise EvaluationError("request run-3 failed: no memory")
+            return found
+
+    def profiled(reporter: Silent) -> list[Point]:
+        asked = question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+        return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
+
+    target, notes = Failing(Ticking(0.001, 0.0)), Notes()
+
+    failing = [AS_IT_COMES]
+    (left,) = profiled(notes)
+    assert left.source == "measured" and left.setting != AS_IT_COMES and len(left.seeds) == 2
+    tried = target.tried
+    assert tried.count(("validation", AS_IT_COMES)) == 1, "not in the next round"
+    assert tried[0] == ("warm-up", tried[1][1]) and [what for what, _ in tried].count("warm-up") == 1
     assert [text for text in notes.told if "failed" in text] == [
-        f"{AS_IT_COMES} failed: request run-3 failed: no memory"
+        f"validation of {AS_IT_COMES} failed: request run-3 failed: no memory"
     ]
     failing.append(left.setting)
     with pytest.raises(EvaluationError, match="request run-3 failed: no memory"):
-        sweep(subject(list), question, new_study(), now=lambda: 0.0)
+        profiled(Silent())
 
 
 FUNCTION = """
@@ -262,13 +329,15 @@ def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: b
         return texts
 
     of = subject(call)
-    found = calibrate(of, new_study(), seed=0, budget_s=60, most=4, workers=2)
+    found = measure_calls(of, new_study(), seed=0, budget_s=60, most=4, workers=2)
     assert found.slowdown(1) == 1.0 and found.slowdown(2) == found.beside
     assert (1.5 < found.beside < 2.6) if shared else found.beside < 1.4
-    one = calibrate(of, new_study(), seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
+    one = measure_calls(of, new_study(), seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
     assert found.capacity(1, 0.1)[0] == pytest.approx(one * 2 / found.beside, rel=0.2)
     load, setting = Load(1.4 * one, 7, 5.0, 1.0), BatcherSetting("adaptive", OPEN.with_(max_batch_size=4))
-    many, single = (simulate(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).attainment for n in (2, 1))
+    many, single = (
+        simulated(setting, replace(found, workers=n), [1], load, SLO(e2e_ms=100)).score.attainment for n in (2, 1)
+    )
     assert single < 0.8 and (many < 0.8 if shared else many > 0.95)
 
 

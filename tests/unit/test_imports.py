@@ -163,7 +163,7 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
             "autotune.engines.own",
             "def f():\n    from runtime.torch_backend import build\n    from runtime import Engine",
         ),
-        ("autotune.profiling.callable_runs", "from runtime.batching.core import BatchCore"),
+        ("autotune.profiling.callable", "from runtime.batching.core import BatchCore"),
         ("autotune.cli.main", "from autotune.cli.profile import profile"),
         ("autotune.profiling.study", "import optuna"),
         (

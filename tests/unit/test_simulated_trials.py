@@ -39,9 +39,9 @@ class Uneven(Valley):
 def test_starting_points_first_then_what_tpe_proposes() -> None:
     found = tried()
     assert [t.number for t in found] == list(range(TRIALS))
-    assert [(t.label, t.knobs) for t in found[:2]] == STARTING, "as they are, though one lies outside the space"
+    assert [(t.label, t.setting) for t in found[:2]] == STARTING, "as they are, though one lies outside the space"
     assert {t.label for t in found[2:]} == {"search"}
-    assert all(t.knobs.max_wait_ms == 0 and t.outcome for t in found)
+    assert all(t.setting.max_wait_ms == 0 and t.outcome for t in found)
     assert tried(seed=4)[2:] != found[2:]
 
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_tried_is_a_failed_trial_with_its_cause(workers: int) -> 
     found = tried(Refusing(), workers=workers, trials=14)
     failed = [t for t in found if t.failed]
     assert 0 < len(failed) < len(found) == 14
-    assert all(t.failed == f"{t.knobs.token_budget} tokens are too few" and t.outcome is None for t in failed)
+    assert all(t.failed == f"{t.setting.token_budget} tokens are too few" and t.outcome is None for t in failed)
     with pytest.raises(ZeroDivisionError):
         tried(Refusing(wrong=True), workers=workers)
 

@@ -13,7 +13,7 @@ from autotune.profile.parts import KnobsField, Part, Point
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, pareto, point, points
 from autotune.profiling.setup import Setup
-from autotune.profiling.space import VLLM_LABEL, alike, is_baseline
+from autotune.profiling.space import NEAR_BEST, VLLM_LABEL, alike, is_baseline
 from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Simulates
 from autotune.profiling.timing import CANDIDATES
@@ -24,7 +24,6 @@ MOST = 16
 _FEWEST = 4
 _NEARLY = 0.95  # of the best goodput: where what else a setting is good at decides
 _SPEEDS = (0.95, 1.0, 1.05)  # in units of the speed that is taken for true
-NEAR_BEST = "near the best"
 
 
 class Candidate(Part):

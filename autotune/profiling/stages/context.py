@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.fingerprint import OtherWork
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Setup, balanced_seeds
+from autotune.profiling.setup import Setup
 from autotune.profiling.study import SweepStudy, kept_run
 from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
-from runtime.knobs import Knobs
-
-_UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 @dataclass(frozen=True)
-class Request:
-    """A measurement to be made: ``knobs`` under the arrivals of ``rate`` requests/s and ``seed``.
+class Request(Generic[SettingT]):
+    """A measurement to be made: ``setting`` under the arrivals of ``rate`` and ``seed``.
 
-    ``repeat`` tells apart measurements of one setting under one rate and seed.
+    ``repeat`` tells apart measurements of one setting under one rate and seed; None: there is one at most.
     """
 
     stage: Stage
-    knobs: Knobs
+    setting: SettingT
     rate: float
     seed: int
-    repeat: int = 0
+    repeat: int | None = 0
 
     @property
     def key(self) -> str:
         """What the study keeps it under."""
-        return f"run/{self.stage}/{self.knobs}/{self.rate:g}/{self.seed}/{self.repeat}"
+        key = f"run/{self.stage}/{self.setting}/{self.rate:g}/{self.seed}"
+        return key if self.repeat is None else f"{key}/{self.repeat}"
 
 
 @dataclass
-class Context:
+class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
     """One session's target, question, study and what it has found so far."""
 
-    target: Target
-    question: Question
+    target: Target[SettingT, SetupT, CostT, SpaceT]
+    question: Question[SpaceT]
     study: SweepStudy
     reporter: Reporter
     schedule: Schedule
     meter: Meter
     host: Clock
-    found: Findings
+    found: Findings[SettingT, SetupT, CostT, SpaceT]
     stop: Callable[[], bool]
     warm: bool = False  # whether the engine has served such a load in this session
 
@@ -64,18 +64,18 @@ class Context:
     def keep_time(self) -> None:
         self.study.put("spent", {"hardware_s": self.meter.hardware_s, "simulating_s": self.meter.simulating_s})
 
-    def simulator(self, setup: Setup) -> Simulates:
+    def simulator(self, setup: SetupT) -> Simulates[SettingT]:
         """Of ``setup``'s load, by the cost model found."""
         assert self.found.cost is not None
         return self.target.simulator(self.found.cost, setup)
 
     @property
-    def cost_name(self) -> str:
+    def cost_name(self: Context) -> str:
         """Of the cost model that simulations go by."""
         assert self.found.cost is not None
         return cost_name(self.found.cost)
 
-    def settled(self, key: str, find: Callable[[], Setup]) -> Setup:
+    def settled(self: Context, key: str, find: Callable[[], Setup]) -> Setup:
         """What ``find`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
 
         def simulated() -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Context:
         self.keep_time()
         return found
 
-    def in_time(self, end: float | None, request: Request) -> bool:
+    def in_time(self, end: float | None, request: Request[SettingT]) -> bool:
         """Whether that fits before ``end`` seconds are spent. What the study has already always does."""
         return self.meter.fits(end, self.run_guess) or self.study.measurements.known(request.key)
 
@@ -105,21 +105,21 @@ class Context:
         """What ``decide`` says of the time there is, kept under ``key``: who takes up the study goes the same way."""
         return bool(self.study.measured(key, lambda: {"yes": decide()}, stop=self.stop)["yes"])
 
-    def measured(self, request: Request, setup: Setup, label: str) -> Run | None:
+    def measured(self, request: Request[SettingT], setup: SetupT, label: str) -> Run | None:
         """A measurement on the hardware: from the study if it is there, None if it failed."""
-        stage, knobs, key = request.stage, request.knobs, request.key
+        stage, setting, key = request.stage, request.setting, request.key
         self.check()
         try:
             found = kept_run(
-                self.study, key, lambda: self._measure(request, setup, label), knobs, request.rate, self.stop
+                self.study, key, lambda: self._measure(request, setup, label), setting, request.rate, self.stop
             )
         except Interrupted:
             raise
         except EvaluationError as error:
-            failure = (stage, knobs, str(error))
+            failure = (stage, setting, str(error))
             if failure not in self.found.unmeasured:
                 self.found.unmeasured.append(failure)
-                self.reporter.note(f"{stage} of {knobs} failed: {error}")
+                self.reporter.note(f"{stage} of {setting} failed: {error}")
             return None
         self.keep_time()
         return self.found.measured.setdefault(key, found)
@@ -130,29 +130,31 @@ class Context:
             if key.startswith("run/"):
                 self.found.measured.setdefault(key, Run.model_validate(stored))
 
-    def _measure(self, request: Request, setup: Setup, label: str) -> Run:
+    def _measure(self, request: Request[SettingT], setup: SetupT, label: str) -> Run:
         if not self.warm and not self.target.virtual:
             self._warm_up(request, setup)
         self.warm = True
         begun, work = self.target.clock.now(), OtherWork()
-        found = self._served(request, setup, f"{request.stage}-{self.study.count('measurements')}")
+        load = Load(request.rate, request.seed, setup.window_s, setup.warmup_s)
+        found = self._served(request.setting, load, setup, f"{request.stage}-{self.study.count('measurements')}")
         if not self.target.virtual:
             self.found.others.append((self.target.clock.now() - begun, work.cores()))
         score = found.score.model_copy(update={"rate": request.rate})  # to the last digit: runs are compared by it
-        return Run(stage=request.stage, label=label, trial=-1, score=score, steps=found.steps)
+        return Run.of(request.setting, request.stage, label, score, steps=found.steps)
 
-    def _warm_up(self, request: Request, setup: Setup) -> None:
-        """Have the engine serve a load like that of ``request``.
-
-        It gets faster while its libraries meet the shapes of their products; the calibration's steps have few of them.
-        """
+    def _warm_up(self, request: Request[SettingT], setup: SetupT) -> None:
+        """Serve a load before the first measurement, which would hold what is slow once, and what is left to be collected."""
         self.reporter.progress(0.0, "", "warming up", None)
-        load = setup.model_copy(update={"rate": request.rate}).apply(self.question.workload)
-        (seed,) = balanced_seeds(load, request.seed + _UNSEEN, 1, setup.warmup_s, setup.window_s)
-        self._served(replace(request, seed=seed), setup, f"warm-up-{self.study.count('warm-ups')}")
+        gc.collect()
+        load = self.target.warm_up(setup, request.rate, request.seed)
+        try:
+            self._served(request.setting, load, setup, f"warm-up-{self.study.count('warm-ups')}")
+        except Interrupted:
+            raise
+        except EvaluationError:  # told of where it is measured
+            self.reporter.progress(0.0, "", "the warm-up failed", None)
 
-    def _served(self, request: Request, setup: Setup, label: str) -> Measured:
-        load = Load(request.rate, request.seed, setup.window_s, setup.warmup_s)
+    def _served(self, setting: SettingT, load: Load, setup: SetupT, label: str) -> Measured:
         tokens = (self.question.seed << 20) + self.study.count("loads")
         with self.meter.hardware():
-            return self.target.measure(request.knobs, load, setup, prompt_seed=tokens, label=label, stop=self.stop)
+            return self.target.measure(setting, load, setup, prompt_seed=tokens, label=label, stop=self.stop)

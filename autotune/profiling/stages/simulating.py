@@ -6,82 +6,87 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Generic
 
 from autotune.measure.evaluate import EvaluationError
 from autotune.measure.score import Score
 from autotune.profiling.findings import Findings
+from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run
 from autotune.profiling.search import Outcome, search
-from autotune.profiling.setup import Setup
-from autotune.profiling.space import SearchSpace, starting_points
-from autotune.profiling.stages.candidates import NEAR_BEST
 from autotune.profiling.stages.context import Context
-from autotune.profiling.target import Simulates
+from autotune.profiling.target import Proposals, Simulates
 from autotune.profiling.timing import RATE, TRIALS
-from runtime.knobs import Knobs
-
-_LEAST = 4  # trials beside the starting points
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Generic[SettingT]):
     """A simulated trial: what ``objective`` says a setting is worth at one rate, under one seed."""
 
     objective: Objective
-    simulator: Simulates
+    simulator: Simulates[SettingT]
     rate: float
     seed: int
 
-    def __call__(self, knobs: Knobs, stop: Callable[[], bool]) -> Outcome:
+    def __call__(self, setting: SettingT, stop: Callable[[], bool]) -> Outcome:
         begun = time.process_time()
-        score = self.simulator.long(knobs, self.rate, self.seed, stop=stop)
+        score = self.simulator.long(setting, self.rate, self.seed, stop=stop)
         spent = {"cpu_s": time.process_time() - begun}
         return Outcome(self.objective.value(score), {"score": score.model_dump(mode="json"), **spent})
 
 
-def simulate(context: Context, setup: Setup, space: SearchSpace) -> None:
-    """Optuna's trials, as many as were asked or as there is time for, into ``context.found.simulated``.
+def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int) -> None:
+    """The target's proposals, as many as were asked or as there is time for, into ``context.found.simulated``.
+
+    All meet the same arrivals, drawn by ``seed``.
 
     How many there was time for is kept in the study: whoever takes it up comes to the same trials.
     """
-    found, question, schedule = context.found, context.question, context.schedule
-    key = f"trials/{question.sim_trials}/{schedule.simulate_s}/{setup.rate:g}"
+    found, schedule = context.found, context.schedule
+    assert found.cost is not None
+    proposals = context.target.proposals(context.question, setup, found.cost)
+    key = f"trials/{proposals.trials}/{schedule.simulate_s}/{setup.rate:g}"
     known = context.study.measurements.find(key)
     if known is None:
         seconds = schedule.simulate_s
         if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
             seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
         with context.meter.simulating():
-            _search(context, setup, space, seconds=seconds)
+            _search(context, setup, proposals, seed, seconds=seconds)
         known = context.study.measured(key, lambda: {"trials": _tried(found)}, stop=context.stop)
         context.keep_time()
     if known["trials"] != _tried(found):  # in an earlier session, or on another machine that was first
-        _search(context, setup, space, most=known["trials"])
+        _search(context, setup, proposals, seed, most=known["trials"])
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
     top = max(found.simulated, key=lambda run: run.score.goodput).score
+    done = len(found.simulated)
     context.reporter.stage_done(
-        f"{len(found.simulated)} trials", f"best {top.goodput:.1f} of {top.offered_rate:.1f} req/s in SLO"
+        f"{done} trials" if proposals.space else f"{done}/{proposals.trials}",
+        f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} in SLO",
     )
 
 
 def _search(
-    context: Context, setup: Setup, space: SearchSpace, *, seconds: float | None = None, most: int | None = None
+    context: Context[SettingT, SetupT, CostT, SpaceT],
+    setup: SetupT,
+    proposals: Proposals[SettingT],
+    seed: int,
+    *,
+    seconds: float | None = None,
+    most: int | None = None,
 ) -> None:
-    """As many as asked for; at most so many, or those there are ``seconds`` for, but always a few beside the starting points."""
+    """As many as proposed; at most so many, or those there are ``seconds`` for."""
     found, question = context.found, context.question
     found.simulated, found.failures, found.cpu_s = [], [], 0.0
-    starting = starting_points(space, setup.fitted)
-    known = {knobs for _, knobs in starting}
-    starting += [(NEAR_BEST, knobs) for knobs in setup.candidates if knobs not in known]
     begun, best = context.host.now(), 0.0
     tried = search(
-        Trial(Objective(setup.slo), context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
-        space,
-        starting=starting,
-        trials=question.sim_trials,
+        Trial(Objective(setup.slo), context.simulator(setup), setup.rate, seed),
+        proposals.space,
+        starting=proposals.starting,
+        trials=proposals.trials,
         seed=question.seed,
         workers=question.workers,
         stop=context.stop,
@@ -90,19 +95,19 @@ def _search(
         for trial in tried:
             if trial.outcome is None:
                 found.failures.append((trial.number, str(trial.failed)))
-                context.reporter.note(f"trial {trial.number} failed ({trial.knobs}): {trial.failed}")
+                context.reporter.note(f"trial {trial.number} failed ({trial.setting}): {trial.failed}")
             else:
                 score = Score.model_validate(trial.outcome.result["score"])
-                found.simulated.append(Run(stage="simulation", label=trial.label, trial=trial.number, score=score))
+                found.simulated.append(Run.of(trial.setting, "simulation", trial.label, score, trial=trial.number))
                 found.cpu_s += float(trial.outcome.result["cpu_s"])
                 best = max(best, score.goodput)
             done, spent = trial.number + 1, context.host.now() - begun
-            share = max(done / (most or question.sim_trials), 0.0 if not seconds else min(1.0, spent / seconds))
-            left, note = spent * (1 - share) / share, f"best {best:.1f} req/s in SLO"
+            share = max(done / (most or proposals.trials), 0.0 if not seconds else min(1.0, spent / seconds))
+            left, note = spent * (1 - share) / share, f"best {best:.1f} {context.target.unit} in SLO"
             context.reporter.progress(share, f"{done} trials", note, left)
-            if done == most or (seconds is not None and spent > seconds and done >= len(starting) + _LEAST):
+            if done == most or (seconds is not None and spent > seconds and done >= proposals.least):
                 return
 
 
-def _tried(found: Findings) -> int:
+def _tried(found: Findings[SettingT, SetupT, CostT, SpaceT]) -> int:
     return len(found.simulated) + len(found.failures)

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from autotune.measure.evaluate import Interrupted
-from autotune.profiling.callable_subject import Subject
 from autotune.profiling.study import SweepStudy
+from autotune.profiling.subject import Subject
 from runtime.batching.event_loop import LoopThread
 from runtime.batching.invoke import Function, is_out_of_memory
 from runtime.batching.item import Call, Item
@@ -81,7 +81,12 @@ class CallCost:
         return self.workers * size / seconds(size), size
 
 
-def calibrate(
+def calibrated(study: SweepStudy) -> bool:
+    """Whether an earlier session of ``study`` came to the end of the doubling."""
+    return study.get(_ENDED) is not None
+
+
+def measure_calls(
     subject: Subject,
     study: SweepStudy,
     *,
@@ -91,7 +96,7 @@ def calibrate(
     workers: int = 1,
     longest_s: float | None = None,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[float, str], None] = lambda share, count: None,
+    progress: Callable[[float, str], None] = lambda share, note: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CallCost:
     """Call the function with up to ``most`` items at a time. ``longest_s``: a call beyond it ends the doubling (None: 40 times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autotune.profile.callable import BatcherSetting, StrategyName
 from runtime.batching.options import BATCHER_LIMITS
@@ -19,6 +20,14 @@ AS_IT_COMES = BatcherSetting("adaptive", OPEN)
 
 ONE_AT_A_TIME = BatcherSetting("dynamic", OPEN.with_(max_batch_size=1, max_wait_ms=0))
 """No batching."""
+
+
+@dataclass(frozen=True)
+class BatcherSpace:
+    """What may be tried. ``most``: items in a call."""
+
+    strategies: Sequence[StrategyName] = STRATEGIES
+    most: int = 256
 
 
 def grid(

@@ -1,0 +1,434 @@
+"""A callable in a batcher as what is profiled: its calibration, its simulator, its settings, and which of them are measured.
+
+The rest is as for an LLM engine (:mod:`autotune.profiling.session`): one study, one search in simulation, one way to measure. A
+callable has no KV pool and no steps to fit a cost model to; its load follows from the calibration, so no rate is looked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from autotune.engines.callable import CallableSource
+from autotune.measure.evaluate import Interrupted, evaluate
+from autotune.measure.score import Score, score
+from autotune.profile import Machine
+from autotune.profile.callable import BatcherSetting, Point
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, choose, grid
+from autotune.profiling.calls import CallCost, calibrated, measure_calls
+from autotune.profiling.findings import Findings, Question
+from autotune.profiling.objective import Objective
+from autotune.profiling.points import Run, callable_points
+from autotune.profiling.reporting import Reporter
+from autotune.profiling.session import Sweep
+from autotune.profiling.setup import Comparison
+from autotune.profiling.simulator import PAIRED
+from autotune.profiling.stages.rounds import measure_in_rounds
+from autotune.profiling.study import SweepStudy
+from autotune.profiling.subject import Subject
+from autotune.profiling.target import Calibrated, Load, Measured, Proposals
+from autotune.profiling.timing import CALIBRATE_S, Meter, Schedule
+from autotune.version import __version__
+from autotune.workload import Workload, parse_workload, prompt_ids
+from autotune.workload.replay import ReplayReport
+from runtime.batching.accounts import call_record
+from runtime.batching.core import BatchCore
+from runtime.batching.groupings import Grouping
+from runtime.batching.item import Call, Item
+from runtime.batching.strategies import strategy_of
+from runtime.batching.virtual import serve
+from runtime.clock import Clock, MonotonicClock
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+
+ITEMS: Workload = parse_workload("poisson:rate=1,prompt=1,output=1")
+"""Poisson arrivals; the number in each prompt says which of the inputs comes."""
+
+RATE_SHARE = 0.8
+"""Of what the callable can do by its calibration: near enough to the limit for settings to differ."""
+
+MOST_RATE = 1000.0
+"""Items/s that are offered unless asked for: one process sends these on time."""
+
+_CALIBRATING, _SIMULATING = 0.15, 0.15  # of the budget
+_SIMULATED_ITEMS = 2000
+_SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
+_MEASURED, _ROUNDS = 4, 2  # settings, unless a number is asked for, and runs of each
+_SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
+_SIMULATED_SEED, _MEASURED_SEED, _UNSEEN = (
+    1_000_003,
+    2_000_003,
+    1 << 16,
+)  # to the seed of the question, the latter to a load's
+_PLAN = "plan"  # a fact of the study
+
+
+class CallableSetup(Comparison):
+    """What the calibration of a callable decided. ``capacity``: items/s in calls of ``capacity_size``."""
+
+    capacity: float
+    capacity_size: int
+
+    @property
+    def e2e_ms(self) -> float:
+        """The one target of the SLO."""
+        assert self.slo.e2e_ms is not None
+        return self.slo.e2e_ms
+
+
+CallableQuestion: TypeAlias = Question[BatcherSpace]
+CallableFindings: TypeAlias = Findings[BatcherSetting, CallableSetup, CallCost, BatcherSpace]
+
+
+def ranked(found: CallableFindings) -> list[Point]:
+    """The best setting first: of those measured, else of those simulated."""
+    assert found.setup is not None
+    failed = {setting for _, setting, _ in found.unmeasured}
+    measured = [p for p in callable_points(found.runs) if p.offered and p.setting not in failed]
+    return Objective(found.setup.slo).ranked(measured or callable_points(found.simulated))
+
+
+def identity(
+    subject: Subject, question: CallableQuestion, inputs: Path, machine: Machine, *, replicas: int = 1
+) -> dict[str, Any]:
+    """What a study is about: only a run that asks the same goes on with it. The function counts as changed when a file of it
+    has."""
+    return {
+        "function": subject.name,
+        "files of the function": _digest(subject.sources),
+        "inputs": _digest([inputs]),
+        "cost": subject.cost_name,
+        "slo": None if question.slo is None else str(question.slo),
+        "rate": question.rate,
+        "budget": f"{question.budget_s:g}s",
+        "most": question.space.most,
+        "replicas": replicas,
+        "strategies": list(question.space.strategies),
+        "seed": question.seed,
+        "machine": machine.model_dump(mode="json", include={"cpu", "cores", "threads"}),
+        "autotune": __version__,
+    }
+
+
+# -- the target -----------------------------------------------------------------------------------------------------------
+
+
+class CallableTarget:
+    """``subject`` behind a batcher with so many ``replicas``, which call it at a time."""
+
+    virtual = False
+    unit = "items/s"
+
+    def __init__(self, subject: Subject, replicas: int = 1, clock: Clock | None = None) -> None:
+        self.subject, self.replicas = subject, replicas
+        self.clock = clock or MonotonicClock()
+
+    def calibrated(self, study: SweepStudy) -> bool:
+        return calibrated(study)
+
+    def calibrate(
+        self,
+        question: CallableQuestion,
+        study: SweepStudy,
+        schedule: Schedule,
+        meter: Meter,
+        *,
+        stop: Callable[[], bool],
+        advance: Callable[[float, str], None],
+    ) -> Calibrated[CallableSetup, CallCost]:
+        """As in :class:`~autotune.profiling.target.Target`; the calls of each size are one measurement."""
+        slo = question.slo
+        with meter.hardware():
+            cost = measure_calls(
+                self.subject,
+                study,
+                seed=question.seed,
+                budget_s=schedule.calibrate_s,
+                most=question.space.most,
+                workers=self.replicas,
+                longest_s=None if slo is None or slo.e2e_ms is None else slo.e2e_ms / 1e3,
+                stop=stop,
+                progress=advance,
+                clock=self.clock.now,
+            )
+        setup = draw_setup(self.subject, question, cost, schedule)
+        return Calibrated(
+            setup=setup,
+            cost=cost,
+            amount=f"{cost.largest} items",
+            note=f"fit error {cost.error:.1%}, up to {setup.capacity:.3g} items/s",
+        )
+
+    def proposals(self, question: CallableQuestion, setup: CallableSetup, cost: CallCost) -> Proposals[BatcherSetting]:
+        """The baselines, then the whole grid, which is small; nothing is proposed beyond it."""
+        subject = self.subject
+        settings = grid(
+            question.space.strategies,
+            largest=cost.largest,
+            slack_ms=setup.e2e_ms - cost.seconds(1, subject.mean_cost) * 1e3,
+            mean_cost=subject.mean_cost if subject.costs_vary else None,
+            seed=question.seed,
+            workers=self.replicas,
+        )
+        baselines = [ONE_AT_A_TIME]
+        if "adaptive" in question.space.strategies:
+            baselines.insert(0, AS_IT_COMES)
+        starting = [(str(setting), setting) for setting in dict.fromkeys([*baselines, *settings])]
+        return Proposals(starting, None, len(starting), len(baselines))
+
+    def simulator(self, cost: CallCost, setup: CallableSetup) -> CallSimulator:
+        return CallSimulator(cost, self.subject.costs, setup.slo, setup.warmup_s, self.subject.grouping)
+
+    def warm_up(self, setup: CallableSetup, rate: float, seed: int) -> Load:
+        """Half a second, for whatever is slow once."""
+        return Load(rate, seed + _UNSEEN, _SHORTEST_S, 0.0)
+
+    def measure(
+        self,
+        setting: BatcherSetting,
+        load: Load,
+        setup: CallableSetup,
+        *,
+        prompt_seed: int,
+        label: str,
+        stop: Callable[[], bool],
+    ) -> Measured:
+        """As in :class:`~autotune.profiling.target.Target`, by a batcher of its own. The inputs follow from the seed of ``load``,
+        so ``prompt_seed`` says nothing."""
+        del prompt_seed
+        options = {
+            "slo": setup.slo,
+            "cost": self.subject.cost,
+            "grouping": self.subject.new_grouping(),
+            "collate": self.subject.collate,
+            "strategy": setting.strategy,
+            "replicas": self.replicas,
+        }
+        engine = CallableSource(self.subject.function, self.subject.inputs, options).start(setting.knobs)
+        try:
+            found = evaluate(
+                engine,
+                None,
+                ITEMS.at_rate(load.rate),
+                setup.slo,
+                vocab_size=len(self.subject.inputs),
+                seed=load.seed,
+                duration=load.window_s,
+                warmup=load.warmup_s,
+                label=label,
+                stop=stop,
+            )
+        finally:
+            engine.close(drain=False)
+        return Measured(found)
+
+
+def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, schedule: Schedule) -> CallableSetup:
+    """The SLO and the rate, as given or from the calibration."""
+    slo, slo_from = question.slo, "given"
+    if slo is None:
+        one = cost.seconds(1, subject.mean_cost) * 1e3
+        slo = SLO(e2e_ms=max(20.0, _rounded_up(_SLO_CALLS * one)))
+        slo_from = f"{_SLO_CALLS} times a call of one item, and at least 20 ms"
+    assert slo.e2e_ms is not None
+    # An item waits for the call before its own: a size serves all comers only if two calls fit the SLO.
+    capacity, size = cost.capacity(subject.mean_cost, slo.e2e_ms / 2e3)
+    rate, rate_from = question.rate, "as asked"
+    if rate is None:
+        rate = min(RATE_SHARE * capacity, MOST_RATE)
+        rate_from = f"{RATE_SHARE:.0%} of what it can do inside the SLO"
+        if rate == MOST_RATE:
+            rate_from = "the most that is offered unless --rate asks for more"
+    return CallableSetup(
+        rate=float(f"{rate:.4g}"),
+        rate_from=rate_from,
+        slo=slo,
+        slo_from=slo_from,
+        window_s=schedule.window_s,
+        warmup_s=schedule.warmup_s,
+        capacity=capacity,
+        capacity_size=size,
+    )
+
+
+@dataclass(frozen=True)
+class CallSimulator:
+    """The batcher's own core and strategies in virtual time, over inputs of ``costs``. Calls scatter around what ``cost`` says as
+    they did when it was measured. ``warmup_s``: of the hardware."""
+
+    cost: CallCost
+    costs: Sequence[int]
+    slo: SLO
+    warmup_s: float = 0.0
+    grouping: str | Grouping = "arrival"
+
+    def window(self, rate: float) -> tuple[float, float]:
+        """(warm-up, window) of :meth:`long`, s. At any rate it holds the same items."""
+        window = _SIMULATED_ITEMS / rate
+        return window / 10, window
+
+    def long(self, setting: BatcherSetting, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
+        """Under as many items as tell settings apart."""
+        if stop is not None and stop():
+            raise Interrupted("stopped while simulating")
+        warmup, window = self.window(rate)
+        return self.served(setting, Load(rate, seed, window, warmup))
+
+    def paired(self, run: Run) -> Run:
+        """The simulation of the very items that ``run`` measured."""
+        score, setting = run.score, run.batcher_setting
+        found = self.served(setting, Load(score.rate, score.seed, score.window_s, self.warmup_s))
+        return Run.of(setting, "simulation", PAIRED, found)
+
+    def served(self, setting: BatcherSetting, load: Load) -> Score:
+        """What comes of ``load`` under ``setting``."""
+        cost = self.cost
+        grouping = copy.deepcopy(self.grouping)  # one that holds nothing yet
+        core = BatchCore(
+            strategy_of(setting.strategy), grouping, slo=self.slo, knobs=setting.knobs, workers=cost.workers
+        )
+        scatter = random.Random(load.seed)
+
+        def service(call: Call) -> float:
+            return cost.price.of(len(call.items), call.cost) * scatter.choice(cost.ratios)
+
+        slowdown = cost.slowdown if cost.workers > 1 else None
+        served = serve(core, items(load, self.costs), service, slowdown=slowdown)
+        end = load.warmup_s + load.window_s
+        return score(
+            [r for r in served.records if r.arrival >= load.warmup_s],
+            self.slo,
+            setting=setting.knobs,
+            epoch=core.epoch,
+            seed=load.seed,
+            rate=load.rate,
+            start=load.warmup_s,
+            duration=load.window_s,
+            tokens=0,
+            steps=[call_record(c, len(c.items)) for c in served.calls if load.warmup_s <= c.start < end],
+            report=ReplayReport(len(served.records), 0.0, end, 0.0, 0.0, 0.0, 0.0, False),
+            wall_s=end,
+        )
+
+
+def items(load: Load, costs: Sequence[int]) -> list[Item]:
+    """What a measurement of ``load`` sends of inputs of ``costs``."""
+    arrivals = ITEMS.at_rate(load.rate).arrivals(load.seed, duration=load.warmup_s + load.window_s)
+    return [Item(None, a.time, costs[prompt_ids(a, len(costs), load.seed)[0]]) for a in arrivals]
+
+
+# -- the session ----------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What is measured. ``each_s``: what a run takes in all. ``tried``: settings simulated to come to it."""
+
+    settings: Sequence[BatcherSetting]
+    window_s: float
+    warmup_s: float
+    each_s: float
+    tried: int
+
+    @classmethod
+    def of(cls, chosen: Sequence[BatcherSetting], left_s: float, tried: int) -> Plan:
+        """Rounds over ``chosen`` in ``left_s`` seconds."""
+        each = left_s / (_ROUNDS * len(chosen))
+        warmup = min(2.0, each / 5)
+        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
+        return cls(chosen, window, warmup, each, tried)
+
+    def keep(self, study: SweepStudy) -> None:
+        settings = [{"strategy": s.strategy, "knobs": s.knobs.as_dict()} for s in self.settings]
+        study.put(_PLAN, {**self._asdict(), "settings": settings})
+
+    @classmethod
+    def kept(cls, study: SweepStudy) -> Plan | None:
+        """That of an earlier session of the same study."""
+        known: dict[str, Any] | None = study.get(_PLAN)
+        if known is None:
+            return None
+        settings = [BatcherSetting(s["strategy"], Knobs(**s["knobs"])) for s in known["settings"]]
+        return cls(**{**known, "settings": settings})
+
+
+class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
+    """Profiles a callable. Its rate follows from the calibration. The best few settings by simulation, and the batcher as it
+    comes, are measured in rounds, each under a seed of its own.
+
+    A study of an earlier session goes on with what that had planned to measure.
+    """
+
+    begun_with = "calls/1"
+
+    def __init__(
+        self,
+        target: CallableTarget,
+        question: CallableQuestion,
+        study: SweepStudy,
+        reporter: Reporter,
+        *,
+        stop: Callable[[], bool] | None = None,
+        host: Clock | None = None,
+    ) -> None:
+        budget, plan = question.budget_s, Plan.kept(study)
+        schedule = Schedule(
+            budget,
+            window_s=plan.window_s if plan else 0.0,
+            warmup_s=plan.warmup_s if plan else 0.0,
+            calibrate_s=CALIBRATE_S if budget is None else _CALIBRATING * budget,
+            simulate_s=None if budget is None else _SIMULATING * budget,
+        )
+        super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
+
+    def _at_rate(self, setup: CallableSetup) -> CallableSetup:
+        """The one it has; no other is looked for."""
+        self._context.reporter.note(
+            f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({setup.rate_from})"
+        )
+        return setup
+
+    def _simulated_seed(self, setup: CallableSetup) -> int:
+        return self._context.question.seed + _SIMULATED_SEED
+
+    def _measure(self, setup: CallableSetup) -> None:
+        context = self._context
+        context.check()
+        context.reporter.stage("measuring")
+        plan = Plan.kept(context.study)
+        if plan is None:
+            plan = self._planned()
+            plan.keep(context.study)
+        setup = setup.model_copy(update={"window_s": plan.window_s, "warmup_s": plan.warmup_s})
+        context.found.setup = setup
+        first = context.question.seed + _MEASURED_SEED
+        measure_in_rounds(context, setup, plan.settings, range(first, first + _ROUNDS))
+
+    def _planned(self) -> Plan:
+        """As many settings as were asked for, or as there is time for."""
+        context, found, question = self._context, self._context.found, self._context.question
+        left = _ROUNDS * _MEASURED * _UNBOUNDED_S
+        count = question.trials or _MEASURED
+        if question.budget_s is not None:
+            left = max(0.0, question.budget_s - context.meter.spent_s - _SHORTEST_S)
+            count = min(count, max(2, int(left / 5)))
+        chosen = choose([point.setting for point in ranked(found)], count)
+        return Plan.of(chosen, left, len(found.simulated) + len(found.failures))
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    made = hashlib.sha256()
+    for path in paths:
+        made.update(path.read_bytes() if path.is_file() else b"")
+    return made.hexdigest()[:12]
+
+
+def _rounded_up(value: float) -> float:
+    """To two digits."""
+    unit = 10.0 ** (math.floor(math.log10(max(value, 1e-6))) - 1)
+    return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
