@@ -11,7 +11,7 @@ from autotune.profile.callable import CallableProfile, Point
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Room, empty_table, fullest
 
-_OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
+_OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
 
 def show(profile: CallableProfile, console: Console) -> None:
@@ -79,9 +79,9 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
 
 
 def _rows(profile: CallableProfile) -> list[Point]:
-    yardsticks = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
-    others = [p for p in profile.points[1:] if p not in yardsticks]
-    return [profile.points[0], *others[:_OTHERS], *yardsticks]
+    baselines = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    others = [p for p in profile.points[1:] if p not in baselines]
+    return [profile.points[0], *others[:_OTHERS], *baselines]
 
 
 def _label(index: int, point: Point) -> str:
