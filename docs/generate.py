@@ -32,7 +32,7 @@ def command_line() -> str:
         "",
     ]
     lines += ["| verb | |", "|---|---|"]
-    lines += [f"| [`{name}`](#autotune-{name}) | {_cell(verb.help)} |" for name, verb in group.commands.items()]
+    lines += [f"| [`{name}`](#autotune-{name}) | {_cell(verb.short_help)} |" for name, verb in group.commands.items()]
     for name, verb in group.commands.items():
         lines += ["", f"## autotune {name}", "", _text(verb.help), "", _text(verb.epilog), "", "| | |", "|---|---|"]
         lines += [f"| {_name(parameter)} | {_cell(_help(parameter))} |" for parameter in verb.params]

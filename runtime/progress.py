@@ -1,9 +1,16 @@
-"""A progress bar on stderr."""
+"""What a person at a terminal sees on stderr while something takes long."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def announce(what: str) -> None:
+    """A line on stderr, if that is a terminal: a program whose stderr is a log or a pipe gets none."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)
 
 
 @contextmanager

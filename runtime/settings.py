@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.tunable import SchedulerView, StepPolicy
@@ -37,6 +37,12 @@ class Settings:
         """
         with self._turning:
             self._wanted = self.limits.check(knobs)
+            return self._turn()
+
+    def change_knobs(self, changes: Mapping[str, float]) -> int:
+        """The same for the knobs named, the others staying as they were last set. Raises ``ValueError`` for an unknown name."""
+        with self._turning:
+            self._wanted = self.limits.check(self._wanted.with_(**changes))
             return self._turn()
 
     def limit(self, ceilings: KnobLimits) -> None:

@@ -73,16 +73,20 @@ class Tuning(ABC):
         """Hold requests of ``request_class`` to ``slo`` from now on."""
         self._put_slo(request_class, SLO.of(slo))
 
-    def set_knobs(self, knobs: Knobs, *, lease: Lease | None = None) -> int:
-        """Put ``knobs`` in force from the very next step on; returns the epoch, the old one if nothing changed.
+    def set_knobs(self, knobs: Knobs | None = None, *, lease: Lease | None = None, **changes: float) -> int:
+        """Put ``knobs`` in force from the very next step on, or change those named: ``set_knobs(token_budget=512)``.
 
-        Values between ``effective_limits`` and ``limits`` are lowered to the former. Raises ``ValueError`` above
-        ``limits``, LeaseError if a controller holds the lease and ``lease`` is not its own, EngineClosedError.
+        Returns the epoch, the old one if nothing changed. Values between ``effective_limits`` and ``limits`` are lowered to the
+        former. Raises ``ValueError`` above ``limits`` and for an unknown name, LeaseError if a controller holds the lease and
+        ``lease`` is not its own, EngineClosedError.
         """
+        if (knobs is None) != bool(changes) or not isinstance(knobs, Knobs | None):
+            given = ", ".join([*([] if knobs is None else [repr(knobs)]), *changes]) or "nothing"
+            raise ValueError(f"set_knobs takes Knobs(…), or knobs by name such as token_budget=512; given: {given}")
 
         def change() -> int:
             self._lease.check(lease)
-            return self._settings.set_knobs(knobs)
+            return self._settings.change_knobs(changes) if knobs is None else self._settings.set_knobs(knobs)
 
         return self._change(change)
 

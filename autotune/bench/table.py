@@ -16,7 +16,7 @@ def show(comparison: Comparison, slo: SLO, console: Console, *, baseline: Conten
     """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
-    for title in ("in SLO", f"− {baseline.name}", "goodput /s", "tok/s", *_TITLES, "unfinished"):
+    for title in ("attainment", f"− {baseline.name}", "goodput /s", "tok/s", *_TITLES, "unfinished"):
         table.add_column(title, justify="right", no_wrap=True)
     for contender in comparison.contenders:
         found = comparison.standing(contender)

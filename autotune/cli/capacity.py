@@ -47,7 +47,7 @@ def capacity(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},
     )  # fmt: skip
-    from autotune.cli.display import Display, make_console
+    from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.measure.evaluate import Interrupted
     from autotune.report.simulation_tables import (
@@ -61,7 +61,7 @@ def capacity(
     from autotune.simulate.capacity import Search, best_so_far
 
     console = make_console(stderr=as_json)
-    console.print(requested.head(), markup=False, highlight=False, soft_wrap=True)
+    say(console, requested.head())
     scenario, start = requested.scenario, requested.profile.workload.rate
     display = Display(console, "")
     known: dict[str, SettingCapacity] = {}
@@ -91,17 +91,20 @@ def capacity(
         shown = list(known.values())
         top = max(shown, key=lambda one: one.order) if best is None else best.setting
         console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
-        console.print(
+        say(
+            console,
             f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests meet {scenario.slo}, "
             f"to {search.precision:.0%}; {interval_words(seeds)}",
-            style="dim", markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            "dim",
+        )
         endless = unbounded_sentence(shown, scenario.slo, requests)
         if endless is not None:
-            console.print(endless, markup=False, highlight=False, soft_wrap=True)
+            say(console, endless)
+        beside = requested.beside_capacity(shown[0].rate, requests) if not endless else None
+        if beside is not None:
+            say(console, beside)
     if best is not None and requested.price is not None:
-        sentence = cheapest_sentence(best, scenario.slo, requested.price)
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, cheapest_sentence(best, scenario.slo, requested.price))
     if as_json:
         settings = [capacity_data(one, requested.price) for one in known.values()]
         cheapest = cheapest_data(best, requested.price)

@@ -19,7 +19,8 @@ CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or
 @contextmanager
 def connection(target: str | None) -> Iterator[Steering]:
     """A connection to the process that ``target`` names. Its loss is an :class:`InputError` too."""
-    from autotune.control.remote import Steering, choose
+    from autotune.control.remote import Steering
+    from autotune.control.sockets import choose
 
     path = choose(target)
     with Steering(path) as steering:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from autotune.profiling.setup import Setup
 
+WIDEST = 120  # columns of a line of prose
 _EVERY_S = 10.0  # between plain lines of one stage
 
 
@@ -28,6 +29,11 @@ def make_console(*, stderr: bool = False) -> Console:
     """Rich takes a pipe for 80 columns wide; a file can be wider, and tables in it must not be cut."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=max(120, console.width))
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prose, folded between words at :data:`WIDEST` columns or where the terminal ends."""
+    console.print(text, style=style, markup=False, highlight=False, width=min(WIDEST, console.width))
 
 
 class Display:

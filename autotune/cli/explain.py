@@ -29,6 +29,7 @@ def explain(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Print the timeline; 2 when the file is no decision log."""
+    from autotune.cli.display import WIDEST, make_console
     from autotune.control.decision_log import read_decisions
     from autotune.control.explain import summarize, timeline
 
@@ -52,7 +53,7 @@ def explain(
     if not decisions:
         print(f"{log} holds no decision")
         return DONE
-    for line in timeline(decisions, knobs=knobs):
+    for line in timeline(decisions, knobs=knobs, width=min(WIDEST, make_console().width)):
         print(line)
     print()
     for line in summary.lines():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ def export(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Write the file and say what was lost on the way; 2 when it cannot be exported."""
+    from autotune.cli.display import WIDEST
     from autotune.export import TARGETS
     from autotune.export import export as export_to
     from autotune.profile import find_profile, load_profile
@@ -50,6 +52,6 @@ def export(
         print(json.dumps(made.as_dict(file)))
         return DONE
     for line in made.reports:
-        print(line)
+        print(textwrap.fill(line, WIDEST, subsequent_indent="  ", break_on_hyphens=False))
     print(f"wrote {file}    start it with:  {made.command(file)}")
     return DONE

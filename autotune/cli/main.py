@@ -49,40 +49,49 @@ class Verbs(typer.core.TyperGroup):
 app = typer.Typer(
     name="autotune",
     cls=Verbs,
-    help="Finds and keeps the batching settings of an LLM engine: four knobs, measured on your hardware.",
+    help="Finds and keeps the batching settings of an LLM engine, on your hardware.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("profile", help=profile.HELP, epilog=profile.EXAMPLES)(profile.profile)
-app.command("bench", help=bench.HELP, epilog=bench.EXAMPLES)(bench.bench)
-app.command("profiles", help=profiles.HELP, epilog=profiles.EXAMPLES)(profiles.profiles)
-app.command("show", help=show.HELP, epilog=show.EXAMPLES)(show.show)
-app.command("report", help=report.HELP, epilog=report.EXAMPLES)(report.report)
-app.command("check", help=check.HELP, epilog=check.EXAMPLES)(check.check)
-app.command("simulate", help=simulate.HELP, epilog=simulate.EXAMPLES)(simulate.simulate)
-app.command("capacity", help=capacity.HELP, epilog=capacity.EXAMPLES)(capacity.capacity)
-app.command("serve", help=serve.HELP, epilog=serve.EXAMPLES)(serve.serve)
-app.command("export", help=export.HELP, epilog=export.EXAMPLES)(export.export)
-app.command("watch", help=watch.HELP, epilog=watch.EXAMPLES)(watch.watch)
-app.command("pause", help=pause.HELP, epilog=pause.EXAMPLES)(pause.pause)
-app.command("resume", help=pause.RESUME_HELP, epilog=pause.RESUME_EXAMPLES)(pause.resume)
-app.command("set", help=set_knobs.HELP, epilog=set_knobs.EXAMPLES)(set_knobs.set_knobs)
-app.command("explain", help=explain.HELP, epilog=explain.EXAMPLES)(explain.explain)
+_FIND, _ASK, _LIVE = "Find settings", "What if", "Serve and steer"
+for _panel, _name, _command, _help, _examples, _short in (
+    (
+        _FIND,
+        "profile",
+        profile.profile,
+        profile.HELP,
+        profile.EXAMPLES,
+        "Measure this machine, find the best settings.",
+    ),
+    (_FIND, "check", check.check, check.HELP, check.EXAMPLES, "Is a profile still true here?"),
+    (_FIND, "profiles", profiles.profiles, profiles.HELP, profiles.EXAMPLES, "List the profiles in this package."),
+    (_FIND, "show", show.show, show.HELP, show.EXAMPLES, "Print a profile as a table."),
+    (_FIND, "report", report.report, report.HELP, report.EXAMPLES, "Draw a profile, or a controller's run, as a page."),
+    (_FIND, "export", export.export, export.HELP, export.EXAMPLES, "Take a setting along to another engine."),
+    (_ASK, "simulate", simulate.simulate, simulate.HELP, simulate.EXAMPLES, "What do settings do under another load?"),
+    (_ASK, "capacity", capacity.capacity, capacity.HELP, capacity.EXAMPLES, "Up to which rate is an SLO met?"),
+    (_ASK, "bench", bench.bench, bench.HELP, bench.EXAMPLES, "Compare control, defaults and settings, live."),
+    (_LIVE, "serve", serve.serve, serve.HELP, serve.EXAMPLES, "Serve a model over HTTP; --slo tunes it."),
+    (_LIVE, "watch", watch.watch, watch.HELP, watch.EXAMPLES, "Watch a live controller."),
+    (_LIVE, "pause", pause.pause, pause.HELP, pause.EXAMPLES, "Have a live controller leave the knobs alone."),
+    (_LIVE, "resume", pause.resume, pause.RESUME_HELP, pause.RESUME_EXAMPLES, "Have it turn the knobs again."),
+    (_LIVE, "set", set_knobs.set_knobs, set_knobs.HELP, set_knobs.EXAMPLES, "Set knobs of a live engine by hand."),
+    (_LIVE, "explain", explain.explain, explain.HELP, explain.EXAMPLES, "What did a controller do, and why?"),
+):
+    app.command(_name, help=_help, short_help=_short, epilog=_examples, rich_help_panel=_panel)(_command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"autotune {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Options of the command itself."""
 

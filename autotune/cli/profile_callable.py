@@ -164,8 +164,8 @@ def _sweep(
     console.print()
     show(made, console)
     if found.stopped:
-        told = f"stopped; best so far written to {place}. Run the same command to go on."
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        stopped = f"stopped; best so far written to {place}. Run the same command to go on."
+        console.print(stopped, highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
     for line in (
         f"\nprofile  {place}",

@@ -56,7 +56,7 @@ def report(
     from autotune.cost.price import parse_price
     from autotune.profile import load_profile
     from autotune.report import gather, html
-    from autotune.report.files import check_profile, find, is_decision_log, place
+    from autotune.report.files import find, is_decision_log, place
     from autotune.report.terminal import show
     from autotune.writing import write_whole
 
@@ -68,10 +68,9 @@ def report(
         return _run(path, records, place(path, out), show_it=open_, as_json=as_json)
     if records is not None:
         raise InputError(f"--records is {records}; it goes with a decision log, and {path} is none")
-    check_profile(path)
+    loaded = load_profile(path)
     page = place(path, out)
     console = make_console(stderr=as_json)
-    loaded = load_profile(path)
     if money is not None:
         loaded = loaded.model_copy(update={"price_per_hour": money})
     made = _composed(gather(loaded, path), console)

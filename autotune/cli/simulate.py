@@ -54,7 +54,7 @@ def simulate(
         profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
         knobs=knobs or {},
     )  # fmt: skip
-    from autotune.cli.display import Display, make_console
+    from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.measure.evaluate import Interrupted
     from autotune.profiling.points import Run, point
@@ -63,12 +63,13 @@ def simulate(
 
     console = make_console(stderr=as_json)
     offered, whose = requested.offered(rate)
-    console.print(requested.head((offered, whose)), markup=False, highlight=False, soft_wrap=True)
+    say(console, requested.head((offered, whose)))
     scenario, taken = requested.scenario, tuple(range(seed, seed + seeds))
     display = Display(console, "")
     points: list[Point] = []
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None
+    beside: str | None = None
     stopped = False
     with stop_on_interrupt() as stop:
         display.stage("simulating")
@@ -85,6 +86,7 @@ def simulate(
                     left = (time.monotonic() - begun) / done * (total - done)
                     display.progress(done / total, f"{done}/{total}", name, left)
                 points.append(point(runs).model_copy(update={"knobs": setting}))
+            beside = requested.beside_measured(offered, requests / offered, stop.is_set)
             display.stage_done(f"{done}/{total}", "")
             if requested.price is not None:
                 display.stage("pricing")
@@ -103,14 +105,16 @@ def simulate(
     if points:
         console.print()
         console.print(simulated_table(points, scenario.slo, requested.price, console.width), soft_wrap=True)
-        console.print(
+        say(
+            console,
             f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
             f"requests for each of {seeds} seed{'s' if seeds > 1 else ''}; ( ) is a 95% interval over requests",
-            style="dim", markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            "dim",
+        )
+        if beside is not None:
+            say(console, beside)
     if best is not None and requested.price is not None:
-        text = cheapest_sentence(best, scenario.slo, requested.price)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, cheapest_sentence(best, scenario.slo, requested.price))
     if as_json:
         found = [point_data(p, requested.price) for p in points]
         cheapest = cheapest_data(best, requested.price)

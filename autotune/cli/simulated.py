@@ -35,6 +35,7 @@ CONTROLLER_HELP = (
 )
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
+_ALIKE = 0.03  # relative difference of two capacities that is no difference
 
 
 def one_profile(argument: str | None, option: str | None, verb: str) -> str:
@@ -90,9 +91,12 @@ class Requested:
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
+        plain = not overrides and all(option is None for option in (controller, speeds, kv_tokens))
+        self.as_profiled = plain and not self.foreign and scenario.slo == self.profile.slo
+        """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
         self.rate = parse_workload(workload).rate if workload is not None and self.named & {"rate", "time"} else None
-        self.settings = {"asked": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
+        self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
             self.scenario = self.scenario.room_for(setting)
@@ -127,7 +131,7 @@ class Requested:
         return self.profile.workload.rate, "the profile's"
 
     def head(self, offered: tuple[float, str] | None = None) -> str:
-        """What is simulated, in two lines; ``offered``: at which rate, and whose it is."""
+        """What is simulated, a line each for machine, cost model and load; ``offered``: at which rate, and whose it is."""
         from autotune.cli.display import ratio
         from autotune.profile.fingerprint import describe
         from autotune.version import __version__
@@ -147,10 +151,51 @@ class Requested:
         doubtful += "".join(f"\ndoubtful: {text}" for text in self.doubts[len(profile.doubts) :])
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
-            f"{describe(profile.machine)}{speeds} · cost model {profile.cost_model.family}, "
-            f"error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
+            f"{describe(profile.machine)}{speeds}\n"
+            f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
             f"{control}{doubtful}"
+        )
+
+    def beside_measured(self, offered: float, window: float, stop: Callable[[], bool]) -> str | None:
+        """What ``autotune show`` says of the recommended setting, beside simulations of those very requests, and why runs of
+        ``window`` seconds at ``offered`` requests/s may say something else. None where they are of something else."""
+        from autotune.profile import RECOMMENDED
+
+        setting, load = self.profile.settings.get(RECOMMENDED), self.profile.workload
+        if (
+            not self.as_profiled
+            or setting is None
+            or setting.point.stage == "simulation"
+            or offered != setting.point.rate
+        ):
+            return None
+        point = setting.point
+
+        def simulated(scenario: Scenario) -> float:
+            scores = [
+                scenario.measure_over(setting.knobs, point.rate, seed, load.warmup_s, load.window_s, stop=stop)
+                for seed in dict.fromkeys(point.seeds)
+            ]
+            return sum(score.met for score in scores) / max(1, sum(score.offered for score in scores))
+
+        same, even = simulated(self.scenario), simulated(self.scenario.even())
+        scatter = f", {even:.1%} if each step took its mean time" if abs(even - same) > _ALIKE / 3 else ""
+        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
+        return (
+            f"{RECOMMENDED} measured {point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
+            f"simulated over those very requests: {same:.1%}{scatter}{longer}"
+        )
+
+    def beside_capacity(self, found: float, requests: int) -> str | None:
+        """Why the capacity ``found`` differs from the one that ``autotune show`` tells; None where there is nothing to say."""
+        known, window = self.profile.capacity, self.profile.workload.window_s
+        point = None if known is None else next((p for p in known.tried if p.rate == known.rate), None)
+        if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
+            return None
+        return (
+            f"the profile's own capacity, {point.offered_rate:.3g} req/s, was measured in windows of {window:.3g} s; "
+            f"{requests} requests take {requests / point.offered_rate:.3g} s, with longer bursts and more slow steps"
         )
 
     def data(self) -> dict[str, Any]:
@@ -213,10 +258,13 @@ def say_stopped(done: int, total: int, *, pricing: bool, priced: bool = False) -
 
 def _by_knobs(profile: Profile) -> dict[str, Knobs]:
     """The profile's settings, those of equal knobs as one: ``interactive, throughput``."""
+    from autotune.profile import PURPOSES
+    from autotune.report.profile_table import EVERY_PURPOSE
+
     names: dict[Knobs, list[str]] = {}
     for name, setting in profile.settings.items():
         names.setdefault(setting.knobs, []).append(str(name))
-    return {", ".join(those): knobs for knobs, those in names.items()}
+    return {EVERY_PURPOSE if [*those] == [*PURPOSES] else ", ".join(those): knobs for knobs, those in names.items()}
 
 
 def progress(display: Display) -> Callable[[float, bool], None]:

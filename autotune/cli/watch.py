@@ -37,7 +37,8 @@ def watch(
     from autotune.cli.connection import connection
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.control.remote import Steering, choose
+    from autotune.control.remote import Steering
+    from autotune.control.sockets import choose
 
     if once:
         with connection(target) as steering:
@@ -46,13 +47,13 @@ def watch(
     path = choose(target)
     console = make_console()
     live = console.is_terminal and not as_json
-    with stop_on_interrupt() as asked, Steering(path) as steering:
+    with stop_on_interrupt() as stop, Steering(path) as steering:
         view = _Live(console) if live else _Lines(as_json=as_json)
         try:
             with view:
-                while not asked.is_set():
+                while not stop.is_set():
                     view.show(*_look(steering))
-                    asked.wait(every)
+                    stop.wait(every)
         except ConnectionError as error:
             if not view.shown:
                 raise InputError(f"{path}: {error}") from None
@@ -131,7 +132,9 @@ def _latency(found: dict[str, float], target: float | None) -> Text:
     """Median and 99th percentile, against the target if there is one: red where half of the requests miss it."""
     from rich.text import Text
 
-    text = Text(f"p50 {found['p50']:.4g} ms  p99 {found['p99']:.4g} ms")
+    from autotune.report.tables import latency
+
+    text = Text(f"p50 {latency(found['p50'])}  p99 {latency(found['p99'])}")
     if target is not None:
         style = "red" if found["p50"] > target else "yellow" if found["p99"] > target else "green"
         text.append(f"  target {target:g} ms", style=style)

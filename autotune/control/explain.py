@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import zip_longest
 
 from autotune.control.decision_log import SHORT, Decision
 
 _INDENT = " " * 14
+_NARROWEST = 40  # columns of a reason
 
 
-def timeline(decisions: Iterable[Decision], *, knobs: Collection[str] = (), dates: bool = True) -> Iterator[str]:
+def timeline(
+    decisions: Iterable[Decision], *, knobs: Collection[str] = (), dates: bool = True, width: int | None = None
+) -> Iterator[str]:
     """The lines of a log: local time (or seconds on the engine's clock, where the wall clock was not logged), what, why.
 
     ``knobs``: only the decisions that change one of these, and only those changes. ``dates``: a line wherever
-    a new day begins.
+    a new day begins. ``width``: columns that a line may take, the reason folded to its column; None for any number.
     """
     day = ""
     for decision in decisions:
@@ -32,8 +37,11 @@ def timeline(decisions: Iterable[Decision], *, knobs: Collection[str] = (), date
         elif decision.action != "set" or not what:
             what.insert(0, decision.action)
         why = f"{decision.cause} [{decision.regime}]" if decision.regime else decision.cause
-        yield f"{time}  {what[0]:<25}  {why}".rstrip()
-        yield from (f"{_INDENT}{line}" for line in what[1:])
+        lines = [why]
+        if width is not None:
+            lines = textwrap.wrap(why, max(_NARROWEST, width - len(f"{time}  {what[0]:<25}  ")), break_on_hyphens=False)
+        for index, (left, right) in enumerate(zip_longest(what, lines, fillvalue="")):
+            yield f"{_INDENT if index else f'{time}  '}{left:<25}  {right}".rstrip()
 
 
 @dataclass

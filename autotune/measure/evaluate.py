@@ -121,7 +121,13 @@ def evaluate(
     unwatch = engine.subscribe(ceilings) if simulated is None else lambda: None  # a simulated engine has memory enough
     try:
         report = sent.replay(clock, stop)
-        sent.drain(recorder, report, slo, clock, stop)
+        end = report.start + _last_deadline(arrivals[: report.sent], slo)
+        done = not report.stopped and sent.drain(recorder, end, clock, stop)
+        missing = sent.cancel(recorder, clock)
+        if not done or _says(stop):
+            raise Interrupted("interrupted")
+        if missing:
+            raise EvaluationError(f"{missing} requests never ended, although cancelled; the engine hangs")
     finally:
         unsubscribe()
         unwatch()
@@ -163,6 +169,16 @@ def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> No
         pause(_POLL_S)
 
 
+def _last_deadline(sent: Sequence[Arrival], slo: SLO | Mapping[str, SLO]) -> float:
+    """When the last of ``sent`` has missed its SLO, s from the start."""
+    last = max((a.time + deadline(slo_for(slo, a.request_class), a.output_tokens) for a in sent), default=0.0)
+    return sent[-1].time + MAX_DRAIN_S if last == math.inf else last
+
+
+def _says(stop: Callable[[], bool] | None) -> bool:
+    return stop is not None and stop()
+
+
 class _Sender:
     """Submits requests, keeps their handles, and ends what the drain leaves."""
 
@@ -194,41 +210,22 @@ class _Sender:
     def _name(self, index: int) -> str:
         return f"{self._label}-{index}"
 
-    def drain(
-        self,
-        recorder: Recorder,
-        report: ReplayReport,
-        slo: SLO | Mapping[str, SLO],
-        clock: Clock,
-        stop: Callable[[], bool] | None,
-    ) -> None:
-        """Wait until all have ended or the last deadline has passed; cancel the rest and wait for those to come back."""
-        end = self._last_deadline(report, slo)
-        stopped = report.stopped or self._await(recorder, end, clock, stop)
+    def drain(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
+        """Wait until all have ended, or for ``end``. False when ``stop`` says so first."""
+        while self._handles.keys() - recorder.requests.keys() and clock.now() < end:
+            if _says(stop):
+                return False
+            recorder.changed.wait(_POLL_S)
+            recorder.changed.clear()
+        return True
+
+    def cancel(self, recorder: Recorder, clock: Clock) -> int:
+        """Cancel the rest, and wait for those to come back. How many do not."""
         for name, handle in self._handles.items():
             if name not in recorder.requests:
                 handle.cancel()
-        self._await(recorder, clock.now() + _IDLE_PATIENCE_S, clock, None)
-        missing = self._handles.keys() - recorder.requests.keys()
-        if stopped:
-            raise Interrupted("interrupted")
-        if missing:
-            raise EvaluationError(f"{len(missing)} requests never ended, although cancelled; the engine hangs")
-
-    def _last_deadline(self, report: ReplayReport, slo: SLO | Mapping[str, SLO]) -> float:
-        sent = self._arrivals[: report.sent]
-        last = max((a.time + deadline(slo_for(slo, a.request_class), a.output_tokens) for a in sent), default=0.0)
-        if last == math.inf:
-            last = self._arrivals[-1].time + MAX_DRAIN_S
-        return report.start + last
-
-    def _await(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
-        while self._handles.keys() - recorder.requests.keys() and clock.now() < end:
-            if stop is not None and stop():
-                return True
-            recorder.changed.wait(_POLL_S)
-            recorder.changed.clear()
-        return stop is not None and stop()
+        self.drain(recorder, clock.now() + _IDLE_PATIENCE_S, clock, None)
+        return len(self._handles.keys() - recorder.requests.keys())
 
     def record(self, index: int, arrival: Arrival, report: ReplayReport, recorder: Recorder) -> RequestRecord:
         """The record of one request, its arrival set to when it was due; ours if the engine never saw it."""
@@ -257,16 +254,9 @@ class _VirtualSender(_Sender):
     def replay(self, clock: Clock, stop: Callable[[], bool] | None) -> ReplayReport:
         return self._simulated.serve(self._arrivals, label=self._label, prompt_seed=self._prompt_seed, stop=stop)
 
-    def drain(
-        self,
-        recorder: Recorder,
-        report: ReplayReport,
-        slo: SLO | Mapping[str, SLO],
-        clock: Clock,
-        stop: Callable[[], bool] | None,
-    ) -> None:
-        """Run until all have ended or the last deadline has passed; cancel the rest."""
-        done = not report.stopped and self._simulated.run(self._last_deadline(report, slo), stop=stop)
+    def drain(self, recorder: Recorder, end: float, clock: Clock, stop: Callable[[], bool] | None) -> bool:
+        return self._simulated.run(end, stop=stop)
+
+    def cancel(self, recorder: Recorder, clock: Clock) -> int:
         self._simulated.cancel_all()
-        if not done or (stop is not None and stop()):
-            raise Interrupted("interrupted")
+        return 0

@@ -169,9 +169,9 @@ def load_callable_profile(path: str | Path) -> CallableProfile:
     """Read and check the profile of a callable. Raises :class:`InputError`: file, field, value, what is allowed."""
     data = read_yaml(path)
     if not isinstance(data, dict) or data.get("kind") != "callable":
-        told = shortened(data.get("kind")) if isinstance(data, dict) and "kind" in data else "missing"
+        kind = shortened(data.get("kind")) if isinstance(data, dict) and "kind" in data else "missing"
         raise InputError(
-            f"{path}: is not the profile of a callable (kind is {told}); `autotune profile --callable` makes one"
+            f"{path}: is not the profile of a callable (kind is {kind}); `autotune profile --callable` makes one"
         )
     version = data.get("schema_version")
     if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:

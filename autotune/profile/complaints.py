@@ -57,8 +57,8 @@ def _sentence(first: Any, data: Mapping[str, Any], schema: Mapping[str, Any]) ->
         return f"{where}{_ceiling(loc, message, data) or message}"
     if kind in _MUST_BE:
         return f"{where} is {shortened(first['input'])}; it must be {_MUST_BE[kind].format(**first.get('ctx', {}))}"
-    told = first["msg"][0].lower() + first["msg"][1:]
-    return f"{where} is {shortened(first['input'])}; {told}"
+    text = first["msg"][0].lower() + first["msg"][1:]
+    return f"{where} is {shortened(first['input'])}; {text}"
 
 
 def _holder(loc: _Location) -> str:

@@ -8,6 +8,7 @@ Nothing recurses, so no file can exhaust the stack.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def read_yaml(path: str | Path) -> object:
         raise InputError(f"{path}: is not a text file in UTF-8") from None
     if "\0" in text:
         raise InputError(f"{path}: is not a text file")
+    if (kind := _another_kind(text, Path(path))) is not None:
+        raise InputError(f"{path}: is {kind}")
     try:
         return _build(text)
     except _Fault as fault:
@@ -89,6 +92,31 @@ def read_yaml(path: str | Path) -> object:
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
         raise InputError(f"{path}: not valid YAML: {where}{' '.join(str(problem).split())}") from None
+
+
+def _another_kind(text: str, path: Path) -> str | None:
+    """What a file plainly is instead of a profile, and what reads it; None for one that may be a profile."""
+    line = text.lstrip().partition("\n")[0]
+    if line.lower().startswith(("<!doctype html", "<html")):
+        return "a page, perhaps a report already; name the profile it was made from"
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return None  # a profile is YAML of many lines
+    if not isinstance(first, dict):
+        return None
+    if "action" in first and "cause" in first:
+        return f"a decision log, not a profile; `autotune explain {path}` prints it, `autotune report {path}` draws it"
+    if "token_times" in first and "arrival" in first:
+        return (
+            f"a log of requests, not a profile; `autotune report LOG --records {path}` draws it beside a decision log"
+        )
+    if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
+        name = path.name.removesuffix(".points.jsonl") + ".yaml"
+        return f"the raw runs of a profile; name the profile itself, {path.with_name(name)}"
+    if "op_code" in first:
+        return "the study of a profiling run, not a profile; `autotune profile` goes on with it and writes the profile"
+    return None if {"schema_version", "kind"} & first.keys() else "not a profile; `autotune profile` makes one"
 
 
 def _build(text: str) -> object:

@@ -11,7 +11,7 @@ from autotune.profile.callable import CallableProfile, Point
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Room, empty_table, fullest
 
-_OTHERS = 5  # rows of settings beside the recommended one and the yardsticks
+_OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
 
 def show(profile: CallableProfile, console: Console) -> None:
@@ -32,7 +32,7 @@ def show(profile: CallableProfile, console: Console) -> None:
     console.print(table(profile, console.width))
     measured = f"{load.window_s:.3g} s windows of Poisson arrivals, " if load.window_s else ""
     console.print(
-        "as it comes: Batcher(fn, slo=…) with nothing else given; in SLO: share of the items offered that came back in time, "
+        "as it comes: Batcher(fn, slo=…) with nothing else given; attainment: share of the items offered that came back in time, "
         "( ) its 95% interval; p50, p99: of those that came back; "
         f"{measured}{profile.simulated} settings simulated",
         style="dim",
@@ -69,7 +69,7 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
     drawn.add_column("", no_wrap=True)
     drawn.add_column("strategy", no_wrap=True)
     knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]
-    for title in (*knobs, "in SLO", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
+    for title in (*knobs, "attainment", *(("on time/s", "items/call") if wide else ()), "p50", "p99"):
         drawn.add_column(title, justify="right", no_wrap=True)
     for index, point in enumerate(_rows(profile)):
         style = "bold green" if index == 0 else "dim" if point.source == "simulated" else ""
@@ -79,9 +79,9 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
 
 
 def _rows(profile: CallableProfile) -> list[Point]:
-    yardsticks = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
-    others = [p for p in profile.points[1:] if p not in yardsticks]
-    return [profile.points[0], *others[:_OTHERS], *yardsticks]
+    baselines = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
+    others = [p for p in profile.points[1:] if p not in baselines]
+    return [profile.points[0], *others[:_OTHERS], *baselines]
 
 
 def _label(index: int, point: Point) -> str:

@@ -36,25 +36,6 @@ def _begin(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def check_profile(path: Path) -> None:
-    """Raises :class:`InputError` for a file that is plainly something else, saying what it is and what reads it.
-
-    Whatever might be a profile passes; reading it says what is wrong with it.
-    """
-    begin = _begin(path)
-    line = begin.lstrip().partition(b"\n")[0]
-    if line.lower().startswith((b"<!doctype html", b"<html")):
-        raise InputError(f"{path}: is a page, perhaps a report already; name the profile it was made from")
-    first = _object(line)
-    if first is None:
-        return
-    if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
-        profile = path.name.removesuffix(".points.jsonl") + ".yaml"
-        raise InputError(f"{path}: holds the raw runs of a profile; name the profile itself, {path.with_name(profile)}")
-    if "schema_version" not in first:
-        raise InputError(f"{path}: is not a profile; `autotune profile` makes one")
-
-
 def _object(line: bytes) -> dict[str, Any] | None:
     """The JSON object a line of a log is; None where it is none (a profile is YAML of many lines)."""
     try:

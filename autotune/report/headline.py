@@ -113,14 +113,14 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     goodput = Figure(
         "goodput",
         number(point.goodput.mean),
-        "req/s in SLO",
+        "req/s",
         stands.beside or f"{number(point.goodput.low)} to {number(point.goodput.high)}",
         "good" if stands.clear else "",
     )
     share = Figure(
         "attainment",
         percent(point.attainment),
-        "in SLO",
+        "of requests",
         f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
         "good" if point.attainment >= profile.slo.attainment else "",
     )
@@ -180,7 +180,15 @@ def _purposes(evidence: Evidence) -> Table:
     """The settings for each purpose beside the baseline, at the same load."""
     profile = evidence.profile
     priced = profile.price_per_hour is not None
-    columns = ["for", *(s.name for s in KNOBS), "in SLO", "req/s in SLO", "tokens/s", "TTFT p99 (ms)", "TPOT p99 (ms)"]
+    columns = [
+        "for",
+        *(s.name for s in KNOBS),
+        "attainment",
+        "goodput (req/s)",
+        "tokens/s",
+        "TTFT p99 (ms)",
+        "TPOT p99 (ms)",
+    ]
     columns += ["price/M tokens"] if priced else []
     listed = [(p, profile.settings[p].point) for p in PURPOSES if p in profile.settings]
     rows = [(str(purpose), point) for purpose, point in listed]

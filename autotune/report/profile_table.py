@@ -14,7 +14,7 @@ from autotune.profiling.points import pareto
 from autotune.report.tables import Room, fullest, setting_cells, setting_table
 from runtime.knobs import KNOBS, Knobs
 
-BASELINE, OTHERS = "vLLM defaults", "also Pareto"
+BASELINE, OTHERS, EVERY_PURPOSE = "vLLM defaults", "also Pareto", "every purpose"
 _MOST_OTHERS = 4
 
 
@@ -27,7 +27,7 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
             held.setdefault(profile.settings[purpose].knobs, []).append(purpose)
     found = [
         (
-            "every purpose" if [*purposes] == [*PURPOSES] else ", ".join(purposes),
+            EVERY_PURPOSE if [*purposes] == [*PURPOSES] else ", ".join(purposes),
             profile.settings[purposes[0]].point,
             "← recommended" if RECOMMENDED in purposes else "",
         )
@@ -51,7 +51,8 @@ def table(profile: Profile, width: int = 120) -> Table:
 def _drawn(profile: Profile, room: Room) -> Table:
     full, price = room <= Room.ALL_CLOSE, profile.price_per_hour
     priced = () if price is None else ("per M tok",)
-    titles = ("in SLO", "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
+    met = "met" if room >= Room.SHORT else "attainment"
+    titles = (met, "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
     drawn = setting_table(titles, room)
     marked = room < Room.BAREST  # else by its style alone
     if marked:
@@ -91,7 +92,7 @@ def show(profile: Profile, console: Console) -> None:
         "simulation": "simulated, not measured",
     }
     console.print()
-    console.print(escape(conclusion(profile)), highlight=False, style="bold", soft_wrap=True)
+    console.print(escape(conclusion(profile)), highlight=False, style="bold")
     console.print()
     console.print(table(profile, console.width))
     console.print(
@@ -122,6 +123,9 @@ def show(profile: Profile, console: Console) -> None:
 def conclusion(profile: Profile) -> str:
     """What to set and what it gains over vLLM's defaults on this engine, in one sentence."""
     setting, base = profile.settings.get(RECOMMENDED, next(iter(profile.settings.values()))), profile.baseline
+    simulated = setting.point.stage == "simulation"
+    if simulated and base is not None and base.knobs == setting.knobs:
+        return "By simulation alone, no setting beats vLLM's defaults here. Nothing has been measured."
     if not setting.point.met:
         rate = f"{setting.point.offered_rate:.3g} req/s"
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
@@ -140,7 +144,10 @@ def conclusion(profile: Profile) -> str:
         for spec in KNOBS
         if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
     ]
+    if simulated:
+        return f"By simulation alone: set {', '.join(turned)}. Nothing has been measured."
     advice, gain = f"Set {', '.join(turned)}", profile.gain
+    once = f"; one run of {profile.workload.window_s:.3g} s" if len(setting.point.seeds) == 1 else ""
     if base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
         return f"{advice}. vLLM's defaults were not measured beside it."
     if gain is None:  # of a version that did not compare by the second
@@ -151,10 +158,10 @@ def conclusion(profile: Profile) -> str:
         )
     more = (
         f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
-        f"{gain.low:.2g}–{gain.high:.2g})"
+        f"{gain.low:.2g}–{gain.high:.2g}{once})"
         if gain.ratio >= 2
         else f"{_change(gain.ratio)} requests within the SLO than with vLLM's defaults (95% interval "
-        f"{_percent(gain.low)} to {_percent(gain.high)})"
+        f"{_percent(gain.low)} to {_percent(gain.high)}{once})"
     )
     if gain.low > 1:
         return f"{advice}: {more}."

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autotune.cost.price import money, per_million
 from autotune.profile.parts import Point
-from autotune.report.tables import Room, fullest, setting_cells, setting_table
+from autotune.report.tables import Room, fullest, latency, setting_cells, setting_table
 from autotune.simulate.capacity import Best, SettingCapacity
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -30,21 +30,21 @@ def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, widt
 def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Room) -> Table:
     full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
     shown: dict[str, Callable[[Point], str]] = {
-        "in SLO": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
+        "met" if room >= Room.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
         "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
     }
     if not barest or price is None:
         shown["tok/s"] = lambda p: f"{p.throughput.mean:.0f}"
     if full:
-        shown["TTFT p50"] = lambda p: _ms(p.ttft_p50_ms)
+        shown["TTFT p50"] = lambda p: latency(p.ttft_p50_ms)
     if not barest or slo.ttft_ms is not None:
-        shown["TTFT p99"] = lambda p: _ms(p.ttft_p99_ms)
+        shown["TTFT p99"] = lambda p: latency(p.ttft_p99_ms)
     if full:
-        shown["TPOT p50"] = lambda p: _ms(p.tpot_p50_ms)
+        shown["TPOT p50"] = lambda p: latency(p.tpot_p50_ms)
     if not barest or slo.tpot_ms is not None or slo.itl_ms is not None:
-        shown["TPOT p99"] = lambda p: _ms(p.tpot_p99_ms)
+        shown["TPOT p99"] = lambda p: latency(p.tpot_p99_ms)
     if not barest or slo.e2e_ms is not None:
-        shown["E2E p99"] = lambda p: _ms(p.e2e_p99_ms)
+        shown["E2E p99"] = lambda p: latency(p.e2e_p99_ms)
     if full:
         shown["preempted"] = lambda p: str(p.preemptions)
     if price is not None:
@@ -87,8 +87,8 @@ def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: 
         figures = [
             "unbounded" if one.unbounded else f"{one.rate:.3g}{interval}" if one.rate else "none",
             *(("–" if one.unbounded else f"{one.throughput:.0f}",) if tokens else ()),
-            _ms(ttft),
-            _ms(tpot),
+            latency(ttft),
+            latency(tpot),
             *(("–" if running is None else f"{running:.1f}",) if full else ()),
         ]
         if price is not None:
@@ -175,12 +175,6 @@ def _between(point: Point, room: Room) -> str:
 def _middle(values: Iterable[float | None]) -> float | None:
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else None
-
-
-def _ms(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value / 1000:.2f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
 def _price(per_hour: float, tokens_per_s: float) -> str:

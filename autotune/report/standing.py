@@ -34,7 +34,7 @@ class Standing:
 def standing(evidence: Evidence) -> Standing:
     """The comparison at the rate both were measured at."""
     point, baseline = evidence.recommended.point, evidence.profile.baseline
-    rate = f"{number(point.goodput.mean)} req/s in SLO"
+    rate = f"{number(point.goodput.mean)} req/s within the SLO"
     if baseline is None or baseline.stage != point.stage:
         return Standing(None, False, rate, None, "no baseline was measured beside it")
     if baseline.knobs == point.knobs:

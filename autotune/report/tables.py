@@ -82,3 +82,10 @@ def turned(knobs: Knobs) -> list[str]:
         for spec in KNOBS
         if not spec.required and getattr(knobs, spec.name) != getattr(usual, spec.name)
     ]
+
+
+def latency(ms: float | None) -> str:
+    """Milliseconds for people: 9.8 ms, 217 ms, 18.91 s."""
+    if ms is None:
+        return "–"
+    return f"{ms / 1000:.2f} s" if ms >= 1000 else f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"

@@ -223,15 +223,15 @@ class SimulatedEngine(TunableSimulation):
         core, clock, scheduler, listeners = self.core, self.clock, self.scheduler, self._listeners
         settings = core.settings
         now = clock.now()
-        asked = 0
+        countdown = 0
         self._running = True
         try:
             while now < until:
-                asked -= 1
-                if stop is not None and asked < 0:
+                countdown -= 1
+                if stop is not None and countdown < 0:
                     if stop():
                         return False
-                    asked = _ASK_EVERY
+                    countdown = _ASK_EVERY
                 scheduler.fast_forward = self.fast_forward and settings.policy is None and listeners.hear_runs
                 self._woken = False
                 outcome = core.step(now, until)

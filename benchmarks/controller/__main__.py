@@ -83,7 +83,7 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             best = oracles[task.scenario].plain.by_seed[task.seed].met
             left -= 1
             say(
-                f"{task.scenario:<10}{task.contender:<18}seed {task.seed:<4}{outcome.met / outcome.offered:>7.1%} in SLO,"
+                f"{task.scenario:<10}{task.contender:<18}seed {task.seed:<4}{outcome.met / outcome.offered:>7.1%} within the SLO,"
                 f" {outcome.met / best:.3f} of the oracle's goodput, phases "
                 + " ".join(f"{met / max(1, offered):.2f}" for offered, met in outcome.phases)
                 + f"  ({left} left)"

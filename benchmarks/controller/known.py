@@ -91,5 +91,5 @@ class OracleStore:
         met, offered = (sum(getattr(o, what) for o in best.by_seed.values()) for what in ("met", "offered"))
         knobs = ", ".join(f"{k.max_batch_size}/{k.token_budget}/{k.chunk_size}" for k in best.schedule)
         took = f"{best.runs} runs, {time.monotonic() - begun:.0f} s"
-        self._say(f"{name}: {met / offered:.3f} in SLO with {knobs} ({took})")
+        self._say(f"{name}: {met / offered:.3f} within the SLO with {knobs} ({took})")
         return best

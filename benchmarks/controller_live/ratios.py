@@ -38,7 +38,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(results: Sequence[Result], one: Contender, other: Contender, duration: float, seed: int) -> Ratio:
-    """Requests of ``one`` in SLO over those of ``other``, in the rounds that both have."""
+    """Requests of ``one`` within the SLO over those of ``other``, in the rounds that both have."""
     mine, theirs = ({r.turn.round: r for r in results if r.turn.contender == c} for c in (one, other))
     both = sorted(mine.keys() & theirs.keys())
     if not both:
@@ -49,7 +49,7 @@ def ratio(results: Sequence[Result], one: Contender, other: Contender, duration:
     rounds = rng.integers(0, len(both), size=(DRAWS, len(both), 1))
     picked = rng.integers(0, blocks, size=(DRAWS, len(both), blocks))
     above, below = (table[rounds, picked].sum(axis=(1, 2)) for table in tables)
-    with np.errstate(divide="ignore", invalid="ignore"):  # nothing in SLO on a side: infinite, or unknown
+    with np.errstate(divide="ignore", invalid="ignore"):  # nothing within the SLO on a side: infinite, or unknown
         draws = np.log(above) - np.log(below)
         value = tables[0].sum() / tables[1].sum()
     return Ratio(float(value), draws)
@@ -67,6 +67,6 @@ def geometric_mean(ratios: Sequence[Ratio]) -> Estimate:
 
 
 def _by_block(result: Result, duration: float, blocks: int) -> Floats:
-    """Requests in SLO, by when they were due."""
+    """Requests within the SLO, by when they were due."""
     due = [outcome.due for outcome in result.outcomes if outcome.met]
     return np.histogram(np.clip(due, 0, duration), bins=blocks, range=(0, duration))[0].astype(float)

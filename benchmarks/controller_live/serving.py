@@ -121,7 +121,7 @@ class Contest:
         return [r for r in self._results[case.name] if r.turn.round < self._rounds[case.name]]
 
     def leading(self, case: Case) -> list[Contender]:
-        """The fixed settings that have been in every whole round so far, those with most requests in SLO first."""
+        """The fixed settings that have been in every whole round so far, those with most requests within the SLO first."""
         met: dict[Contender, list[int]] = {contender: [] for contender in self._statics[case.name]}
         for result in self.results(case):
             if result.turn.contender in met:

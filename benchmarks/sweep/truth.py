@@ -21,7 +21,7 @@ class Truth:
         self._known: dict[tuple[Knobs, int], float] = {}
 
     def share(self, knobs: Knobs, seeds: int | None = None) -> float:
-        """Share of the requests offered that ``knobs`` serve in SLO in the long run."""
+        """Share of the requests offered that ``knobs`` serve within the SLO in the long run."""
         values = [self._run(knobs, _SEED + i) for i in range(seeds or self._seeds)]
         return statistics.fmean(values)
 

@@ -9,6 +9,7 @@ from runtime.errors import ModelError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.intake import ServedModel
 from runtime.llm.plan import Executor
+from runtime.progress import announce
 from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 
@@ -50,6 +51,8 @@ def parts_of(
         if isinstance(model, str) or kv_tokens is None:
             raise ValueError("an executor of your own needs a model that is not a name, and kv_tokens")
         return Parts(model, _said(model), executor, kv_tokens // block_size)
+    if isinstance(model, str):
+        announce(f"loading {model} …")  # importing PyTorch alone takes seconds
 
     import torch
 

@@ -20,6 +20,11 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return found
 
 
+def flat(text: str) -> str:
+    """As one line: where prose is folded is no matter."""
+    return " ".join(text.split())
+
+
 def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
     assert run(arguments) == 2
     captured = capsys.readouterr()

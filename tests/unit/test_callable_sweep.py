@@ -290,7 +290,7 @@ def test_from_a_function_to_a_batcher_with_its_profile(folder: Path, capsys: pyt
     assert made.points[0].source == "measured" and made.points[0].offered > 5
     assert {p.source for p in made.points} == {"measured", "simulated"}
     assert made.service.groups[0].ms >= 2.2 and made.service.largest > 1
-    for word in ("recommended", "Batcher(fn, slo=…)", "no batching", "in SLO", "profile  embed.yaml"):
+    for word in ("recommended", "Batcher(fn, slo=…)", "no batching", "attainment", "profile  embed.yaml"):
         assert word in told.out
 
     from profiled_here import embed  # type: ignore[import-not-found]

@@ -15,7 +15,7 @@ from rich.console import Console
 from autotune import __version__
 from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
-from autotune.cli.main import run
+from autotune.cli.main import app, run
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import next_steps
 from autotune.cli.target import default_model
@@ -123,6 +123,16 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert run(["frobnicate"]) == 2
     assert "no such command 'frobnicate'" in capsys.readouterr().err
+
+
+def test_the_verbs_fit_one_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    verbs = [info.name for info in app.registered_commands]
+    assert len(lines) <= 32 and len(verbs) == len(
+        {line[2:].split()[0] for line in lines if line[2:].split()[:1]} & {*verbs}
+    )
 
 
 def test_help_starts_without_torch_or_optuna() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from typing import Any
 
 import pytest
 
 from runtime import Knobs
+from runtime.errors import ModelError
 from runtime.llm.engine import Engine
 from tests.engines import bench
 from tests.fakes import FakeExecutor, FakeModel
@@ -87,3 +90,18 @@ def test_what_an_engine_cannot_be_made_of(options: dict[str, Any], message: str)
     with pytest.raises(ValueError, match=message):
         Engine(FakeModel(), executor=FakeExecutor(), **{"kv_tokens": 64, **options})
     assert threading.active_count() == before
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stderr", "says"), [(Terminal(), "loading ./no-such-model …\n"), (io.StringIO(), "")])
+def test_loading_is_said_where_a_person_sees_it(
+    monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, says: str
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(ModelError, match="no-such-model"):
+        Engine("./no-such-model")
+    assert stderr.getvalue() == says

@@ -21,6 +21,25 @@ def test_an_engine_is_tunable() -> None:
         assert tunable.epoch == 0
 
 
+def test_knobs_can_be_named() -> None:
+    with bench(knobs=Knobs(2, 0, 64, 64), limits=KnobLimits(token_budget=1024)) as b:
+        assert b.engine.set_knobs(token_budget=512, max_wait_ms=1) == 1
+        assert b.engine.knobs == Knobs(2, 1, 512, 64)
+        for wrong, says in (
+            (
+                {"budget": 512},
+                "budget is not a knob; the knobs are max_batch_size, max_wait_ms, token_budget, chunk_size",
+            ),
+            ({"token_budget": 2048}, "token_budget is 2048"),
+            ({}, r"set_knobs takes Knobs\(…\), or knobs by name such as token_budget=512; given: nothing"),
+            ({"knobs": {"token_budget": 512}}, "given: {'token_budget': 512}"),
+            ({"knobs": Knobs(), "token_budget": 512}, "given: Knobs.*, token_budget"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                b.engine.set_knobs(**wrong)  # type: ignore[arg-type]
+        assert b.engine.epoch == 1
+
+
 def test_knobs_hold_from_the_very_next_step() -> None:
     with bench(knobs=Knobs(max_batch_size=2, chunk_size=64)) as b:
         keep = b.decoding(2)

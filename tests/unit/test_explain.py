@@ -62,6 +62,16 @@ def test_the_timeline_line_by_line() -> None:
     ]
 
 
+def test_a_long_reason_is_folded_beside_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "predicted 48 ms for 13 decodes and 1593 prompt tokens (a ceiling); 64 sequences: at most 16 have run at once"
+    long = decision(1.0, "set", "demand-limited", START, SMALLER.with_(max_batch_size=8))._replace(cause=why)
+    assert run(["explain", write(tmp_path / "a.jsonl", [long])]) == 0
+    first, second, *_ = lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert first.startswith("     1.000 s  max_batch    64 → 8        predicted 48 ms")
+    assert second.startswith("              token_budget 2048 → 512  ") and second.endswith("[demand-limited]")
+
+
 @pytest.fixture
 def in_greenwich() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

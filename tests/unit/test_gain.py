@@ -70,7 +70,7 @@ def test_a_clear_gain_is_the_first_sentence() -> None:
 
 def test_twice_and_more_is_told_as_a_multiple() -> None:
     assert (
-        "2.5 times as many requests within the SLO as with vLLM's defaults (95% interval 2.5–2.5)."
+        "2.5 times as many requests within the SLO as with vLLM's defaults (95% interval 2.5–2.5; one run of 4 s)."
         in told([5] * 8, [2] * 8)[1]
     )
 
@@ -78,7 +78,7 @@ def test_twice_and_more_is_told_as_a_multiple() -> None:
 def test_what_could_be_chance_is_no_advice() -> None:
     text = told([9, 2, 9, 1, 9, 9], [8, 2, 9, 2, 8, 9])[1]
     assert text.startswith("No clear gain over vLLM's defaults here. Best by measurement and simulation, ")
-    assert text.endswith("%).")
+    assert text.endswith("%; one run of 4 s).")
     assert told([10] * 6, [10] * 6)[1].endswith("; both meet the SLO at this rate.")
 
 
@@ -96,6 +96,24 @@ def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:
         conclusion(profile(more))
         == "No setting beats vLLM's defaults here: none of 1 others measured was clearly better."
     )
+
+
+def test_a_run_stopped_before_anything_was_measured_says_what_simulation_advises() -> None:
+    found = run(SMALL, 40, "simulation"), run(VLLM, 20, "simulation")
+    text = conclusion(profile(findings(*found, stopped=True)))
+    assert text == (
+        "By simulation alone: set max_batch_size=16, token_budget=128, chunk_size=128. Nothing has been measured."
+    )
+    text = conclusion(profile(findings(run(VLLM, 40, "simulation"), stopped=True)))
+    assert text == "By simulation alone, no setting beats vLLM's defaults here. Nothing has been measured."
+
+
+def test_several_runs_are_no_one_run() -> None:
+    twice = (
+        [of_seconds([9] * 10, seed) for seed in (1, 2)],
+        [of_seconds([6] * 9 + [7], seed, knobs=VLLM) for seed in (1, 2)],
+    )
+    assert "one run" not in conclusion(profile(findings(*twice[0], *twice[1])))
 
 
 def test_where_no_request_met_the_slo_nothing_is_advised() -> None:

@@ -92,7 +92,7 @@ def test_one_that_is_wrong_is_no_figure_but_a_line(
     words = ["simulate", "mine.yaml", "--seeds", "1", "--requests", "60", "--controller"]
     assert run([*words, f"tests.unit.test_own_controller:{controller}"]) == 2
     out, error = capsys.readouterr()
-    assert says in error and error.startswith("error: ") and "Traceback" not in error and "in SLO" not in out
+    assert says in error and error.startswith("error: ") and "Traceback" not in error and "attainment" not in out
 
 
 class Needy:

@@ -107,6 +107,19 @@ def test_an_untrusted_model_leaves_the_starting_knobs() -> None:
     assert proposal.cause.endswith("of their predicted time: holding the starting knobs")
 
 
+def test_a_cause_says_what_a_knob_follows_from() -> None:
+    """A step over the target is a ceiling or carries the load; slots follow from what ran, not from a prediction of 0 ms."""
+    engine = SimulatedEngine(h200, knobs=VLLM)
+    with control(engine, slo=INTERACTIVE) as attached:
+        engine.play(poisson(15, 10, 1000, 50, seed=8))
+        causes = [d.cause for d in attached.decisions if d.action == "set"]
+    assert causes and all("each step has its own budget for 30 ms" in cause for cause in causes)
+    assert any(re.search(r"; 64 sequences: at most \d+ have run at once$", cause) for cause in causes)
+    first = next(d for d in attached.decisions if d.regime == "learning")
+    assert first.cause == "learning step times and output lengths: holding the knobs until they can be predicted"
+    assert not any(re.search(r"\b0 (ms|steps)", d.cause) for d in attached.decisions)
+
+
 def test_says_that_a_target_cannot_be_met_and_goes_for_throughput() -> None:
     engine = SimulatedEngine(slow_cpu, knobs=Knobs(8, 0, 128, 128), limits=KnobLimits(256, 100, 2048, 2048))
     with control(engine, slo=SLO(tpot_ms=4)) as attached:

@@ -15,7 +15,7 @@ from autotune.profile import load_profile, save_profile
 from benchmarks.controller.hardware import h200
 from runtime.knobs import KnobLimits, Knobs
 from tests.unit.jitter_cases import STALLS
-from tests.unit.simulate_command import QUICK, told
+from tests.unit.simulate_command import QUICK, flat, told
 from tests.unit.simulated_profile import EVEN, profiled
 
 
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> str:
 def test_simulate_shows_the_profiles_settings(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--profile", path, "--workload", EVEN, "--rate", "5", *QUICK]) == 0
     out = capsys.readouterr().out
-    for text in ("interactive", "balanced", "throughput", "in SLO", "5 req/s", "cost model max", "llama-3.1-8b"):
+    for text in ("interactive", "balanced", "throughput", "attainment", "5 req/s", "cost model max", "llama-3.1-8b"):
         assert text in out
     assert "tokens\n" not in out and "…" not in out  # no price was given; nothing is cut
 
@@ -38,7 +38,7 @@ def test_the_head_says_what_serving_adds(tmp_path: Path, capsys: pytest.CaptureF
     save_profile(profiled(cost_model=facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS})), file)
     for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
         run([*verb, "--token-budget", "512", "--workload", EVEN, *QUICK])
-        assert "error 0.0%, 2 ms more in service, scattered as served steps were" in capsys.readouterr().out
+        assert "error 0.0%, 2 ms more in service, scattered as served steps were" in flat(capsys.readouterr().out)
 
 
 def test_simulate_in_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +69,8 @@ def test_knobs_above_the_ceilings_of_the_profiles_engine_are_simulated_and_said(
             "--token-budget is 100000, above engine.limits of the profile (8192 tokens): simulated is "
         )
         run([*command, "--chunk-size", "9000", *QUICK])
-        out = capsys.readouterr().out
-        assert f"doubtful: {doubt}\ndoubtful: --chunk-size is 9000, above engine.limits of the profile (8192 tok" in out
+        out = flat(capsys.readouterr().out)
+        assert f"doubtful: {doubt} doubtful: --chunk-size is 9000, above engine.limits of the profile (8192 tok" in out
         assert told(capsys, *verb, "--workload", EVEN, "--token-budget", "8192")["doubts"] == []
 
 
@@ -138,14 +138,14 @@ def test_bandwidth_that_cannot_act_on_the_weights_is_said(
     (doubt,) = told(capsys, *words, "--scale", "bandwidth=2")["doubts"]
     assert doubt.startswith("--scale bandwidth=2 does not act on reading the weights: in a cost model of family sum ")
     run([*words, "--scale", "bandwidth=2", *QUICK])
-    assert f"doubtful: {doubt}" in capsys.readouterr().out
+    assert f"doubtful: {doubt}" in flat(capsys.readouterr().out)
     assert told(capsys, *words, "--scale", "compute=2")["doubts"] == []
 
 
 def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["capacity", path, "--workload", EVEN, "--token-budget", "512", *QUICK]) == 0
-    out = capsys.readouterr().out
-    assert "asked" in out and "capacity, req/s" in out and "balanced" not in out
+    out = flat(capsys.readouterr().out)
+    assert "requested" in out and "capacity, req/s" in out and "balanced" not in out
     assert "highest rate at which 99% of 100 requests meet ttft=500ms,tpot=30ms@99%" in out
     assert "mean and 95% interval over 2 seeds" in out
 
@@ -156,7 +156,9 @@ def test_one_seed_has_no_interval_over_seeds(path: str, capsys: pytest.CaptureFi
     captured = capsys.readouterr()
     (found,) = json.loads(captured.out)["settings"]
     assert found["interval"] == "bisection" and found["capacity_high"] / found["capacity_low"] <= 1.01
-    assert "95%" not in captured.err and "( ) is between which rates the search ended for this one seed" in captured.err
+    assert "95%" not in captured.err and "( ) is between which rates the search ended for this one seed" in flat(
+        captured.err
+    )
     assert told(capsys, *options[:-4])["settings"][0]["interval"] == "95%"
 
 
@@ -165,8 +167,8 @@ def test_an_slo_that_every_rate_meets_is_no_bad_input(path: str, capsys: pytest.
     (found,) = told(capsys, *options)["settings"]
     assert found["unbounded"] and found["capacity"] is found["capacity_high"] is found["price_per_million"] is None
     assert run([*options, *QUICK]) == 0
-    out = capsys.readouterr().out
-    assert "unbounded: no rate tried missed tpot=1000000ms@99% (asked; up to " in out and "have no price" in out
+    out = flat(capsys.readouterr().out)
+    assert "unbounded: no rate tried missed tpot=1000000ms@99% (requested; up to " in out and "have no price" in out
 
 
 @pytest.mark.slow
@@ -182,6 +184,20 @@ def test_settings_of_equal_knobs_are_one(tmp_path: Path, capsys: pytest.CaptureF
     assert "…" not in capsys.readouterr().out
 
 
+def test_what_differs_from_what_the_profile_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only where the machine, the load, the SLO and the settings are those of the profile."""
+    simulated = r"balanced measured [\d.]+% of \d+ requests, in windows of [\d.]+ s; simulated over those very requests: [\d.]+%"
+    capacity = r"the profile's own capacity, [\d.]+ req/s, was measured in windows of [\d.]+ s; 100 requests take "
+    for verb, words in (("simulate", simulated), ("capacity", capacity)):
+        run([verb, "cpu-2core-tiny", *QUICK])
+        assert re.search(words, flat(capsys.readouterr().out))
+        for other in (["--scale", "compute=2"], ["--slo", "tpot=90ms"], ["--token-budget", "512"]):
+            run([verb, "cpu-2core-tiny", *QUICK, *other])
+            assert "in windows of" not in flat(capsys.readouterr().out)
+    run(["simulate", "cpu-2core-tiny", "--rate", "10", *QUICK])
+    assert "in windows of" not in flat(capsys.readouterr().out)
+
+
 def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     verb = ["simulate", "--profile", path, "--token-budget", "512", *QUICK]
     for workload, more, rate, words in (
@@ -194,7 +210,7 @@ def test_a_rate_that_the_workload_names_is_simulated(path: str, capsys: pytest.C
         found = json.loads(captured.out)
         assert found["rate"] == found["settings"][0]["rate"] == rate and words in captured.err
     run(verb)
-    assert "req/s (the profile's) " in capsys.readouterr().out
+    assert "req/s (the profile's) " in flat(capsys.readouterr().out)
 
 
 def test_whose_length_scale_it_is_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from autotune import control
 from autotune.cli.main import run
 from autotune.cli.set_knobs import parse_settings
 from autotune.control.loop import Control
+from autotune.report.tables import latency
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import SLO
@@ -114,7 +115,7 @@ def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.Capture
     assert "→" in shown and "demand" in shown
     status = attached.status().as_dict()["classes"]["default"]
     for name, target in status["targets_ms"].items():
-        assert f"p50 {status['latencies_ms'][name]['p50']:.4g} ms" in shown and f"target {target:g} ms" in shown
+        assert f"p50 {latency(status['latencies_ms'][name]['p50'])}  p99 " in shown and f"target {target:g} ms" in shown
     assert "rejected" not in shown
     assert run(["watch", "--once", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -17,7 +17,8 @@ import pytest
 from autotune import control
 from autotune.control import remote
 from autotune.control.loop import Control
-from autotune.control.remote import Steering, choose, socket_folder, steerable
+from autotune.control.remote import Steering
+from autotune.control.sockets import choose, socket_folder, steerable
 from runtime.errors import InputError
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200

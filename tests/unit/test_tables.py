@@ -15,7 +15,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, simulated_table
-from autotune.report.tables import Room, columns, empty_table, fullest
+from autotune.report.tables import Room, columns, empty_table, fullest, latency
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -66,7 +66,8 @@ def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> N
     for made in profiles:
         text = shown(profiled_tables.table(made, width), width)
         assert "…" not in text and text.count("\n") == 1 + len(profiled_tables.rows(made))
-        assert all(word in text for word in ("budget", "in SLO", "TTFT p99", "TPOT p99", "vLLM defaults"))
+        assert all(word in text for word in ("budget", "TTFT p99", "TPOT p99", "vLLM defaults"))
+        assert ("attainment" in text) != (" met " in text)
         assert "←" in text or width < 90
         assert ("per M tok" in text) == (price is not None)
         assert ("tok/s" in text and "← recommended" in text) or width < 130
@@ -76,11 +77,13 @@ def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> N
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_was_simulated_is_never_cut(width: int, price: float | None) -> None:
     found = [
-        p.model_copy(update={"label": label}) for p in sluggish().points for label in ("interactive, balanced", "asked")
+        p.model_copy(update={"label": label})
+        for p in sluggish().points
+        for label in ("interactive, balanced", "requested")
     ]
     text = shown(simulated_table(found, TARGET, price, width), width)
     assert "…" not in text
-    for words in ("interactive,", "chunk", "in SLO", "goodput", "TTFT p99", "TPOT p99", "22.22 s", "8192"):
+    for words in ("interactive,", "chunk", "goodput", "TTFT p99", "TPOT p99", "22.22 s", "8192"):
         assert words in text
     assert "100.0% (91.2–100.0)" in text or width < (120 if price else 110)
     assert ("/M tokens" in text) == (price is not None)
@@ -136,3 +139,10 @@ def test_verbs_draw_for_the_terminal_they_are_on(
         run(words)
         out = capsys.readouterr().out
         assert "\x1b[" in out and "TTFT p99" in out and "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(None, "–"), (0.63, "0.6 ms"), (217.4, "217 ms"), (18912.3, "18.91 s"), (999.7, "1000 ms")]
+)
+def test_latencies_in_words(ms: float | None, text: str) -> None:
+    assert latency(ms) == text

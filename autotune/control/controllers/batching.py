@@ -114,7 +114,7 @@ class BatchingController:
         self._ceilings = knobs.max_batch_size, knobs.token_budget
         if self._calls < _READY or self._units is None:
             return self._propose(
-                "learning", knobs, f"{self._calls} calls measured: too few to predict; holding the knobs"
+                "learning", knobs, "learning call times: holding the knobs until they can be predicted"
             )
         if not self._trusted:
             return self._propose(

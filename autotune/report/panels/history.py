@@ -73,7 +73,7 @@ def _plot(evidence: Evidence, stage: Stage, trials: list[Trial], titled: bool) -
         for owner, n in {owners[trials[n].knobs]: n for n in reversed(marks)}.items()
     ]
     x = axis(f"trial ({how})", range=[-0.03 * right - 0.5, 1.03 * right + 0.5], nticks=8)
-    y = axis("req/s in SLO", range=[-0.06 * top, 1.15 * top], nticks=6)
+    y = axis("goodput (req/s)", range=[-0.06 * top, 1.15 * top], nticks=6)
     summary = (
         f"Best goodput over {len(trials)} trials, {STAGES[stage]}: {number(best[-1])} requests a second met the SLO."
     )
@@ -96,7 +96,7 @@ def _hover(trial: Trial, number_: int, owner: str) -> str:
         (
             head,
             short_setting(trial.knobs),
-            f"{number(trial.goodput)} req/s in SLO, {percent(trial.attainment)} of requests",
+            f"{number(trial.goodput)} req/s within the SLO, {percent(trial.attainment)} of requests",
         )
     )
 

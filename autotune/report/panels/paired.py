@@ -27,7 +27,7 @@ class _Metric(NamedTuple):
 
 
 _METRICS = (
-    _Metric("goodput", "Goodput", "req/s in SLO", False, lambda p: p.goodput.mean),
+    _Metric("goodput", "Goodput", "req/s", False, lambda p: p.goodput.mean),
     _Metric("throughput", "Throughput", "output tokens/s", False, lambda p: p.throughput.mean),
     _Metric("ttft", "TTFT p99", "ms", True, lambda p: p.ttft_p99_ms),
     _Metric("tpot", "TPOT p99", "ms", True, lambda p: p.tpot_p99_ms),

@@ -52,7 +52,9 @@ def section(evidence: Evidence) -> Section:
     if gone := [t for t in trials if t not in kept]:
         most = max(t.goodput for t in gone)
         what = "1 slow setting" if len(gone) == 1 else f"{len(gone)} slow settings"
-        notes.append(f"Outside the picture: {what} with {'at most ' if most else ''}{number(most)} req/s in SLO.")
+        notes.append(
+            f"Outside the picture: {what} with {'at most ' if most else ''}{number(most)} req/s within the SLO."
+        )
     clouds = [cloud._replace(trials=[t for t in cloud.trials if t in kept]) for cloud in clouds]
     views = [_view(evidence, scale, compared, clouds) for scale in scales]
     title = f"Best: {standing(evidence).short}"
@@ -141,7 +143,7 @@ def _view(evidence: Evidence, scale: _Scale, compared: list[Point], clouds: list
     across = log_axis(scale.title, values, pad=1.3)
     if scale.bound == 1.0:
         across["ticktext"] = [f"{text}×" for text in across["ticktext"]]
-    y = axis("requests/s in SLO", rangemode="tozero")
+    y = axis("goodput (requests/s)", rangemode="tozero")
     top = max([t.goodput for t in tried] + [p.goodput.high for p in compared])
     y["range"] = [-0.03 * top, 1.1 * top]
     region = {
@@ -200,10 +202,10 @@ def _front(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[
 def _hover(found: Trial | Point, called: str = "") -> str:
     if isinstance(found, Point):
         head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"
-        goodput = f"{plus_minus(found)} req/s in SLO (95% interval)"
+        goodput = f"{plus_minus(found)} req/s within the SLO (95% interval)"
     else:
         head = f"trial {found.number}, {STAGES[found.stage]}" if found.number >= 0 else STAGES[found.stage]
-        goodput = f"{number(found.goodput)} req/s in SLO"
+        goodput = f"{number(found.goodput)} req/s within the SLO"
     return "<br>".join(
         (
             head,

@@ -96,7 +96,15 @@ def everything(evidence: Evidence) -> Section:
 
 
 def _columns(profile: Profile) -> list[str]:
-    found = ["setting", "stage", *(spec.name for spec in KNOBS), "load (req/s)", "in SLO", "req/s in SLO", "tokens/s"]
+    found = [
+        "setting",
+        "stage",
+        *(spec.name for spec in KNOBS),
+        "load (req/s)",
+        "attainment",
+        "goodput (req/s)",
+        "tokens/s",
+    ]
     found += ["TTFT p99 (ms)", "TPOT p99 (ms)", "E2E p99 (ms)"]
     return [*found, "price/M tokens"] if profile.price_per_hour is not None else found
 

@@ -104,7 +104,7 @@ def _panel(
 def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[str, Any]:
     title = f"{spec.name} ({spec.unit})"
     x = log_axis(title, xs) if spec.log else axis(title, range=[-0.03 * max(xs), 1.03 * max(xs)], nticks=6)
-    y = axis("req/s in SLO", range=[-0.04 * top, 1.12 * top], nticks=5)
+    y = axis("goodput (req/s)", range=[-0.04 * top, 1.12 * top], nticks=5)
     at = math.log10(chosen) if spec.log else chosen
     low, high = (math.log10(min(xs)), math.log10(max(xs))) if spec.log else (min(xs), max(xs))
     share = (at - low) / ((high - low) or 1.0)
@@ -170,7 +170,7 @@ def _hover(spec: KnobSpec, value: float, score: Score) -> str:
     return "<br>".join(
         (
             f"<b>{spec.name} {value:,g} {spec.unit}</b>, simulated",
-            f"{number(score.goodput)} req/s in SLO, {percent(score.attainment)} of requests",
+            f"{number(score.goodput)} req/s within the SLO, {percent(score.attainment)} of requests",
             f"p99: TTFT {ms(score.ttft_ms.p99)}, TPOT {ms(score.tpot_ms.p99)}",
         )
     )
@@ -185,7 +185,7 @@ def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Secti
         if len({getattr(t.knobs, spec.name) for t in trials}) < 3:
             continue
         xs, ys = [float(getattr(t.knobs, spec.name)) for t in trials], [t.goodput for t in trials]
-        hover = [f"{short_setting(t.knobs)}<br>{number(t.goodput)} req/s in SLO" for t in trials]
+        hover = [f"{short_setting(t.knobs)}<br>{number(t.goodput)} req/s within the SLO" for t in trials]
         data = [dots(xs, ys, hover, colour="@faint" if enough else "@measured", size=7, opacity=0.6)]
         if enough:
             data.append(line(*_envelope(spec, xs, ys), colour="@measured"))

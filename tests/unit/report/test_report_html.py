@@ -94,7 +94,7 @@ def test_plotly_knows_every_property_and_the_style_sheet_every_colour(text: str)
 def test_it_writes_the_page_and_prints_the_essentials(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "example.yaml"]) == 0
     shown = capsys.readouterr().out
-    assert "req/s in SLO" in shown and "token_budget" in shown and "balanced" in shown
+    assert "req/s within the SLO" in shown and "token_budget" in shown and "balanced" in shown
     assert shown.rstrip().endswith("report  example.html")
     assert Page((folder / "example.html").read_text()).scripts
     assert run(["report", "example.yaml"]) == 0, "a report may be overwritten"
@@ -131,7 +131,7 @@ def test_help_says_where_the_page_goes(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("example.points.jsonl",), "holds the raw runs of a profile; name the profile itself, example.yaml"),
+        (("example.points.jsonl",), "is the raw runs of a profile; name the profile itself, example.yaml"),
         (("log.jsonl", "--records", "no.jsonl"), "--records: no.jsonl cannot be read (No such file or directory)"),
         (("example.yaml", "--records", "r.jsonl"), "it goes with a decision log, and example.yaml is none"),
         (("log.jsonl", "--price", "1/h"), "--price is 1/h; it goes with a profile, and log.jsonl is a decision log"),

@@ -99,7 +99,7 @@ def test_every_section_has_a_finding_and_its_plots(report: Report, evidence: Evi
         "provenance": 0, "points": 0,
     }  # fmt: skip
     goodput = number(evidence.recommended.point.goodput.mean)
-    assert report.headline.title.startswith(f"{goodput} req/s in SLO")
+    assert report.headline.title.startswith(f"{goodput} req/s within the SLO")
     assert section(report, "pareto").title.startswith(f"Best: {goodput} req/s")
     assert [(k.name, k.unit) for k in report.headline.knobs] == [(s.name, s.unit) for s in KNOBS]
     failed = section(report, "history").tables[0].rows
@@ -169,7 +169,7 @@ def test_no_difference_is_claimed_that_was_not_measured(
     point = sample_point(plain, "baseline").model_copy(update={"goodput": spread, "seeds": (3, 4)})
     compared = Evidence(sample_profile().model_copy(update={"baseline": point}), "p.yaml")
     found = standing(compared)
-    assert found.short == f"11.7 req/s in SLO, {says}" and found.beside == says and found.clear is clear
+    assert found.short == f"11.7 req/s within the SLO, {says}" and found.beside == says and found.clear is clear
     assert ("within the 95% intervals" in found.sentence) == ("no clear" in says)
     assert "same requests" not in found.sentence
     head = headline(compared)

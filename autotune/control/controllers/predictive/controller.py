@@ -62,6 +62,7 @@ _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
+_LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
 _REACH = 4  # how many times the decodes ever seen together may be admitted on the model's word
 
 
@@ -180,8 +181,7 @@ class PredictiveController:
             opened = _opened(limits, self._kv_bound(limits.max_batch_size))
             return self._propose("infeasible", opened, evidence, "")
         if not self.model.ready or (self._budgeted and len(self._traffic.outputs) < 4):
-            seen = f"{self.model.samples} steps measured: too few to predict; holding the knobs"
-            return self._propose("learning", limits.clamp(knobs), evidence, seen)
+            return self._propose("learning", limits.clamp(knobs), evidence, _LEARNING)
         if self.target == math.inf:
             opened = _opened(limits, limits.max_batch_size)
             return self._propose("throughput", opened, evidence, "no target bounds a step: opening the knobs")
@@ -192,8 +192,11 @@ class PredictiveController:
         most = int(max(1, min(max(self._most, self._least(limits, at_once)), self._trusted_model.slow.room, known)))
         pool = self._kv_bound(limits.max_batch_size)
         batch = min(most, pool)
-        if self._traffic.slots_bound < 0.01:  # a limit that does not bind is not raised
-            batch = min(batch, knobs.max_batch_size)
+        sequences = self._sequences(batch, pool, at_once, known, limits)
+        if (
+            self._traffic.slots_bound < 0.01 and batch > knobs.max_batch_size
+        ):  # a limit that does not bind is not raised
+            batch, sequences = knobs.max_batch_size, f"max_batch_size {knobs.max_batch_size} does not bind: not raised"
         decodes = int(min(batch, max(self._traffic.decodes.quantile(0.5), 1)))
         budget = self._ceiling_for(decodes, target, limits.token_budget)
         if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
@@ -202,11 +205,15 @@ class PredictiveController:
         least = self.start.token_budget if self._doubtful else _FLOOR
         budget = min(limits.token_budget, max(least, budget))
         chunk = min(limits.chunk_size, self._chunks.size(self._targets.firsts, target, budget))
+        why = self._why(budget, batch, limits)
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:
-            budget, chunk = min(budget, knobs.token_budget), min(chunk, knobs.chunk_size)
+            if budget > knobs.token_budget:
+                budget, why = knobs.token_budget, "token_budget does not bind: not raised"
+            chunk = min(chunk, knobs.chunk_size)
         self._ceiling = budget
-        cause = self._cause(regime, budget, decodes, batch)
+        prompt, took = budget - decodes, _ms(self.model.predict(self._mix(decodes, budget - decodes)))
+        cause = f"predicted {took} for {decodes} decodes and {prompt} prompt tokens ({why}); {sequences}"
         wanted = Knobs(batch, 0.0, budget, chunk)
         return self._propose("infeasible" if self._targets.all_lost else regime, wanted, evidence, cause)
 
@@ -264,17 +271,34 @@ class PredictiveController:
         rate = math.log2((2 * full - decodes) / (full - decodes)) - math.log2(after / before)
         return min(max(rate, 0.0), 1.0)
 
-    def _cause(self, regime: str, budget: int, decodes: int, batch: int) -> str:
-        target = self.target * 1e3
-        full = self.model.predict(self._mix(decodes, budget - decodes)) * 1e3
-        text = (
-            f"predicted {full:.0f} ms for {decodes} decodes and {budget - decodes} prompt tokens "
-            f"(step-time target {target:.0f} ms)"
-        )
-        steady = f"{self._alone(batch) * 1e3:.0f} ms for {batch} decodes alone"
-        if regime == "kv-limited":
-            steady = f"the KV pool holds {batch} sequences of this length"
-        return f"{text}, {steady}"
+    def _why(self, budget: int, batch: int, limits: KnobLimits) -> str:
+        """Why ``token_budget`` is to be ``budget``: what it was that had the last word."""
+        target = _ms(self.target)
+        if budget == limits.token_budget:
+            return f"as many as the engine takes; step-time target {target}"
+        if self._doubtful and budget == self.start.token_budget:
+            return f"no fewer than at the start while predictions are off; step-time target {target}"
+        if self._beyond:
+            return f"above the step-time target of {target}, to carry the load"
+        if self._budgeted:
+            slots = "a token for each slot, " if budget == batch else ""
+            return f"{slots}a ceiling: each step has its own budget for {target}"
+        return f"step-time target {target}"
+
+    def _sequences(self, batch: int, pool: int, at_once: int, known: int, limits: KnobLimits) -> str:
+        """Why ``max_batch_size`` is to be ``batch``: what it was that had the last word."""
+        if batch == pool < limits.max_batch_size:
+            return f"the KV pool holds {batch} sequences of this length"
+        if batch == limits.max_batch_size:
+            return f"{batch} sequences, as many as the engine takes"
+        if batch == self._trusted_model.slow.room:
+            return f"{batch} sequences: steps of more have been slow"
+        if batch == known:
+            return f"{batch} sequences: at most {at_once} have run at once"
+        if batch > max(self._most, 1):
+            held = "while predictions are off" if self._doubtful else "as no batch meets the target"
+            return f"{batch} sequences, {held if self._doubtful or self._most < 1 else 'which met the target lately'}"
+        return f"predicted {_ms(self._alone(batch))} for {batch} decodes alone"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:
         return StepFeatures(
@@ -318,6 +342,11 @@ class PredictiveController:
             "bound": round(self._traffic.bound, 3),
             "preemptions": round(self._traffic.preemptions, 2),
         }
+
+
+def _ms(seconds: float) -> str:
+    """For people: ``48 ms``, and ``0.63 ms`` rather than 0."""
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
 def _opened(limits: KnobLimits, batch: int) -> Knobs:
