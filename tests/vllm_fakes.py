@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ class CountingExecutor(Executor):
 
     fail_on = -1
     """A step in which a prompt of so many tokens begins fails."""
+
+    step_s = 0.0
+    """Seconds of a step with tokens."""
 
     def _init_executor(self) -> None:
         self._tokens: dict[str, int] = {}
@@ -68,6 +72,7 @@ class CountingExecutor(Executor):
         names = list(output.num_scheduled_tokens)
         if not names:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        time.sleep(self.step_s)
         sampled: list[list[int]] = []
         for name in names:
             self._tokens[name] += output.num_scheduled_tokens[name]
@@ -90,13 +95,15 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-def vllm_engine(limits: KnobLimits, knobs: Knobs, *, fail_on: int = -1, **options: Any) -> VllmEngine:
+def vllm_engine(
+    limits: KnobLimits, knobs: Knobs, *, fail_on: int = -1, step_s: float = 0.0, **options: Any
+) -> VllmEngine:
     """vLLM's own engine and scheduler over a :class:`CountingExecutor`. Ready in some 10 ms, but for the first."""
 
     class Executor(CountingExecutor):
         pass
 
-    Executor.fail_on = fail_on
+    Executor.fail_on, Executor.step_s = fail_on, step_s
     with tempfile.TemporaryDirectory() as folder:
         stock: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "block_size": BLOCK}
         return VllmEngine(
