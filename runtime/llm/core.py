@@ -7,7 +7,7 @@ executor.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import inf
@@ -49,6 +49,40 @@ class StepOutcome(NamedTuple):
     finished: Seq[Finished]
     wake_at: float
     end: float
+
+
+class Core(Protocol):
+    """What an engine's thread runs and a controller turns: :class:`EngineCore`, or what another engine has in its place."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def waiting(self) -> Sized:
+        """Requests that wait."""
+        ...
+
+    @property
+    def slack(self) -> SlackTracker:
+        """Has the SLO of each request class."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def next_expiry(self) -> float: ...
+    @property
+    def admission(self) -> AdmissionPolicy | None: ...
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        source: RateSource | None = None,
+    ) -> None: ...
+    def add(self, request: Request, now: float | None = None) -> Sequence: ...
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None: ...
+    def view(self, now: float) -> SchedulerView: ...
+    def step(self, now: float, until: float = inf) -> StepOutcome: ...
 
 
 class EngineCore:
@@ -96,6 +130,14 @@ class EngineCore:
     @property
     def epoch(self) -> int:
         return self.settings.current[0]
+
+    @property
+    def waiting(self) -> Sized:
+        return self.scheduler.waiting
+
+    @property
+    def slack(self) -> SlackTracker:
+        return self.scheduler.slack
 
     @property
     def has_work(self) -> bool:

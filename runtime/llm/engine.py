@@ -54,6 +54,8 @@ class Engine(TunableEngine):
     Raises ``ValueError`` for arguments out of bounds, :class:`runtime.errors.ModelError` for a model that cannot be served.
     """
 
+    _core: EngineCore
+
     def __init__(
         self,
         model: str | LoadedModel | ServedModel,

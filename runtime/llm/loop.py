@@ -22,7 +22,7 @@ from runtime.clock import Clock
 from runtime.errors import DeviceError, EngineClosedError, RejectedError, StepFailedError
 from runtime.listeners import CompletionInterval, Listeners
 from runtime.llm.buffer import TokenBuffer
-from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.core import Core, StepOutcome
 from runtime.llm.intake import never_ran
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class EngineLoop:
     """Runs ``core`` until closed. Public methods may be called from any thread unless they say otherwise."""
 
-    def __init__(self, core: EngineCore, output: OutputProcessor, clock: Clock, *, max_queue: int, name: str) -> None:
+    def __init__(self, core: Core, output: OutputProcessor, clock: Clock, *, max_queue: int, name: str) -> None:
         self.core = core
         self.listeners = Listeners()
         self._completion_interval = CompletionInterval()
@@ -82,7 +82,7 @@ class EngineLoop:
                 raise self._rejected(request, "closed", self._why_closed(), None) from self.error
             if request.id in self._live:
                 raise ValueError(f"request_id is {request.id!r}, which another live request has; it must be its own")
-            waiting = self._on_the_way + len(self.core.scheduler.waiting)
+            waiting = self._on_the_way + len(self.core.waiting)
             if waiting >= self._max_queue:
                 why = f"{waiting} requests are waiting and max_queue is {self._max_queue}"
                 raise self._rejected(request, "queue_full", why, self._completion_interval.seconds)

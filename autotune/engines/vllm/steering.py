@@ -1,0 +1,608 @@
+"""The knobs, budgets, admission and records of one vLLM scheduler, from inside it.
+
+vLLM reads its ceilings from attributes in every ``schedule()``, so they are the knobs: :meth:`Steering.before` sets them for
+the step that is about to be planned, :meth:`Steering.planned` notes what vLLM made of them, :meth:`Steering.landed` what came
+of it. Beside each of vLLM's requests stands one of our own sequences, so that admission, slack and the waiting order are the
+engine's own, and mean the same here.
+
+Three rules make vLLM schedule as our engine does:
+
+- decodes come first in ``running``: vLLM serves it in order, and a prompt in progress would take the token of a decode behind it;
+- no budget is below the number of decodes: the last of them would starve;
+- vLLM does not cut the prompt of a request that is alone to ``long_prefill_token_threshold``: the budget does it.
+
+While the KV pool is nearly full, ``growth_reserve`` blocks are kept for each decode, through vLLM's own watermark.
+
+No vLLM and no torch is imported here: the scheduler is whatever has the attributes in :data:`NEEDED`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+from typing import Any, Final, NamedTuple
+
+from runtime.clock import Clock
+from runtime.expiries import Expiries
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
+from runtime.llm.plan import Token
+from runtime.llm.prefill_rate import RateSource
+from runtime.llm.scheduler import Finished
+from runtime.llm.slack import SlackTracker
+from runtime.llm.waiting import WaitingQueue
+from runtime.ordering import Ordering, ordering_of
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.request import Request, SamplingParams, Sequence
+from runtime.settings import Settings
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+
+NEEDED: Final = (
+    "running", "waiting", "requests", "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens",
+    "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "scheduler_config.policy",
+    "kv_cache_manager.watermark_blocks", "kv_cache_manager.block_pool.get_num_free_blocks",
+    "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
+)  # fmt: skip
+"""What a scheduler must have to be steered."""
+GROWTH_RESERVE: Final = 1
+"""KV blocks kept free for each decode while a prompt is admitted."""
+CLASS: Final = "request_class"
+TENANT: Final = "tenant"
+"""Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
+_FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
+_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+_NO_PARAMS: Final = SamplingParams()
+
+
+def missing(scheduler: object) -> list[str]:
+    """Those of :data:`NEEDED` that ``scheduler`` does not have."""
+    return [name for name in NEEDED if not _has(scheduler, name)]
+
+
+def _has(found: object, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+class _Chunk(NamedTuple):
+    sequence: Sequence
+    end: int  # tokens computed after it
+
+
+class _Planned(NamedTuple):
+    """A step that vLLM has planned: more than one is on its way under async scheduling."""
+
+    record: StepRecord
+    chunks: list[_Chunk]
+
+
+class Steering:
+    """Steers ``scheduler``, one of vLLM's. One thread, but for ``settings``.
+
+    ``limits`` are lowered to what vLLM was started with; ``knobs`` None: vLLM's own defaults. ``drop`` ends requests in vLLM,
+    by their ids, and tells nobody of it. ``tokens``: whether to keep the tokens of a step for :meth:`take_tokens`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        clock: Clock,
+        drop: Callable[[list[str]], object],
+        *,
+        knobs: Knobs | None = None,
+        limits: KnobLimits | None = None,
+        slos: Mapping[str, SLO] | None = None,
+        ordering: Ordering | None = None,
+        tokens: bool = False,
+    ) -> None:
+        config, pool = scheduler.scheduler_config, scheduler.kv_cache_manager.block_pool
+        slots, most = (
+            scheduler.max_num_running_reqs,
+            min(config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
+        )
+        top = KnobLimits(max_batch_size=slots, token_budget=most, chunk_size=most)
+        if limits is not None:
+            top = KnobLimits(**{name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()})  # type: ignore[arg-type]
+        stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
+        self.settings = Settings(top.clamp(stock) if knobs is None else knobs, top)
+        self.clock = clock
+        self.block_size: int = scheduler.block_size
+        self.total_blocks: int = pool.num_gpu_blocks - 1  # one stands for no block
+        self.slack = SlackTracker(slos or {})
+        self._own_ordering = ordering or ordering_of("priority")
+        self.waiting = WaitingQueue(self._own_ordering)
+        self.prefills: dict[Sequence, None] = {}
+        self.decodes: dict[Sequence, None] = {}
+        self._admission: Admission | None = None
+        self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
+        self.coming: Request | None = None
+        """What vLLM is about to be given, where that is known better than from its request."""
+        self.newest: Sequence | None = None
+        """The latest request added; with ``refusal``, why it was not accepted."""
+        self.refusal: Verdict | None = None
+        self.ended: list[Finished] = []
+        """Requests that have ended since they were last taken."""
+        self.steps: list[StepRecord] = []
+        """The same of steps."""
+        self._scheduler, self._drop = scheduler, drop
+        self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
+        self._watermark: int = scheduler.kv_cache_manager.watermark_blocks
+        self._stock = (
+            scheduler.max_num_active_reqs,
+            scheduler.max_num_scheduled_tokens,
+            config.long_prefill_token_threshold,
+        )
+        self._by_name: dict[str, Sequence] = {}
+        self._plans: deque[_Planned | None] = deque()
+        self._aborted: list[Any] = []  # vLLM's requests whose clients are to be told
+        self._tokens: list[Token] | None = [] if tokens else None
+        self._step = 0  # that have landed with decodes
+        self._order = 0  # in which sequences began
+        self._last_end = -inf
+        self._prepared = False  # for the coming step
+        self._preparing: tuple[float, int, Knobs, int, int, float]
+
+    def let_go(self) -> None:
+        """Give vLLM the settings back that it was started with."""
+        scheduler = self._scheduler
+        scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens, threshold = self._stock
+        scheduler.scheduler_config.long_prefill_token_threshold = threshold
+        scheduler.kv_cache_manager.watermark_blocks = self._watermark
+
+    # -- requests -------------------------------------------------------------------------------------------------------
+
+    def adding(self, request: Any) -> bool:
+        """vLLM is about to queue ``request``. False if it has it already (more input for one in progress)."""
+        if request.request_id in self._by_name:
+            return False
+        ours, self.coming = self.coming or self._request_of(request), None
+        sequence = Sequence(ours)
+        sequence.data = request
+        self.newest, self.refusal = sequence, None
+        self._by_name[request.request_id] = sequence
+        self._queue(sequence)
+        request.priority = sequence.key
+        if ours.expires is not None:
+            self._expiries.add(sequence, ours.expires)
+        return True
+
+    def added(self) -> None:
+        """vLLM has queued it: the admission policy decides."""
+        sequence, admission = self.newest, self._admission
+        if sequence is None or admission is None:
+            return
+        now = self.clock.now()
+        ahead = self.waiting.tokens_before(sequence)
+        ahead += admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
+        verdict = admission.arrive(sequence, now, ahead)
+        if verdict is None:
+            return
+        lighter = admission.outweighed(sequence, verdict, now, self.waiting)
+        for other in lighter:
+            self._turn_away(other, verdict, now)
+        if lighter:
+            admission.queued(sequence)
+        else:
+            self.refusal = verdict
+            self._turn_away(sequence, verdict, now)
+
+    def _request_of(self, request: Any) -> Request:
+        ago = max(0.0, time.time() - request.arrival_time)  # vLLM's arrivals are wall time
+        said = getattr(request.sampling_params, "extra_args", None) or {}
+        return Request(
+            id=request.request_id,
+            prompt=(),
+            params=_NO_PARAMS,
+            max_tokens=request.max_tokens,
+            arrival=self.clock.now() - ago,
+            priority=-int(request.priority),  # vLLM's lowest goes first
+            tenant=str(said.get(TENANT, "")),
+            request_class=str(said.get(CLASS, "default")),
+            prompt_len=request.num_prompt_tokens,
+        )
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = "waiting"
+        sequence.pending = sequence.target
+        self.waiting.push(sequence)
+        self.slack.queued(sequence)
+
+    def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
+        sequence.retry_after = verdict.retry_after_s
+        self.reject(sequence, verdict.reason, now)
+
+    def reject(self, sequence: Sequence, reason: str, now: float, kind: FinishReason = FinishReason.REJECTED) -> None:
+        """End ``sequence`` in vLLM too, and have its client told with the next outputs."""
+        record = self.end(sequence, kind, now, reason)
+        if record is not None:
+            self.ended.append((sequence, record))
+            self._drop([sequence.data.request_id])
+            self._aborted.append(sequence.data)
+
+    def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
+        """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
+        state = sequence.state
+        if state == "finished":
+            return None
+        sequence.state = "finished"
+        if state == "waiting":
+            self.waiting.removed(sequence)
+        self.prefills.pop(sequence, None)
+        self.decodes.pop(sequence, None)
+        self.slack.left(sequence)
+        sequence.generated = len(sequence.token_times)
+        sequence.cause = cause
+        del self._by_name[sequence.data.request_id]
+        return sequence.record(reason, now, self.settings.current[0])
+
+    def dropped(self, names: Iterable[str]) -> None:
+        """vLLM has ended these requests, or some of them, from outside a step."""
+        now = self.clock.now()
+        for name in names:
+            sequence = self._by_name.get(name)
+            if sequence is not None and sequence.data.is_finished():
+                record = self.end(sequence, _reason(sequence.data.get_finished_reason()), now)
+                if record is not None:
+                    self.ended.append((sequence, record))
+
+    # -- policies ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def admission(self) -> AdmissionPolicy | None:
+        return None if self._admission is None else self._admission.policy
+
+    def set_admission(
+        self,
+        policy: AdmissionPolicy | None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        source: RateSource | None = None,
+    ) -> None:
+        """End what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
+        order = None if policy is None else policy.order
+        wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
+        if wanted is not self.waiting.ordering:
+            self.waiting.reorder(wanted)
+            self._requeue()
+        self._admission = made = (
+            None if policy is None else Admission(policy, self.slack, weights=weights, source=source)
+        )
+        if made is not None:
+            for sequence in self.waiting:
+                made.queued(sequence)
+
+    def _requeue(self) -> None:
+        """Have vLLM's queue stand as ours does."""
+        queue = self._scheduler.waiting
+        requests = [sequence.data for sequence in self.waiting]
+        queue.remove_requests(requests)
+        for sequence in self.waiting:
+            if not sequence.preemptions:
+                sequence.data.priority = sequence.key
+        for request in requests:
+            queue.add_request(request)
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next request times out, altogether or in the queue; inf if none does."""
+        expiry = self._expiries.next
+        return expiry if self._admission is None else min(expiry, self._admission.next_timeout)
+
+    def expire(self, now: float) -> None:
+        """End what has timed out."""
+        while (expiry := self.next_expiry) <= now:
+            admission = self._admission
+            if admission is not None and admission.next_timeout == expiry:
+                sequence, verdict = admission.timed_out()
+                self._turn_away(sequence, verdict, now)
+            else:
+                _, sequence = self._expiries.pop()
+                self.reject(sequence, "its timeout passed", now, FinishReason.TIMEOUT)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_name or self._aborted)
+
+    def view(self, now: float) -> SchedulerView:
+        """As :meth:`runtime.llm.core.EngineCore.view`; it looks at every decode."""
+        waiting, slack = self.waiting, self.slack
+        if not slack.following:
+            slack = SlackTracker(slack.slos)
+            slack.follow((*waiting, *self.prefills), self.decodes)
+        oldest = waiting.oldest()
+        in_progress = tuple([(s.computed, s.target - s.computed) for s in self.prefills])
+        deadlines = slack.token_deadlines(now, self._step, self._last_end if self._step else now)
+        decode_slack = min([left for _, left in deadlines], default=inf)
+        epoch, knobs = self.settings.current
+        return SchedulerView(
+            now, len(self.decodes), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
+            sum([s.data.num_computed_tokens for s in self.decodes]), self.free_blocks(), self.total_blocks,
+            inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
+            epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines,
+        )  # fmt: skip
+
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds, and that no prompt in progress will need."""
+        return max(0, self._free_blocks() - self._committed())
+
+    def _committed(self) -> int:
+        """Blocks that prompts in progress will need: vLLM hands them out chunk by chunk."""
+        blocks = 0
+        for sequence in self.prefills:
+            blocks += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
+        return blocks
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # -- a step -----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _slots(knobs: Knobs) -> int:
+        return min(knobs.max_batch_size, knobs.token_budget)
+
+    def before(self) -> None:
+        """The coming step is about to be planned."""
+        if not self._prepared:
+            self.prepare()
+
+    def prepare(self) -> float:
+        """Put knobs and budget in force for the coming step, and end what comes too late.
+
+        Returns until when the wait window holds all there is to do: no step is needed before then. -inf if it does not.
+        """
+        scheduler, now = self._scheduler, self.clock.now()
+        epoch, knobs = self.settings.current
+        self.expire(now)
+        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
+        running: list[Any] = scheduler.running
+        prompts = sum([r.is_prefill_chunk for r in running])
+        if prompts and any([r.is_prefill_chunk for r in running[:-prompts]]):
+            running.sort(key=_is_prompt)
+        decodes = len(running) - prompts
+        asked = knobs.token_budget
+        if self.settings.policy is None:
+            if self.slack.following:
+                self.slack.stop()
+        elif self._by_name:
+            if not self.slack.following:
+                self.slack.follow((*self.waiting, *self.prefills), self.decodes)
+            budget = self.settings.budget(lambda: self.view(now))
+            asked = asked if budget is None else min(asked, budget)
+        if not decodes:
+            asked = max(asked, 1)  # whatever a policy says, a step with work does some
+        given = max(asked, decodes)
+        left = asked - decodes
+        owed = 0  # KV blocks that prompts in progress will need after this step
+        for sequence in self.prefills:
+            done = sequence.data.num_computed_tokens
+            count = min(knobs.chunk_size, sequence.target - done, max(left, 0))
+            left -= count
+            owed += self._blocks(sequence.target) - self._blocks(done + count)
+        slots = self._slots(knobs)
+        free_slots = slots - len(running)
+        held = -inf
+        reserve = self._watermark
+        active = slots
+        if self.waiting.count:
+            held = self.waiting.held_until(knobs, left, free_slots)
+            kept = GROWTH_RESERVE * decodes
+            reserve = max(reserve, kept + owed)
+            if held > now:
+                active = len(running) + sum(1 for s in self.waiting if s.preemptions)
+            elif left > 0 and free_slots > 0:
+                growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
+                spare = self._free_blocks() - self._committed() - growing - kept
+                active = len(running) + self._may_begin(knobs, left, free_slots, spare, in_progress, now)
+        if len(self._by_name) == 1:
+            given = min(given, knobs.chunk_size)
+        scheduler.max_num_scheduled_tokens = given
+        scheduler.scheduler_config.long_prefill_token_threshold = knobs.chunk_size
+        scheduler.max_num_active_reqs = min(slots, active)
+        scheduler.kv_cache_manager.watermark_blocks = reserve
+        self._preparing = now, epoch, knobs, asked, slots, held
+        self._prepared = True
+        return held if held > now and not running and not active else -inf
+
+    def _end_late_prompts(self, admission: Admission, now: float) -> list[int]:
+        in_progress: list[int] = []
+        for sequence in tuple(self.prefills):
+            if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
+                self._turn_away(sequence, verdict, now)
+            else:
+                in_progress.append(sequence.target - sequence.computed)
+        return in_progress
+
+    def _may_begin(self, knobs: Knobs, left: int, slots: int, spare: int, in_progress: list[int], now: float) -> int:
+        """How many of those that wait may begin in this step: as many as have their whole prompts fit in ``spare`` blocks.
+
+        Ends those whose turn it is and that would be late. Of the first vLLM sees to the blocks itself, and knows what of it is
+        cached; but it would begin others before the first has all of its blocks.
+        """
+        admission = self._admission
+        if admission is None and spare >= self._blocks(self.waiting.tokens) + self.waiting.count:
+            return slots
+        begun = 0
+        for head in self.waiting.in_order():
+            if left <= 0 or begun >= slots:
+                return slots
+            if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
+                self._turn_away(head, verdict, now)
+                continue
+            spare -= self._blocks(head.pending)
+            if spare < 0:
+                return max(1, begun)
+            in_progress.append(head.pending)
+            begun += 1
+            left -= min(knobs.chunk_size, head.pending)
+        return slots
+
+    def planned(self, output: Any) -> None:
+        """Note what is in the step that vLLM has planned."""
+        now, epoch, knobs, asked, slots, held = self._preparing
+        self._prepared = False
+        preempted = 0
+        for name in output.preempted_req_ids or ():
+            preempted += self._preempted(name)
+        decodes = context = tokens = prefix = pairs = unfinished = 0
+        chunks: list[_Chunk] = []
+        limited = LimitedBy.DEMAND
+        by_name = self._by_name
+        for name, count in output.num_scheduled_tokens.items():
+            sequence = by_name[name]
+            end = sequence.data.num_computed_tokens  # vLLM has moved it on already
+            start = end - count
+            if start >= sequence.target:
+                decodes += 1
+                context += end
+                continue
+            if sequence.state == "waiting":
+                self._begin(sequence, start, now, epoch)
+            chunks.append(_Chunk(sequence, end))
+            tokens += count
+            prefix += end
+            pairs += count * start + count * (count + 1) // 2
+            if end < sequence.target:
+                unfinished += 1
+                limited = LimitedBy.CHUNK if count == knobs.chunk_size else LimitedBy.BUDGET
+        used = output.total_num_scheduled_tokens
+        if len(chunks) < len(self.prefills):
+            limited = LimitedBy.BUDGET
+        elif self.waiting.count:
+            full = len(self._scheduler.running) >= slots
+            limited = (
+                LimitedBy.WAIT if held > now
+                else LimitedBy.SLOTS if full
+                else LimitedBy.BUDGET if used >= asked
+                else LimitedBy.KV
+            )  # fmt: skip
+        record = StepRecord(
+            now, now, 1, decodes, context, len(chunks), tokens, prefix, pairs, decodes + len(chunks) - unfinished, 0,
+            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, asked, limited,
+        )  # fmt: skip
+        self._plans.append(_Planned(record, chunks) if used else None)
+
+    def _begin(self, sequence: Sequence, cached: int, now: float, epoch: int) -> None:
+        self.waiting.take(sequence)
+        sequence.state = "prefill"
+        sequence.computed = cached
+        self.prefills[sequence] = None
+        self._order += 1
+        sequence.data.priority = _FIRST + self._order  # vLLM preempts the highest: the newest
+        if sequence.scheduled is None:
+            sequence.scheduled, sequence.epoch_first, sequence.cached = now, epoch, cached
+
+    def _preempted(self, name: str) -> bool:
+        sequence = self._by_name.get(name)
+        if sequence is None or sequence.state == "waiting":
+            return False
+        self.prefills.pop(sequence, None)
+        self.decodes.pop(sequence, None)
+        self.slack.left(sequence)
+        sequence.generated = len(sequence.token_times)
+        sequence.computed = 0
+        sequence.target = sequence.request.prompt_len + sequence.generated
+        sequence.preemptions += 1
+        self._queue(sequence)
+        return True
+
+    def landed(self, outputs: Mapping[int, Any]) -> None:
+        """vLLM has taken in what came of the oldest step on its way."""
+        now, plan = self.clock.now(), self._plans.popleft()
+        if plan is not None:
+            self._step += plan.record.decodes > 0
+            for sequence, end in plan.chunks:
+                if sequence.state == "prefill":
+                    sequence.computed = end
+        sampled = failed = 0
+        for out in [out for group in outputs.values() for out in group.outputs]:
+            one = self._by_name.get(out.request_id)
+            if one is None:
+                continue
+            if out.new_token_ids:
+                sampled += len(out.new_token_ids)
+                self._sampled(one, out, now)
+            if out.finish_reason is not None:
+                reason = _reason(out.finish_reason)
+                failed += reason is FinishReason.ERROR
+                ended = self.end(one, reason, now)
+                if ended is not None:
+                    self.ended.append((one, ended))
+        if plan is None:
+            return
+        record = plan.record._replace(
+            start=max(plan.record.start, self._last_end),  # steps of an async scheduler overlap
+            end=now, sampled=sampled, failed=failed, running=len(self._scheduler.running), kv_free_blocks=self.free_blocks(),
+        )  # fmt: skip
+        self._last_end = now
+        self.steps.append(record)
+        if self._admission is not None:
+            self._admission.observe(record)
+
+    def _sampled(self, sequence: Sequence, out: Any, now: float) -> None:
+        new: list[int] = out.new_token_ids
+        if len(new) == 1:
+            sequence.token_times.append(now)
+        else:
+            sequence.token_times += [now] * len(new)
+        if sequence.state == "prefill":
+            del self.prefills[sequence]
+            self.decodes[sequence] = None
+            sequence.state = "decode"
+            sequence.generated = len(sequence.token_times)
+            sequence.joined = self._step
+            self._order += 1
+            sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
+            self.slack.decoding(sequence)
+        if self._tokens is not None:
+            self._tokens += _tokens(sequence, out)
+
+    @property
+    def planned_last(self) -> StepRecord | None:
+        """What the latest step holds that is on its way; None if there is none, or nothing in it."""
+        plan = self._plans[-1] if self._plans else None
+        return None if plan is None else plan.record
+
+    def aborted(self) -> list[Any]:
+        """vLLM's requests that were ended here since the last call: their clients wait for a word."""
+        found, self._aborted = self._aborted, []
+        return found
+
+    def take_tokens(self) -> list[Token]:
+        """Those sampled since the last call."""
+        found, self._tokens = self._tokens or [], []
+        return found
+
+    def take_ended(self) -> list[Finished]:
+        found, self.ended = self.ended, []
+        return found
+
+    def take_steps(self) -> list[StepRecord]:
+        found, self.steps = self.steps, []
+        return found
+
+
+def _is_prompt(request: Any) -> bool:
+    return bool(request.is_prefill_chunk)
+
+
+def _reason(said: object) -> FinishReason:
+    """Our word for vLLM's; what it calls anything else ended by a fault."""
+    return _REASONS.get(str(said), FinishReason.ERROR)
+
+
+def _tokens(sequence: Sequence, out: Any) -> list[Token]:
+    found = out.new_logprobs
+    if found is None:
+        return [Token(sequence, token) for token in out.new_token_ids]
+    made = []
+    for token, ids, values in zip(out.new_token_ids, found.logprob_token_ids, found.logprobs, strict=False):
+        top = tuple((int(i), float(v)) for i, v in zip(ids[1:], values[1:], strict=True))
+        made.append(Token(sequence, token, float(values[0]), top))
+    return made

@@ -1,0 +1,42 @@
+"""vLLM's engine behind the seam: the contract of engines over it, and a model served by it. In an environment with vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.vllm_environment import ENVIRONMENT, vllm_python_with_tests
+
+ROOT = Path(__file__).parents[2]
+
+
+def passed(*arguments: str) -> str:
+    """What pytest says of ``arguments`` there, which must pass."""
+    command = [
+        str(vllm_python_with_tests()),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        *arguments,
+    ]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_it_keeps_the_contract_of_engines() -> None:
+    assert "32 passed" in passed("tests/contract/test_engines.py", "-k", "vllm")
+
+
+@pytest.mark.slow
+def test_it_serves_a_model_and_is_controlled() -> None:
+    assert " passed" in passed("tests/integration/vllm_serves.py")

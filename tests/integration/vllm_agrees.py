@@ -1,0 +1,312 @@
+"""Run by the Python of an environment with vLLM: its own scheduler in virtual time, steered, against the simulated engine.
+
+``vllm_agrees.py LOADS`` makes LOADS random loads under random knobs, serves each by both, and prints one JSON object: what the
+loads were, and for each the first step or request that differs ("" if none does). No model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from autotune.engines.vllm import Scheduler
+from autotune.simulate.engine import SimulatedEngine
+from autotune.workload import Arrival
+from runtime.clock import VirtualClock
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.request import Request, SamplingParams
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures
+from runtime.tunable import SchedulerView
+
+BLOCK = 16
+LIMITS = KnobLimits(max_batch_size=64, max_wait_ms=500, token_budget=1024, chunk_size=1024)
+PREEMPTS = "vLLM preempts later"
+"""The known difference. vLLM hands a prompt its KV blocks chunk by chunk, the simulated engine when it begins: where the pool
+is full of prompts in progress, a decode of vLLM's still finds a block, and one of the simulated engine's preempts a prompt."""
+TARGET = SLO(ttft_ms=800, tpot_ms=60)
+
+
+class Cost:
+    """Seconds of a step, by what is in it. Irregular, so that no two events fall on one time by accident."""
+
+    def predict(self, step: StepFeatures) -> float:
+        return (
+            0.00613 + 0.000171 * step.decodes + 0.000053 * step.prefill_tokens + 1.1e-7 * step.decode_context
+            + 2.3e-8 * step.prefill_attention
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """One random load and what it is served under."""
+
+    seed: int
+    knobs: Knobs
+    blocks: int
+    requests: int
+    rate: float
+    budget: str  # "", or the name of a step policy
+    admission: bool
+    turns: tuple[tuple[float, Knobs], ...]
+
+    def arrivals(self) -> list[Arrival]:
+        draw = random.Random(self.seed)
+        now, found = 0.0, []
+        for number in range(self.requests):
+            now += draw.expovariate(self.rate)
+            prompt = min(900, max(1, int(draw.lognormvariate(4.6, 1.0))))
+            found.append(Arrival(now, prompt, draw.randint(1, 60 if draw.random() < 0.8 else 180), ((number, prompt),)))
+        return found
+
+    def events(self) -> list[tuple[float, Knobs | tuple[int, Arrival]]]:
+        """Arrivals and turns of the knobs, in order of time."""
+        arrivals = [(arrival.time, (number, arrival)) for number, arrival in enumerate(self.arrivals())]
+        return sorted([*arrivals, *self.turns], key=lambda event: event[0])
+
+
+class Budget:
+    """A step policy whose word depends on what it sees, so that a view that differs shows."""
+
+    def budget(self, view: SchedulerView) -> int:
+        slack = min(view.decode_slack, 0.5)
+        return int(view.decoding + 24 + 400 * max(0.0, slack) + 0.1 * view.prefilling_tokens + view.waiting)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.requests: list[RequestRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+
+def simulated(load: Load) -> Heard:
+    engine = SimulatedEngine(
+        Cost(), kv_tokens=load.blocks * BLOCK, block_size=BLOCK, limits=LIMITS, knobs=load.knobs, slo=TARGET,
+        prefix_cache=False, fast_forward=False,
+    )  # fmt: skip
+    heard = Heard()
+    engine.subscribe(heard)
+    if load.budget:
+        engine.set_step_policy(Budget())
+    if load.admission:
+        engine.set_admission(AdmissionPolicy())
+    for when, what in load.events():
+        if engine.clock.now() < when:
+            engine.run_until(when)
+        if isinstance(what, Knobs):
+            engine.set_knobs(what)
+        else:
+            number, arrival = what
+            engine.offer(arrival, str(number), due=when, shared=False)
+    engine.run()
+    return heard
+
+
+class Stock:
+    """vLLM's scheduler, without a model: what it needs to be made, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm.config import CacheConfig, DeviceConfig, ModelConfig, VllmConfig
+
+        about = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 64,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
+        }  # fmt: skip
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")
+        (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+        self._model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
+        self._parts = VllmConfig, CacheConfig, DeviceConfig
+
+    def scheduler(self, blocks: int) -> Any:
+        import torch
+        from vllm.config import SchedulerConfig
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config_of, cache_of, device_of = self._parts
+        cache = cache_of(block_size=BLOCK, enable_prefix_caching=False)
+        config = config_of(
+            scheduler_config=SchedulerConfig.default_factory(
+                max_num_seqs=LIMITS.max_batch_size,
+                max_num_batched_tokens=LIMITS.token_budget,
+                max_model_len=4096,
+                async_scheduling=False,
+            ),
+            model_config=self._model,
+            cache_config=cache,
+            device_config=device_of(device="cpu"),
+        )
+        cache.num_gpu_blocks = blocks + 1
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        pool = KVCacheConfig(
+            num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+        return Scheduler(
+            vllm_config=config,
+            kv_cache_config=pool,
+            block_size=BLOCK,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+
+
+class Steered:
+    """A steered scheduler of vLLM's in virtual time: what a loop and a model would do beside it."""
+
+    def __init__(self, scheduler: Any, load: Load) -> None:
+        self.scheduler, self.clock, self.cost, self.heard = scheduler, VirtualClock(), Cost(), Heard()
+        self.steering = scheduler.steer(self.clock, knobs=load.knobs, limits=LIMITS, slos={"default": TARGET})
+
+    def tell(self) -> None:
+        self.heard.steps += self.steering.take_steps()
+        self.heard.requests += [record for _, record in self.steering.take_ended()]
+
+    def offer(self, number: int, arrival: Arrival, due: float) -> None:
+        from vllm.sampling_params import SamplingParams as Theirs
+        from vllm.v1.request import Request as Asked
+
+        self.steering.coming = Request(
+            str(number), (), SamplingParams(), arrival.output_tokens, due, prompt_len=arrival.prompt_tokens
+        )
+        params = Theirs(max_tokens=arrival.output_tokens, ignore_eos=True)
+        self.scheduler.add_request(Asked(str(number), [7] * arrival.prompt_tokens, params, None, arrival_time=due))
+        self.tell()
+
+    def run(self, until: float = inf) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        clock, scheduler, steering = self.clock, self.scheduler, self.steering
+        while clock.now() < until and scheduler.has_requests():
+            now = clock.now()
+            held = steering.prepare()
+            output = None if held > now else scheduler.schedule()
+            if output is not None:
+                names = list(output.num_scheduled_tokens)
+                if names:
+                    clock.advance(self.cost.predict(StepFeatures.of(steering.planned_last)))
+                sampled = [[9] if self._samples(name) else [] for name in names]
+                made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+                scheduler.update_from_output(output, made)
+                self.tell()
+                if names:
+                    continue
+            if steering.has_work:
+                clock.advance_to(min(until, held if held > now else inf, steering.next_expiry))
+        if until < inf:
+            clock.advance_to(until)
+
+    def _samples(self, name: str) -> bool:
+        request = self.scheduler.requests[name]
+        return bool(request.num_computed_tokens >= request.num_tokens)
+
+
+def first_difference(ours: Heard, theirs: Heard) -> str:
+    """What differs first; empty if nothing does. It begins with the name of the difference where that is known."""
+    for number, (a, b) in enumerate(zip(ours.steps, theirs.steps, strict=False)):
+        if a != b:
+            name = PREEMPTS if a.preemptions != b.preemptions else "unknown"
+            fields = [name for name in StepRecord._fields if getattr(a, name) != getattr(b, name)]
+            told = ", ".join(f"{name} {getattr(a, name)} and {getattr(b, name)}" for name in fields)
+            return f"{name}: step {number} of {len(ours.steps)} at {a.start:.4f} s: {told}"
+    if len(ours.steps) != len(theirs.steps):
+        return f"unknown: {len(ours.steps)} and {len(theirs.steps)} steps"
+    by_name = {record.id: record for record in theirs.requests}
+    for one in ours.requests:
+        other = by_name.pop(one.id, None)
+        if other is None or _plain(one) != _plain(other):
+            return f"unknown: request {one.id}: {one} and {other}"
+    return f"unknown: {len(by_name)} more requests" if by_name else ""
+
+
+def _plain(record: RequestRecord) -> RequestRecord:
+    return record._replace(token_times=tuple(record.token_times))
+
+
+def loads(count: int, seed: int) -> list[Load]:
+    draw = random.Random(seed)
+
+    def knobs() -> Knobs:
+        budget = draw.choice([16, 33, 64, 128, 256, 1024])
+        return Knobs(
+            max_batch_size=draw.choice([1, 3, 8, 20, 64]),
+            max_wait_ms=draw.choice([0, 0, 0, 7, 90]),
+            token_budget=budget,
+            chunk_size=draw.choice([5, 16, 64, 300, 1024]),
+        )
+
+    return [
+        Load(
+            seed=draw.randrange(10**6),
+            knobs=knobs(),
+            blocks=draw.choice([4000, 4000, 300, 70]),
+            requests=120,
+            rate=draw.choice([4.0, 15.0, 60.0]),
+            budget=draw.choice(["", "", "by view"]),
+            admission=draw.random() < 0.35,
+            turns=tuple((draw.uniform(0, 8), knobs()) for _ in range(draw.choice([0, 0, 3]))),
+        )
+        for _ in range(count)
+    ]
+
+
+def compare(load: Load, stock: Stock) -> dict[str, Any]:
+    """Serve ``load`` by both."""
+    ours = simulated(load)
+    world = Steered(stock.scheduler(load.blocks), load)
+    steering = world.steering
+    if load.budget:
+        steering.settings.set_policy(Budget())
+    if load.admission:
+        steering.set_admission(AdmissionPolicy())
+    for when, what in load.events():
+        if world.clock.now() < when:
+            world.run(when)
+        if isinstance(what, Knobs):
+            steering.settings.set_knobs(what)
+        else:
+            world.offer(*what, due=when)
+    world.run()
+    left = steering.total_blocks - steering.free_blocks()
+    return {
+        "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} admission={load.admission} "
+        f"turns={len(load.turns)} seed={load.seed}",
+        "differs": first_difference(ours, world.heard),
+        "steps": len(ours.steps),
+        "requests": len(world.heard.requests),
+        "preempted": sum(step.preemptions for step in world.heard.steps),
+        "rejected": sum(record.reason is FinishReason.REJECTED for record in ours.requests),
+        "blocks_left": left,
+    }
+
+
+def main() -> None:
+    count, seed = int(sys.argv[1]), int(sys.argv[2])
+    out = sys.stdout
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # vLLM logs to stdout
+        stock = Stock(Path(folder) / "model")
+        found = [compare(load, stock) for load in loads(count, seed)]
+    json.dump(found, out)
+
+
+if __name__ == "__main__":
+    main()
