@@ -74,8 +74,8 @@ def check(
     if elsewhere and not anyway:
         raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
     changed = loaded.software.differences(software())
-    doubts, doubtful = ((), "") if isinstance(loaded, CallableProfile) else (loaded.doubts, loaded.doubtful)
-    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), doubtful) if text]
+    warnings, warning = ((), "") if isinstance(loaded, CallableProfile) else (loaded.warnings, loaded.warning)
+    notes = [*(f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text), *([warning] if warning else [])]
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
@@ -98,7 +98,7 @@ def check(
                     **found.as_dict(),
                     "elsewhere": elsewhere,
                     "software": changed,
-                    "doubts": list(doubts),
+                    "warnings": list(warnings),
                 }
             )
         )
