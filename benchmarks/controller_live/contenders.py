@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from autotune import control
-from autotune.bench.contenders import DEFAULTS, Contender
+from autotune.bench.contenders import Contender
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.loop import Control
 from autotune.engines import Engine
+from autotune.profiling.space import VLLM_DEFAULTS
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
@@ -14,12 +15,12 @@ from runtime.slo import SLO
 
 def ours(limits: KnobLimits) -> Contender:
     """The predictive controller with all it has: knobs, budgets of single steps, early rejection, deadline order."""
-    return Contender("control", limits.clamp(DEFAULTS), control=True, attach=_full)
+    return Contender("control", limits.clamp(VLLM_DEFAULTS), control=True, attach=_full)
 
 
 def ours_knobs_only(limits: KnobLimits) -> Contender:
     """The same turning knobs and nothing else."""
-    return Contender("knobs only", limits.clamp(DEFAULTS), control=True, attach=_knobs_only)
+    return Contender("knobs only", limits.clamp(VLLM_DEFAULTS), control=True, attach=_knobs_only)
 
 
 def _full(engine: Engine, slo: SLO) -> Control:

@@ -101,7 +101,7 @@ def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings)
     ]
     shares = {knobs: truth(knobs, rate) for knobs in grid}
     best = max(shares.values())
-    assert 0.5 <= best <= 0.99  # near the knee even the best cannot keep everything, and far above it nobody can
+    assert 0.5 <= best <= 0.99  # near its capacity even the best cannot meet everything, and far above it nobody can
     assert min(shares.values()) < 0.5 * best  # settings differ there
     mine = truth(whole.settings()["balanced"].knobs, rate)
     assert mine >= 0.92 * best

@@ -118,8 +118,8 @@ def test_plots_show_the_figures_of_the_profile(report: Report, evidence: Evidenc
     assert sum(len(t["x"]) for t in steps) == len(evidence.steps)
     curve = section(report, "latency").plots[0].views[0].data
     assert {len(t["x"]) for t in curve} == {23, 46}, "a curve at the stored percentiles, and the band around it"
-    twin = section(report, "paired").plots[0].views[0].data
-    assert sorted(twin[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
+    paired = section(report, "paired").plots[0].views[0].data
+    assert sorted(paired[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
 
 
 def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:

@@ -96,8 +96,8 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
         knobs = evidence.recommended.knobs
         measured = next(p for p in evidence.compared if p.knobs == knobs).model_copy(update={"rate": rate})
         goodput = Spread(mean=most * measured.goodput.mean, low=0, high=99, runs=(1.0,))
-        twin = measured.model_copy(update={"stage": "simulation", "label": "twin", "goodput": goodput})
-        points, simulated = (*at.profile.points, measured), (*at.profile.simulated, twin)
+        simulation = measured.model_copy(update={"stage": "simulation", "label": "paired", "goodput": goodput})
+        points, simulated = (*at.profile.points, measured), (*at.profile.simulated, simulation)
         return replace(at, profile=at.profile.model_copy(update={"points": points, "simulated": simulated}))
 
     plain = paired.section(evidence)
