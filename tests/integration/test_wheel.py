@@ -88,7 +88,8 @@ class Installed:
         data = journal.read_bytes()
         copy.write_bytes(data[: data.rfind(b"\n") + 1])
         storage = JournalStorage(JournalFileBackend(str(copy)))
-        trials = [trial for study in storage.get_all_studies() for trial in storage.get_all_trials(study._study_id)]
+        names = optuna.get_all_study_names(storage)
+        trials = [trial for name in names for trial in optuna.load_study(study_name=name, storage=storage).trials]
         return {trial._trial_id: trial.value for trial in trials if trial.state is TrialState.COMPLETE}
 
     def profile(self, name: str) -> Profile:
