@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.files import Files
+from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.report.profile_table import show
 from autotune.writing import write_together
 from runtime.errors import InputError

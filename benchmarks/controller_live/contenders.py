@@ -7,7 +7,7 @@ from autotune.bench.contenders import Contender
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.loop import Control
 from autotune.engines import Engine
-from autotune.profiling.space import VLLM_DEFAULTS
+from autotune.engines.defaults import VLLM_DEFAULTS
 from benchmarks.controller.contenders import KnobsOnly
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO

@@ -17,6 +17,7 @@ import optuna
 from optuna.distributions import IntDistribution
 from optuna.samplers import TPESampler
 
+from autotune.engines import defaults
 from autotune.measure.evaluate import Recorder
 from autotune.workload import Arrival
 from benchmarks.sweep.cases import LIMITS, Case, Machine
@@ -24,7 +25,7 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, percentile
 from runtime.slo import SLO
 
-VLLM_DEFAULTS = LIMITS.clamp(Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192))
+VLLM_DEFAULTS = LIMITS.clamp(defaults.VLLM_DEFAULTS)
 
 RESTART_S = 70.0
 """From starting a server to its first answer: vLLM 0.32 on CPU with random weights took 70 s; compiling for a GPU adds to it."""

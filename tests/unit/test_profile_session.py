@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.evaluate import EvaluationError, evaluate
 from autotune.profile import load_profile, save_profile
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.space import VLLM_LABEL, make_space
+from autotune.profiling.space import make_space
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO
