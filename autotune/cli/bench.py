@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from autotune.cli.budget import seconds
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.rates import check_rate
 from runtime.errors import InputError
@@ -30,7 +30,6 @@ EXAMPLES = (
     "Examples:  autotune bench  ·  autotune bench --workload azure-code --slo ttft=500ms,tpot=50ms --rounds 5 --out bench.html"
     "  ·  autotune bench --profile mine.yaml --fixed max_batch_size=64,token_budget=512"
 )
-_TIME = re.compile(r"^(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
 _SHORTEST_S = 1.0
 
 
@@ -85,7 +84,7 @@ def bench(
     if cpu and gpu:
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
     check_rate("--rate", rate)
-    seconds = _seconds(duration)
+    length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else _checked("--slo", SLO.parse, slo)
     if workload is not None:
         _checked("--workload", parse_workload, workload)
@@ -116,7 +115,7 @@ def bench(
         )
         console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         with source.start(limits=limits, seed=seed) as engine:
-            run = _Run(engine, model_facts(source.model, seed), contenders, seconds, rounds, seed, console, stop)
+            run = _Run(engine, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop)
             load = run.load(workload, target, rate, given)
             if load is not None:
                 run.measure(load)
@@ -263,16 +262,6 @@ def _profile(name: str) -> Profile:
     from autotune.profile import find_profile, load_profile
 
     return load_profile(find_profile(name))
-
-
-def _seconds(text: str) -> float:
-    match = _TIME.match(text.strip())
-    if match is None or not text.strip():
-        raise InputError(f'--duration: "{text}" is not a time, such as 30s or 2m')
-    total = 60 * float(match[1] or 0) + float(match[2] or 0)
-    if total < _SHORTEST_S:
-        raise InputError(f"--duration is {text}; it must be at least {_SHORTEST_S:g}s")
-    return total
 
 
 def _checked(option: str, parse: Any, text: str) -> Any:

@@ -23,7 +23,6 @@ from typing import Self
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate.executor import CostExecutor
-from autotune.simulate.handle import SimulatedRequest
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
@@ -43,6 +42,21 @@ from runtime.tunable import Facts
 
 _ASK_EVERY = 256  # steps between two questions whether to stop
 _PARAMS = SamplingParams()
+
+
+class SimulatedRequest:
+    """What :meth:`SimulatedEngine.submit` returns. ``record`` is None until the request has ended."""
+
+    __slots__ = ("_engine", "_sequence", "record")
+
+    def __init__(self, engine: SimulatedEngine, sequence: RunningSequence) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self.record: RequestRecord | None = None
+
+    def cancel(self) -> bool:
+        """End it, whatever its state. False if it has ended already."""
+        return self._engine.end(self._sequence, FinishReason.CANCELLED, "by the client")
 
 
 class SimulatedEngine(TunableSimulation):
