@@ -131,6 +131,13 @@ class EngineFacts(Part):
     limits: LimitsField
     prefix_cache: bool
     parallelism: Positive = Field(default=1, description="devices the model is split over")
+    growth_reserve: Count = Field(
+        default=1, description="free KV blocks that it keeps for each decode when it admits a prompt"
+    )
+    options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
 
 
 class LoadFacts(Part):
