@@ -98,7 +98,7 @@ class Software(Part):
 class ModelFacts(Part):
     name: Text = Field(description="preset, directory or hub id, as --model had it")
     architecture: Text
-    parameters: Positive
+    parameters: Count = Field(description="0: not known")
     dtype: Text
     random_weights: bool
     seed: Count | None = Field(description="that of random weights")

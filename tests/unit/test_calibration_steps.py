@@ -292,7 +292,9 @@ def test_a_step_behind_the_script_s_own_doing_does_not_count_its_gap() -> None:
 def test_idle_is_what_had_nothing_to_do_and_not_a_long_gap() -> None:
     busy = record(0.0, 1.0, decodes=120, sampled=120)
     done = busy._replace(running=0)
-    more = done._replace(waiting=3, limited_by=LimitedBy.SLOTS)  # all that ran has ended, and others wait for their slots
+    more = done._replace(
+        waiting=3, limited_by=LimitedBy.SLOTS
+    )  # all that ran has ended, and others wait for their slots
     held = done._replace(waiting=3, limited_by=LimitedBy.WAIT)  # by the wait window
     beside = busy._replace(waiting=3, limited_by=LimitedBy.WAIT)  # the same, and decodes go on
     assert idle_before([busy, done, more, held, beside, done, busy]) == {2, 4, 6}
