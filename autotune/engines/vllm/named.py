@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
-from autotune.engines.vllm.model import model_of
+from autotune.engines.vllm.model import model_of, parameters_of
 from autotune.engines.vllm.scheduler import unfit
 from runtime.errors import AutotuneError, InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -155,7 +155,7 @@ def load_vllm(
         raise InputError(f"--model: vLLM {version} cannot serve {model}: {_brief(error)}") from None
     if (why := unfit(config)) is not None:
         raise InputError(f"--engine vllm: it cannot be steered: {why}")
-    found = model_of(config)
+    found = replace(model_of(config), parameters=parameters_of(config))
     if found.device != device:
         raise InputError(
             f"--{'gpu' if device == 'cuda' else device}: the vLLM installed here computes on {found.device}; "
