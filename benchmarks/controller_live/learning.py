@@ -7,13 +7,11 @@ import contextlib
 import random
 import statistics
 from collections.abc import Callable
-from itertools import pairwise
 
 from autotune.bench import fixed
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.measure.evaluate import Recorder
-from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps, serving_samples
 from benchmarks.controller_live.cases import cases
 from benchmarks.controller_live.machine import Machine, taking
 from benchmarks.controller_live.serving import turn
@@ -26,7 +24,6 @@ _MIDDLING = Knobs(32, 0, 512, 512)
 """The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
 _PATIENT = SLO(ttft_ms=600_000)
 _SEED = 9000  # of these loads
-_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
 
 
 def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
@@ -48,8 +45,7 @@ def served(machine: Machine, cost: CostModel, seconds: float, stop: Callable[[],
             turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
         finally:
             unsubscribe()
-        idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
-        for record, span in samples(log.steps, idle, whole=True):
+        for record, span in serving_samples(log.steps):
             took += span
             predicted += cost.predict(StepFeatures.of(record))
     speed = predicted / took
