@@ -22,7 +22,10 @@ worse. What cannot be steered (another version, a feature) is served by vLLM as 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -199,6 +202,8 @@ class SelfTuningScheduler(SteeredScheduler):
             engine.slos["default"], engine.knobs, os.getpid(), steered_at,
         )  # fmt: skip
 
+        threading.Thread(target=_end_with_parent, args=(self._control,), name="parent watch", daemon=True).start()
+
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tunable is not None:
             self._tunable.make_changes()
@@ -236,6 +241,16 @@ class SelfTuningScheduler(SteeredScheduler):
                 self._control.close()
         finally:
             super().shutdown()  # type: ignore[misc]
+
+
+def _end_with_parent(control: Any) -> None:
+    """vLLM's EngineCore outlives an API server that was killed, and keeps the device: have it end as if it had been told to."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        control.close()
+        log.error("the process that started this one has ended: ending, too")
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _log_of(path: str | None, config: Any) -> Path | None:
