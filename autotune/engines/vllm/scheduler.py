@@ -57,11 +57,8 @@ def unfit(config: Any) -> str | None:
     """Why an engine of ``config`` cannot be steered; None if it can."""
     import vllm
 
-    version = str(vllm.__version__)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not VERSIONS[0] <= numbers <= VERSIONS[1]:
-        between = " to ".join(".".join(map(str, one)) for one in dict.fromkeys(VERSIONS))
-        return f"it is version {version}, and this was made for {between}"
+    if (why := unfit_version(str(vllm.__version__))) is not None:
+        return why
     for name in ("speculative_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, name, None) is not None:
             return f"it has a {name}"
@@ -70,6 +67,15 @@ def unfit(config: Any) -> str | None:
     if config.parallel_config.data_parallel_size > 1:  # ranks that are independent of each other say 1
         return "its data-parallel ranks step together"
     return None
+
+
+def unfit_version(version: str) -> str | None:
+    """Why vLLM of ``version`` cannot be steered; None if it can."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if VERSIONS[0] <= numbers <= VERSIONS[1]:
+        return None
+    between = " to ".join(".".join(map(str, one)) for one in dict.fromkeys(VERSIONS))
+    return f"it is version {version}, and this was made for {between}"
 
 
 def steered(base: type[Any]) -> type[Any]:
