@@ -124,6 +124,8 @@ def serve(
     if on == "vllm":
         if start_with is not None:
             _check_machine(start_with, "auto", anyway, controlled=controlled is not False)
+        if decisions is not None:
+            _check_writable(decisions)
         from autotune.cli.serve_vllm import serve_vllm
 
         serve_vllm(
