@@ -224,7 +224,7 @@ class SelfTuningScheduler(SteeredScheduler):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
-        if self._tunable is not None and not self.has_requests():  # type: ignore[attr-defined]
+        if self._tunable is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
             self._tunable.between_steps()  # else the next step does, when these outputs are on their way
         return outputs
 
