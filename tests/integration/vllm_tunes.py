@@ -97,7 +97,8 @@ class Served:
     def __init__(self, folder: Path, section: object, executor: type[CountingExecutor], **options: Any) -> None:
         arguments: dict[str, Any] = {
             "model": str(folder), "load_format": "dummy", "dtype": "float32", "enforce_eager": True, "block_size": BLOCK,
-            "skip_tokenizer_init": True, "scheduler_cls": Scheduler, "enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 256,
+            "skip_tokenizer_init": True, "scheduler_cls": Scheduler, "enable_prefix_caching": False,
+            "max_num_seqs": 16, "max_num_batched_tokens": 256,
             "distributed_executor_backend": executor, "additional_config": {"autotune": section}, **options,
         }  # fmt: skip
         config = EngineArgs(**arguments).create_engine_config()
@@ -326,6 +327,28 @@ def test_records_add_up_with_two_steps_on_their_way(serve: Callable[..., Served]
     assert max(step.prefill_tokens for step in records.steps) <= 32
 
 
+def test_metrics_are_in_a_file(serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.engines.vllm.serving._WRITE_S", 0.05)
+    path = tmp_path / "autotune.prom"
+    served = serve({**SLO, "metrics": str(path)})
+    served.add(50, 5)
+    served.run()
+    until = time.monotonic() + 10
+    while "autotune_output_tokens_total 5.0" not in path.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    text = path.read_text()
+    for line in (
+        "autotune_up 1.0",
+        "autotune_output_tokens_total 5.0",
+        "autotune_slo_met_total 1.0",
+        "control_regime{",
+    ):
+        assert line in text
+    assert "autotune_knob_token_budget 256.0" in text and "autotune_prefill_tokens_total 50.0" in text
+    served.llm.engine_core.shutdown()
+    assert "autotune_up 0.0" in path.read_text()
+
+
 def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -> None:
     served = serve({**SLO, "base": f"{__name__}.ByAnotherTool"})
     served.add(20, 3)
@@ -368,6 +391,7 @@ def test_else_vllm_runs_untouched(
         ({**SLO, "controller": "magic"}, "autotune: .*magic"),
         ({**SLO, "profile": "nowhere.yaml"}, r"autotune: .*nowhere\.yaml"),
         ({**SLO, "log": "/nowhere/d.jsonl"}, "autotune: log: /nowhere/d.jsonl cannot be written"),
+        ({**SLO, "metrics": "/nowhere/a.prom"}, "autotune: metrics is '/nowhere/a.prom', which cannot be written"),
         ({**SLO, "pinned": {"budget": 3}}, "autotune: .*budget"),
         ({**SLO, "base": "nowhere.Class"}, r"autotune: base is 'nowhere\.Class'"),
     ],

@@ -127,12 +127,10 @@ def test_what_cannot_work_is_one_line(words: tuple[str, ...], says: str, capsys:
 def test_without_vllm_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent(name: str) -> str:
-        raise command.PackageNotFoundError(name)
-
-    monkeypatch.setattr(command, "version", absent)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
     assert "pip install 'gpu-autotune[vllm]'" in capsys.readouterr().err
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.99.0")
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
     assert "it is version 0.99.0, and this was made for 0.32" in capsys.readouterr().err
@@ -142,6 +140,7 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
 
     def become(program: str, words: list[str]) -> None:

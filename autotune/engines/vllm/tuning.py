@@ -43,6 +43,11 @@ class TunableScheduler(TunableCore):
         """As vLLM was started: model, version, KV pool, prefix cache."""
         return self._facts
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is steered no more."""
+        return self._closed
+
     def _change(self, change: Callable[[], T]) -> T:
         with self._changing:
             self._check_open()
