@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Final
 
 from autotune.engines.vllm.model import model_of
-from autotune.engines.vllm.scheduler import Scheduler, unfit
+from autotune.engines.vllm.scheduler import Steered, unfit
 from autotune.engines.vllm.steering import GROWTH_RESERVE, Steering
 from runtime.clock import Clock
 from runtime.errors import DeviceError, InputError
@@ -49,7 +49,7 @@ class VllmCore:
         from vllm.v1.executor import Executor
 
         options: dict[str, Any] = {
-            "scheduler_cls": Scheduler, "disable_log_stats": True, "skip_tokenizer_init": True, "async_scheduling": False,
+            "scheduler_cls": Steered, "disable_log_stats": True, "skip_tokenizer_init": True, "async_scheduling": False,
             **self._options,
         }  # fmt: skip
         if limits is not None:
@@ -66,7 +66,7 @@ class VllmCore:
         self._steering = scheduler.steer(
             self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True
         )
-        self.facts = _facts(config, self._steering)
+        self.facts = facts_of(config, self._steering)
 
     def shutdown(self) -> None:
         """Give back what vLLM holds."""
@@ -180,7 +180,8 @@ def _theirs(params: SamplingParams, max_tokens: int) -> Any:
     )  # fmt: skip
 
 
-def _facts(config: Any, steering: Steering) -> Facts:
+def facts_of(config: Any, steering: Steering) -> Facts:
+    """Of an engine of vLLM's that was started by ``config``."""
     import vllm
 
     return Facts(

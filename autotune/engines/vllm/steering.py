@@ -82,6 +82,14 @@ class _Planned(NamedTuple):
     chunks: list[_Chunk]
 
 
+class Aborted(NamedTuple):
+    """A request of vLLM's that was ended here, and what its client is to be told."""
+
+    request: Any
+    why: str
+    retry_after_s: float | None
+
+
 class Steering:
     """Steers ``scheduler``, one of vLLM's. One thread, but for ``settings``.
 
@@ -140,7 +148,7 @@ class Steering:
         )
         self._by_name: dict[str, Sequence] = {}
         self._plans: deque[_Planned | None] = deque()
-        self._aborted: list[Any] = []  # vLLM's requests whose clients are to be told
+        self._aborted: list[Aborted] = []
         self._tokens: list[Token] | None = [] if tokens else None
         self._step = 0  # that have landed with decodes
         self._order = 0  # in which sequences began
@@ -149,11 +157,13 @@ class Steering:
         self._preparing: tuple[float, int, Knobs, int, int, float]
 
     def let_go(self) -> None:
-        """Give vLLM the settings back that it was started with."""
+        """Give vLLM the settings back that it was started with, and the requests their priorities."""
         scheduler = self._scheduler
         scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens, threshold = self._stock
         scheduler.scheduler_config.long_prefill_token_threshold = threshold
         scheduler.kv_cache_manager.watermark_blocks = self._watermark
+        for sequence in self._by_name.values():
+            sequence.data.priority = -sequence.request.priority
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -215,15 +225,23 @@ class Steering:
 
     def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
         sequence.retry_after = verdict.retry_after_s
-        self.reject(sequence, verdict.reason, now)
+        self.reject(sequence, verdict.reason, now, why=verdict.why)
 
-    def reject(self, sequence: Sequence, reason: str, now: float, kind: FinishReason = FinishReason.REJECTED) -> None:
-        """End ``sequence`` in vLLM too, and have its client told with the next outputs."""
+    def reject(
+        self,
+        sequence: Sequence,
+        reason: str,
+        now: float,
+        kind: FinishReason = FinishReason.REJECTED,
+        *,
+        why: str = "",
+    ) -> None:
+        """End ``sequence`` in vLLM too, and have its client told ``why`` with the next outputs."""
         record = self.end(sequence, kind, now, reason)
         if record is not None:
             self.ended.append((sequence, record))
             self._drop([sequence.data.request_id])
-            self._aborted.append(sequence.data)
+            self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
@@ -348,7 +366,7 @@ class Steering:
         return min(knobs.max_batch_size, knobs.token_budget)
 
     def before(self) -> None:
-        """The coming step is about to be planned."""
+        """The coming step is about to be planned; :meth:`prepare` may have been called for it."""
         if not self._prepared:
             self.prepare()
 
@@ -569,8 +587,8 @@ class Steering:
         plan = self._plans[-1] if self._plans else None
         return None if plan is None else plan.record
 
-    def aborted(self) -> list[Any]:
-        """vLLM's requests that were ended here since the last call: their clients wait for a word."""
+    def aborted(self) -> list[Aborted]:
+        """Those that were ended here since the last call: their clients wait for a word."""
         found, self._aborted = self._aborted, []
         return found
 
