@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from autotune.bench import Comparison, Contender, Estimate, compare
 from autotune.bench.table import show
-from benchmarks.controller_live.cases import Case
 from benchmarks.controller_live.figures import Panel
-from benchmarks.controller_live.ratios import Ratio, geometric_mean, ratio
-from benchmarks.controller_live.serving import Contest
+from benchmarks.live.loads import Case
+from benchmarks.live.ratios import Ratio, geometric_mean, ratio
+from benchmarks.live.serving import Contest
 
 
 class Compared(NamedTuple):

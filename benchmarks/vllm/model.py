@@ -32,14 +32,12 @@ def model_folder(folder: Path, preset: str = PRESET) -> Path:
         "eos_token_id": 1,
     }
     words = {"<s>": 0, "</s>": 1} | {f"w{n}": n for n in range(2, config["vocab_size"])}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": words[text], "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-            for text in ("<s>", "</s>")
-        ],
+        "added_tokens": [{"id": words[text], "content": text, "special": True, **plain} for text in ("<s>", "</s>")],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
@@ -53,7 +51,12 @@ def model_folder(folder: Path, preset: str = PRESET) -> Path:
         "model_max_length": MAX_MODEL_LEN,
     }
     folder.mkdir(parents=True)
-    files = {"config": config, "generation_config": {"eos_token_id": 1}, "tokenizer": tokenizer, "tokenizer_config": about}
+    files = {
+        "config": config,
+        "generation_config": {"eos_token_id": 1},
+        "tokenizer": tokenizer,
+        "tokenizer_config": about,
+    }
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder

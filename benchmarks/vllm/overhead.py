@@ -26,8 +26,8 @@ _LOOSE = SLO(ttft_ms=60_000, tpot_ms=2_000)  # a target that is asked after in e
 
 
 class Host(NamedTuple):
-    """Of one size: medians over rounds, seconds of CPU a step without the model; ``runner``: of ``stock``, what vLLM's model runner
-    takes to prepare its inputs."""
+    """Of one size: medians over rounds, seconds of CPU a step without the model; ``runner``: of ``stock``, what vLLM's model
+    runner takes to prepare its inputs."""
 
     sequences: int
     stock: float
