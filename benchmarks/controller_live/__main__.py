@@ -43,12 +43,12 @@ from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.learning import slowdown
 from benchmarks.controller_live.machine import live, simulated
-from benchmarks.controller_live.summary import Compared, compared, panels, report, summary, words
+from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
 from benchmarks.live.contenders import ours, ours_knobs_only
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
-from benchmarks.live.ratios import geometric_mean, ratio
+from benchmarks.live.ratios import geometric_mean, ratio, words
 from benchmarks.live.screening import GRID, Screened, Simulation, expected, screen
 from benchmarks.live.serving import Contest
 from runtime.errors import InputError

@@ -6,9 +6,9 @@ completions with their long prompts join; *core* is the conversation, and then a
 the engine's core and gets half of it.
 
 Lengths, SLO and rate follow from the machine by the rules of :mod:`benchmarks.live.loads`; the rate is 90% of what the machine
-completes when it is kept full: the load at which ``autotune profile`` begins to compare settings, for that is where they matter. In
-*prompts* that holds for either half; in *core* the rate stays what it is, and the machine is the average of what it is before and
-after.
+completes when it is kept full: the load at which ``autotune profile`` begins to compare settings, for that is where they matter.
+In *prompts* that holds for either half; in *core* the rate stays what it is, and the machine is the average of what it is before
+and after.
 """
 
 from __future__ import annotations

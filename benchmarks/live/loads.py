@@ -76,7 +76,8 @@ def joined(name: str, before: Case, after: Case, duration: float) -> Case:
     """``before`` until the middle; then its rate halves, and ``after`` joins at half its own. The SLO is that of ``before``."""
     workload = before.workload
     halves = workload.at_rate(workload.rate / 2), after.workload.at_rate(after.workload.rate / 2)
-    said = f"{workload.rate:.1f} {before.name}/s, after {duration / 2:g} s {halves[0].rate:.1f} and {halves[1].rate:.1f} {after.name}"
+    rates = " and ".join(f"{half.rate:.1f} {case.name}" for half, case in zip(halves, (before, after), strict=True))
+    said = f"{workload.rate:.1f} {before.name}/s, after {duration / 2:g} s {rates}"
     changing = Changing(workload, halves, duration / 2)
     return Case(name, Workload(name, f"{after.name} joins {before.name}", changing), before.slo, said, shifts=True)
 

@@ -22,7 +22,8 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """``clock`` is the engine's. ``core``: None where no load takes one. ``pace``: how much slower than its fastest the machine has been since last asked."""
+    """``clock`` is the engine's. ``core``: None where no load takes one. ``pace``: how much slower than its fastest
+    the machine has been since last asked."""
 
     engine: Engine
     facts: ModelFacts

@@ -39,7 +39,7 @@ def screen(
     grid: Sequence[Knobs] = GRID,
     held: Callable[[Knobs], Contender] = fixed,
 ) -> list[Screened]:
-    """The settings of ``grid``, each as ``held`` has it, in simulation, best first; of those that came to exactly the same, one."""
+    """The settings of ``grid``, each as ``held`` has it, in simulation, best first; one of those that came to the same."""
     seeds = average_seeds(case, SEED, ROUNDS, duration)
     found: dict[tuple[tuple[int, float | None], ...], Screened] = {}
     for knobs in grid:

@@ -79,8 +79,9 @@ def average_seeds(case: Case, seed: int, count: int, duration: float) -> list[in
 class Contest:
     """All rounds of all cases. ``statics``: the fixed settings of each case, best first by what is known of them.
 
-    ``plan``: how many of them take part in each round, the best so far; as many again of those with admission. Every round visits every case, so that what else the
-    machine does meets all alike, and a run that is cut short has something to say of each. ``everywhere``: who takes part in all.
+    ``plan``: how many of them take part in each round, the best so far; as many again of those with admission. Every
+    round visits every case, so that what else the machine does meets all alike, and a run that is cut short has something to say
+    of each. ``everywhere``: who takes part in all.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ Three rules make vLLM schedule as our engine does:
 
 While the KV pool is nearly full, ``growth_reserve`` blocks are kept for each decode, through vLLM's own watermark.
 
-What a step costs here follows what changes in it. Decodes that all get their token advance together (:attr:`Steering._advanced`), and
-their context is known without a look at any.
+What a step costs here follows what changes in it: decodes that all get their token advance together, and their context is known
+without a look at any.
 
 No vLLM and no torch is imported here: the scheduler is whatever has the attributes in :data:`NEEDED`.
 """
