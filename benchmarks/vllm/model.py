@@ -60,3 +60,10 @@ def model_folder(folder: Path, preset: str = PRESET) -> Path:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def parameters(preset: str) -> int:
+    """How many the model of :func:`model_folder` has."""
+    from runtime.torch_backend.presets import PRESETS
+
+    return PRESETS[preset].parameters

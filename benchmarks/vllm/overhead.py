@@ -1,46 +1,93 @@
 """What steering costs the host in a step: CPU time of the thread that steps vLLM, ours beside stock, the model left out.
 
-Both serve the same requests in turns, some sequences that all decode. *Stock* is vLLM's LLMEngine with its own scheduler,
-stepped in a loop. *Ours* is :class:`~autotune.engines.vllm.VllmEngine` with a controller attached, its whole thread: hooks,
-view, budget, decisions, records and the delivery of tokens. Of either, the CPU time that the model itself takes (forward, logits,
-sampling) is left out: on a GPU it is the device's.
+All serve the same requests by turns, some sequences that all decode:
+
+- *stock*: vLLM's LLMEngine with its own scheduler, stepped in a loop;
+- *scheduler*: the same loop with ``scheduler_cls`` ``autotune.engines.vllm.Scheduler`` and its controller, as in ``vllm
+  serve``: what is more is hooks, budget, decisions and records;
+- *engine*: :class:`~autotune.engines.vllm.VllmEngine` with a controller attached, its whole thread: also the delivery of tokens
+  to streams, which stock leaves to whoever called.
+
+The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's.
+The last line is JSON; ``host_overhead`` is that of *scheduler*, the largest over the numbers of sequences; of *engine* where no
+controller is attached to the scheduler.
+
+Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four minutes.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import autotune
-from autotune.engines.vllm import VllmEngine
-from benchmarks.vllm.starting import start, start_stock
+from benchmarks.vllm.starting import ready, start, start_stock
+from runtime.errors import InputError
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 
 SEQUENCES = (16, 64)
+SCHEDULER = "autotune.engines.vllm.Scheduler"
 _PROMPT = 24
 _LOOSE = SLO(ttft_ms=60_000, tpot_ms=2_000)  # a target that is asked after in every step, and binds nothing
+_SKIP = 5  # steps at either end of a run
 
 
 class Host(NamedTuple):
-    """Of one size: medians over rounds, seconds of CPU a step without the model; ``runner``: of ``stock``, what vLLM's model
-    runner takes to prepare its inputs."""
+    """Of so many sequences: medians over rounds, seconds of CPU a step without the model. ``runner``: of ``stock``, what vLLM's
+    model runner takes to prepare its inputs; ``scheduler``: None where no controller was attached."""
 
     sequences: int
     stock: float
-    ours: float
     runner: float
+    scheduler: float | None
+    engine: float
 
-    @property
-    def share(self) -> float:
-        return (self.ours - self.stock) / self.stock
+    def share(self, seconds: float) -> float:
+        """What is more than stock, in units of it."""
+        return (seconds - self.stock) / self.stock
 
-    @property
-    def share_without_runner(self) -> float:
-        return (self.ours - self.stock) / (self.stock - self.runner)
+    def told(self) -> str:
+        parts = [
+            f"{self.sequences} decodes: stock {1e6 * self.stock:.0f} µs ({1e6 * self.runner:.0f} of it the model runner)"
+        ]
+        for name, seconds in (("scheduler", self.scheduler), ("engine", self.engine)):
+            if seconds is None:
+                parts.append(f"no controller attached to the {name}")
+            else:
+                more = 1e6 * (seconds - self.stock)
+                without = (seconds - self.stock) / (self.stock - self.runner)
+                parts.append(f"{name} {more:+.0f} µs: {self.share(seconds):.3f} (without the runner {without:.3f})")
+        return ", ".join(parts)
+
+
+def shape(found: Sequence[Host]) -> dict[str, Any]:
+    """For the JSON line."""
+    schedulers = [one.share(one.scheduler) for one in found if one.scheduler is not None]
+    engines = [one.share(one.engine) for one in found]
+    attached = len(schedulers) == len(found)
+    return {
+        "host_overhead": round(max(schedulers if attached else engines), 4),
+        "host_overhead_of": "scheduler" if attached else "engine",
+        "hosts": [one._asdict() for one in found],
+    }
+
+
+def apart(folder: Path, *, rounds: int, steps: int) -> list[Host]:
+    """Measure in a process of its own, whose computation is one thread's: that is what it times."""
+    command = [sys.executable, "-m", __name__, "--folder", str(folder), "--rounds", str(rounds), "--steps", str(steps)]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
+    return [Host(**one) for one in json.loads(done.stdout.splitlines()[-1])["hosts"]]
 
 
 class _Model:
@@ -74,7 +121,7 @@ class _Model:
 
 
 class _Window:
-    """The first and the last of the steps in which all decode."""
+    """The ends of the steps in which all decode."""
 
     def __init__(self, model: _Model, sequences: int) -> None:
         self._model, self._sequences = model, sequences
@@ -88,17 +135,20 @@ class _Window:
         """Steps are enough."""
 
 
-def _a_step(times: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds a step: without the model, without the runner."""
-    skip, steps = 3, len(times) - 4
-    return tuple((times[-1][i] - times[skip][i]) / steps for i in (0, 1))  # type: ignore[return-value]
+def _a_step(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds a step: without the model, without the runner. Raises ``RuntimeError`` where steps were not as they should be."""
+    inner = times[_SKIP:-_SKIP]
+    if len(inner) < 10:
+        raise RuntimeError(f"only {len(times)} steps held all sequences and nothing else; too few to time")
+    (first, without), (last, end) = inner[0], inner[-1]
+    return (last - first) / (len(inner) - 1), (end - without) / (len(inner) - 1)
 
 
 def _prompts(sequences: int) -> list[list[int]]:
     return [[2 + (31 * n + 7 * i) % 7000 for i in range(_PROMPT)] for n in range(sequences)]
 
 
-def _stock(llm: Any, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
+def _loop(llm: Any, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -108,44 +158,89 @@ def _stock(llm: Any, model: _Model, sequences: int, steps: int) -> tuple[float, 
     while llm.has_unfinished_requests():
         llm.step()
         times.append(model.now())
-    return _a_step(times[2:-2])
+    return _a_step(times)
 
 
-def _ours(engine: VllmEngine, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
+def _engine(engine: Any, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
+    import autotune
+
     window = _Window(model, sequences)
     with autotune.control(engine, slo=_LOOSE, admission=True) as control:
         forget = engine.subscribe(window)
-        streams = [engine.submit(p, max_tokens=steps, ignore_eos=True) for p in _prompts(sequences)]
-        for stream in streams:
+        for stream in [engine.submit(p, max_tokens=steps, ignore_eos=True) for p in _prompts(sequences)]:
             stream.result()
         forget()
         if control.status().ended:
             raise RuntimeError("the controller ended while its cost was measured")
-    return _a_step(window.times[2:-2])
+    return _a_step(window.times)
 
 
-def measure(
-    folder: Path, *, rounds: int, steps: int, say: Callable[[str], None], sizes: tuple[int, ...] = SEQUENCES
-) -> list[Host]:
-    """Alternate both for ``rounds`` rounds of ``steps`` steps at each size."""
-    llm = start_stock(folder)
-    plain = _Model(llm)
-    with start(folder) as engine:
-        steered = _Model(engine._core._llm)
-        found = []
-        for sequences in sizes:
-            pairs = []
-            for number in range(rounds + 1):
-                theirs = _stock(llm, plain, sequences, steps)
-                mine = _ours(engine, steered, sequences, steps)
-                if number:  # the first warms up
-                    pairs.append((theirs[0], mine[0], theirs[0] - theirs[1]))
-            stock, ours, runner = (statistics.median(column) for column in zip(*pairs, strict=True))
-            found.append(Host(sequences, stock, ours, runner))
-            one = found[-1]
-            say(
-                f"{sequences} decodes: stock {1e6 * stock:.0f} µs a step ({1e6 * runner:.0f} of it vLLM's model runner), ours "
-                f"{1e6 * (ours - stock):+.0f} µs: {one.share:.3f} (without the runner {one.share_without_runner:.3f})"
-            )
-        llm.engine_core.shutdown()
+def measure(folder: Path, *, rounds: int, steps: int, say: Callable[[str], None]) -> list[Host]:
+    """Each of :data:`SEQUENCES`: the three by turns for ``rounds`` rounds of ``steps`` steps."""
+    stock = start_stock(folder)
+    with tempfile.TemporaryDirectory() as kept:
+        decisions = Path(kept) / "decisions.jsonl"
+        settings = {"AUTOTUNE_SLO": str(_LOOSE), "AUTOTUNE_REJECT_LATE": "1", "AUTOTUNE_LOG": str(decisions)}
+        os.environ |= settings
+        try:
+            tuned = start_stock(folder, scheduler_cls=SCHEDULER)
+        finally:
+            for name in settings:
+                del os.environ[name]
+        with start(folder) as engine:
+            models = [_Model(llm) for llm in (stock, tuned, engine._core._llm)]
+            found = []
+            for sequences in SEQUENCES:
+                took: list[list[tuple[float, float]]] = [[], [], []]
+                for number in range(rounds + 1):
+                    run = (
+                        _loop(stock, models[0], sequences, steps),
+                        _loop(tuned, models[1], sequences, steps),
+                        _engine(engine, models[2], sequences, steps),
+                    )
+                    if number:  # the first warms up
+                        for kind, one in zip(took, run, strict=True):
+                            kind.append(one)
+                attached = decisions.exists() and decisions.stat().st_size > 0
+                plain, scheduler, whole = (statistics.median(t for t, _ in kind) for kind in took)
+                runner = statistics.median(t - without for t, without in took[0])
+                found.append(Host(sequences, plain, runner, scheduler if attached else None, whole))
+                say(found[-1].told())
+        for llm in (stock, tuned):
+            llm.engine_core.shutdown()
     return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (7)")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a turn (150)")
+    parser.add_argument(
+        "--folder", type=Path, help="a model directory (default: one of random weights, 57M parameters)"
+    )
+    args = parser.parse_args(argv)
+    if args.rounds < 1 or args.steps < 40:
+        parser.error(f"--rounds is {args.rounds} and --steps {args.steps}; they must be at least 1 and 40")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ready()
+    except InputError as error:
+        parser.error(str(error))
+
+    from benchmarks.vllm.model import model_folder
+
+    with tempfile.TemporaryDirectory() as kept:
+        folder = args.folder or model_folder(Path(kept) / "model")
+        found = measure(
+            folder, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, file=sys.stderr, flush=True)
+        )
+    print(json.dumps(shape(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,14 +53,14 @@ def start(folder: Path, **options: Any) -> VllmEngine:
     return VllmEngine(str(folder), knobs=DEFAULTS, limits=LIMITS, **{**OPTIONS, **options})
 
 
-def start_stock(folder: Path) -> Any:
-    """vLLM's own LLMEngine with its own scheduler, as it is without us."""
+def start_stock(folder: Path, **options: Any) -> Any:
+    """vLLM's own LLMEngine, with its own scheduler unless ``options`` name another."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, disable_log_stats=True, async_scheduling=False,
-        max_num_seqs=LIMITS.max_batch_size, max_num_batched_tokens=LIMITS.token_budget, **OPTIONS,
+        max_num_seqs=LIMITS.max_batch_size, max_num_batched_tokens=LIMITS.token_budget, **OPTIONS, **options,
     ).create_engine_config()  # fmt: skip
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
