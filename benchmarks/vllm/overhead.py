@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.vllm.starting import ready, start, start_stock
+from benchmarks.vllm.starting import apart, ready, start, start_stock
 from runtime.errors import InputError
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
@@ -81,13 +80,10 @@ def shape(found: Sequence[Host]) -> dict[str, Any]:
     }
 
 
-def apart(folder: Path, *, rounds: int, steps: int) -> list[Host]:
-    """Measure in a process of its own, whose computation is one thread's: that is what it times."""
-    command = [sys.executable, "-m", __name__, "--folder", str(folder), "--rounds", str(rounds), "--steps", str(steps)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
-    return [Host(**one) for one in json.loads(done.stdout.splitlines()[-1])["hosts"]]
+def measured_apart(folder: Path, *, rounds: int, steps: int) -> list[Host]:
+    """Measure in a process whose computation is one thread's: that is what it times."""
+    arguments = ["--folder", str(folder), "--rounds", str(rounds), "--steps", str(steps)]
+    return [Host(**one) for one in apart(__name__, arguments, threads=1)["hosts"]]
 
 
 class _Model:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,3 +68,16 @@ def start_stock(folder: Path, **options: Any) -> Any:
         max_num_seqs=LIMITS.max_batch_size, max_num_batched_tokens=LIMITS.token_budget, **OPTIONS, **options,
     ).create_engine_config()  # fmt: skip
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+
+def apart(module: str, arguments: Sequence[str], *, threads: int) -> dict[str, Any]:
+    """Run ``module`` in a process of its own, which may start and end vLLM as it likes: one that ends takes down the others of its
+    process. Returns the JSON of its last line. Raises ``RuntimeError`` if it fails."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -51,7 +51,7 @@ from benchmarks.live.serving import Contest
 from benchmarks.vllm import overhead
 from benchmarks.vllm.machine import live, simulated
 from benchmarks.vllm.model import PRESET, SMALL, model_folder
-from benchmarks.vllm.starting import ready, start_stock
+from benchmarks.vllm.starting import ready
 from benchmarks.vllm_live import agreement, client
 from benchmarks.vllm_live.contenders import GRID, KNOBS_ONLY, OURS, STOCK
 from benchmarks.vllm_live.loads import NAMES, cases
@@ -113,17 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = model_folder(Path(kept) / preset, preset)
         if "overhead" in parts:
             shape |= _overhead(folder, args.quick)
+        if "agreement" in parts:
+            shape |= _agreement(folder, rounds, args.threads, failures)
         lengths: client.Lengths | None = None
-        if {"agreement", "contest", "client"} & set(parts):
+        if {"contest", "client"} & set(parts) and not stop.is_set():
             with live(folder, preset) as machine:
-                if "agreement" in parts:
-                    shape |= _agreement(folder, machine, rounds, failures)
-                if {"contest", "client"} & set(parts):
-                    try:
-                        shape_of, lengths = _contest(machine, plan, args, parts, stop.is_set)
-                        shape |= shape_of
-                    except Interrupted:
-                        say("stopped before anything was measured")
+                try:
+                    figures, lengths = _contest(machine, plan, args, parts, stop.is_set)
+                    shape |= figures
+                except Interrupted:
+                    say("stopped before anything was measured")
         if "client" in parts and lengths is not None and not stop.is_set():
             shape |= _client(folder, lengths, plan, stop.is_set)
         stopped = stop.is_set()
@@ -136,21 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overhead(folder: Path, quick: bool) -> dict[str, Any]:
     say("what steering costs the host in a step")
-    found = overhead.apart(folder, rounds=3 if quick else 7, steps=80 if quick else 150)
+    found = overhead.measured_apart(folder, rounds=3 if quick else 7, steps=80 if quick else 150)
     for one in found:
         say(f"  {one.told()}")
     return overhead.shape(found)
 
 
-def _agreement(folder: Path, machine: Machine, rounds: int, failures: list[str]) -> dict[str, Any]:
-    from autotune.engines.vllm import VllmEngine
-
-    assert isinstance(machine.engine, VllmEngine)
-    stock = start_stock(folder)
-    try:
-        found = agreement.compare(stock, machine.engine, rounds=rounds)
-    finally:
-        stock.engine_core.shutdown()
+def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> dict[str, Any]:
+    found = agreement.compared_apart(folder, rounds=rounds, threads=threads)
     say(
         f"beside stock vLLM: {found.served} requests, {found.differing} answered otherwise, {found.lost} lost; at the same knobs "
         f"{found.speed:.3f} of its speed"

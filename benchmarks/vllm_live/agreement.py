@@ -6,15 +6,22 @@ turns. Then the steered one serves them again while its knobs are turned at rand
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import statistics
+import sys
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from autotune.engines.vllm import VllmEngine
-from benchmarks.vllm.starting import DEFAULTS, LIMITS
+from benchmarks.vllm.starting import DEFAULTS, LIMITS, apart, ready, start, start_stock
 from runtime.records import FinishReason
 from runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from autotune.engines.vllm import VllmEngine
 
 REQUESTS = 48
 _OUTPUT = 48
@@ -28,6 +35,11 @@ class Agreement(NamedTuple):
     differing: int
     lost: int
     speed: float
+
+
+def compared_apart(folder: Path, *, rounds: int, threads: int) -> Agreement:
+    """:func:`compare` in a process of its own."""
+    return Agreement(**apart(__name__, ["--folder", str(folder), "--rounds", str(rounds)], threads=threads))
 
 
 def compare(stock: Any, engine: VllmEngine, *, rounds: int, requests: int = REQUESTS, seed: int = 5) -> Agreement:
@@ -81,3 +93,24 @@ def _stock(llm: Any, prompts: list[list[int]], number: int) -> list[tuple[int, .
             if output.finished:
                 found[output.request_id] = tuple(output.outputs[0].token_ids)
     return [found[f"{number}-{at}"] for at in range(len(prompts))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_live.agreement", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="a model directory")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (3)")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}; it must be at least 1")
+    ready()
+    stock = start_stock(args.folder)
+    with start(args.folder) as engine:
+        found = compare(stock, engine, rounds=args.rounds)
+    print(json.dumps(found._asdict()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
