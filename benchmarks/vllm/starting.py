@@ -71,8 +71,8 @@ def start_stock(folder: Path, **options: Any) -> Any:
 
 
 def apart(module: str, arguments: Sequence[str], *, threads: int) -> dict[str, Any]:
-    """Run ``module`` in a process of its own, which may start and end vLLM as it likes: one that ends takes down the others of its
-    process. Returns the JSON of its last line. Raises ``RuntimeError`` if it fails."""
+    """Run ``module`` in a process of its own, which may start and end vLLM as it likes: one that ends takes down the others
+    of its process. Returns the JSON of its last line. Raises ``RuntimeError`` if it fails."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, text=True

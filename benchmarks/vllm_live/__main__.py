@@ -90,7 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--part", action="append", choices=PARTS, help="one of the parts alone; may be given several times"
     )
     parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
-    parser.add_argument("--threads", type=_count, default=os.cpu_count() or 1, help="of vLLM's computation (all cores)")
+    parser.add_argument(
+        "--threads",
+        type=_count,
+        default=max(1, (os.cpu_count() or 1) - 1),
+        help="of vLLM's computation (default: all cores but one)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     args = parser.parse_args(argv)

@@ -2,8 +2,8 @@
 
 Both servers run all the time, idle but for the one whose turn it is; each round sends both the same requests. Prompts and
 outputs are random, their lengths spread by half around those of the conversation. The rate is a share of what the stock server
-completes of requests sent all at once, and the SLO follows from eight clients at a time: TPOT 2.5 × the median gap between tokens,
-TTFT 20 × TPOT. Both are found through the same client.
+completes of requests sent all at once, and the SLO follows from eight clients at a time: TPOT 2.5 × the median gap between
+tokens, TTFT 20 × TPOT. Both are found through the same client.
 """
 
 from __future__ import annotations
