@@ -7,8 +7,8 @@ full, under the SLO of :mod:`benchmarks.live.loads`. Contenders take the engine 
 - **ours**: a whole :class:`autotune.profiling.session.Session` on the running engine: calibrate, simulate, validate, choose.
   One start of vLLM is added to its time.
 - **auto_tune**: the procedure of vLLM's ``benchmarks/auto_tune``, by a driver of our own
-  (:func:`benchmarks.sweep.rivals.auto_tune`): a server for each pair of max-num-seqs and max-num-batched-tokens, requests all at once, then falling rates until the p99 of E2E
-  meets its limit; the pair of the highest throughput. As much time as ours took.
+  (:func:`benchmarks.sweep.rivals.auto_tune`): a server for each pair of max-num-seqs and max-num-batched-tokens, requests all at
+  once, then falling rates until the p99 of E2E meets its limit; the pair of the highest throughput. As much time as ours took.
 - **tpe**: Optuna's TPE over a load generator's runs, as ``auto-tuning-vllm`` does it, by a driver of our own: a server and a run
   of the load for each trial. As much time as ours took. Either also without the time that restarts take.
 
