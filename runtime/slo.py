@@ -148,6 +148,27 @@ class RequestClass:
             raise ValueError(f"weight of class {self.name} is {self.weight}; it must be above 0")
 
 
+def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
+    """``chat:ttft=300ms,tpot=30ms*2``: name, SLO, and weight relative to others (1). Raises ``ValueError``; ``where`` says
+    who gave them."""
+    made: dict[str, RequestClass] = {}
+    for text in texts:
+        name, colon, rest = text.partition(":")
+        slo, _, weight = rest.partition("*")
+        if not colon or not name or not slo:
+            raise ValueError(
+                f"{where} is {text!r}; it must be NAME:SLO or NAME:SLO*WEIGHT, as chat:ttft=300ms,tpot=30ms*2"
+            )
+        if name == "default" or name in made:
+            taken = "it is given twice" if name in made else "its SLO is that of all other requests"
+            raise ValueError(f"{where} {name}: {taken}")
+        try:
+            made[name] = RequestClass(name, SLO.parse(slo), float(weight or 1))
+        except ValueError as error:
+            raise ValueError(f"{where} {name}: {error}") from None
+    return list(made.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Attainment:
     """How many of the offered requests met every target. Cancelled ones are left out and counted apart.

@@ -264,6 +264,11 @@ class LeaseHolder:
     def __init__(self) -> None:
         self._lease: Lease | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether a controller is attached."""
+        return self._lease is not None
+
     def acquire(self, owner: str) -> Lease:
         if self._lease is not None:
             raise LeaseError(f"{self._lease.owner} controls this engine; release it before {owner} takes over")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from concurrent.futures import Future
@@ -79,6 +80,13 @@ class CountingExecutor(Executor):
             done = self._tokens[name]
             sampled.append([done % 200] if done >= self._prompts[name] else [])
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+
+
+class ServedExecutor(CountingExecutor):
+    """For a ``vllm serve``, which can only be told by its environment."""
+
+    fail_on = int(os.environ.get("TEST_FAIL_ON", "-1"))
+    step_s = float(os.environ.get("TEST_STEP_S", "0"))
 
 
 def model_folder(folder: Path) -> Path:

@@ -31,15 +31,15 @@ class Contender:
     attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
 
 
-def defaults(limits: KnobLimits) -> Contender:
-    """vLLM's defaults on this engine, clamped to its ceilings. It is not vLLM that is measured."""
-    return Contender("defaults", limits.clamp(VLLM_DEFAULTS))
+def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
+    """vLLM's defaults on this engine, clamped to its ceilings; ``stock``: those that vLLM's own engine would start with."""
+    return Contender("defaults", limits.clamp(stock))
 
 
-def controlled(limits: KnobLimits, start: Knobs | None = None) -> Contender:
+def controlled(limits: KnobLimits, start: Knobs | None = None, stock: Knobs = VLLM_DEFAULTS) -> Contender:
     """A controller that starts cold: from the defaults, or from ``start``, a profile's setting."""
     if start is None:
-        return Contender("control", limits.clamp(VLLM_DEFAULTS), control=True)
+        return Contender("control", limits.clamp(stock), control=True)
     return Contender("control from profile", limits.clamp(start), control=True)
 
 
@@ -47,10 +47,10 @@ def fixed(knobs: Knobs, name: str | None = None) -> Contender:
     return Contender(name or short(knobs), knobs)
 
 
-def parse_fixed(text: str, limits: KnobLimits) -> Contender:
+def parse_fixed(text: str, limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
     """``max_batch_size=64,token_budget=512``: knobs not named are the defaults'. Raises :class:`InputError`, one line."""
     specs = {spec.name: spec for spec in KNOBS}
-    values: dict[str, float] = limits.clamp(VLLM_DEFAULTS).as_dict()
+    values: dict[str, float] = limits.clamp(stock).as_dict()
     given: set[str] = set()
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))

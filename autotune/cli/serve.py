@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
@@ -35,6 +36,12 @@ def serve(
             help="A preset (tiny, qwen3-0.6b, llama-3.1-8b, …), a directory, or a hub id.  (default: the profile's)"
         ),
     ] = None,
+    more: Annotated[
+        list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
+    ] = None,
+    on: Annotated[
+        Literal["own", "vllm"], Option("--engine", help="own: runtime.Engine; vllm: a vllm serve that tunes itself.")
+    ] = "own",
     slo: Annotated[
         str | None,
         Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
@@ -85,6 +92,10 @@ def serve(
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
 ) -> int:
     """Serve until stopped."""
+    if model is not None and model.startswith("-"):  # what follows -- begins with the model, where none was named
+        more, model = [model, *(more or [])], None
+    if more and on != "vllm":
+        raise InputError(f"{shlex.join(more)} is of vLLM's options; they go with --engine vllm")
     start_with = _profile(profile, purpose)
     name = model or (start_with.model.name if start_with else None)
     if name is None:
@@ -110,6 +121,44 @@ def serve(
     with_classes = request_classes(classes or [])
     if with_classes and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
+    if on == "vllm":
+        if start_with is not None:
+            _check_machine(start_with, "auto", anyway, controlled=controlled is not False)
+        if decisions is not None:
+            _check_writable(decisions)
+        from autotune.cli.serve_vllm import serve_vllm
+
+        serve_vllm(
+            name,
+            slo=target,
+            classes=classes or (),
+            profile=None if profile is None or start_with is None else (profile, start_with),
+            limits=limits,
+            pinned=knobs or {},
+            controller=controller,
+            decisions=decisions,
+            reject_late=reject_late,
+            off=controlled is False,
+            flags={
+                "--host": host,
+                "--port": port,
+                "--dtype": dtype or (start_with.model.dtype if start_with else None),
+                "--max-model-len": max_model_len,
+                "--served-model-name": served_model_name,
+                "--seed": seed or None,
+            },
+            grace=grace,
+            more=more or (),
+            refused={
+                "--device": device != "auto",
+                "--kv-tokens": kv_tokens is not None,
+                "--max-queue": max_queue != 4096,
+                "--ordering": ordering != "priority",
+                "--threads": threads is not None,
+                "--records": records is not None,
+                "--for": purpose != "balanced",
+            },
+        )
     from autotune.cli.target import check_dtype, loading
 
     _need_extra()

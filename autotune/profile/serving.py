@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.cost.model import CostModel
 from autotune.profile.document import Profile
-from runtime.step_model import Knowledge
+from runtime.step_model import Knowledge, StepFeatures
 
 
 def serving_speed(profile: Profile) -> float:
@@ -22,6 +22,14 @@ def serving_cost(profile: Profile) -> CostModel:
         raise ValueError("the profile holds no cost model")
     cost, speed = CostModel.from_facts(profile.cost_model).serving(), serving_speed(profile)
     return cost if speed == 1.0 else cost.scaled(compute=speed, bandwidth=speed, overhead=speed)
+
+
+def prefill_rate(profile: Profile, tokens: int = 2048) -> float | None:
+    """Prompt tokens a second while nothing else is computed, by the profile; None when it holds no cost model."""
+    if profile.cost_model is None:
+        return None
+    most = min(tokens, profile.engine.limits.token_budget, profile.model.max_model_len)
+    return most / serving_cost(profile).predict(StepFeatures(0, 0, most, most, most * (most + 1) // 2, 1))
 
 
 def serving_knowledge(profile: Profile) -> Knowledge | None:

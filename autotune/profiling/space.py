@@ -20,6 +20,9 @@ from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 SEARCHED: Mapping[str, tuple[float, float]] = {spec.name: spec.usual for spec in KNOBS}
 """Where each knob is searched unless ``--range`` says otherwise; the engine's limits cut it."""
 
+WIDEST = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # integers where it takes those
+"""Of an engine whose ceilings are not known yet."""
+
 NEAR_BEST = "near the best"
 
 _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
@@ -27,12 +30,16 @@ _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """``pinned``: name → value; ``ranges``: name → (low, high). Together they name every knob once."""
+    """``pinned``: name → value; ``ranges``: name → (low, high). Together they name every knob once.
+
+    ``stock``: vLLM's defaults, the baseline; of vLLM's own engine those that it would start with here.
+    """
 
     pinned: Mapping[str, float]
     ranges: Mapping[str, tuple[float, float]]
     limits: KnobLimits
     ours: frozenset[str] = frozenset()  # ranges nobody asked for, free to be narrowed
+    stock: Knobs = VLLM_DEFAULTS
 
     def narrowed(self, fitted: Knobs) -> SearchSpace:
         """Our own logarithmic ranges cut to an eighth … sixteen times of the calibration's guess: the rest is surely worse."""
@@ -95,6 +102,11 @@ class SearchSpace:
         return all(values[name] == value for name, value in self.pinned.items() if name not in self.ours) and all(
             low <= values[name] <= high for name, (low, high) in self.ranges.items() if name not in self.ours
         )
+
+    @property
+    def baseline(self) -> Knobs:
+        """What settings are compared with: :attr:`stock` as the engine's ceilings allow."""
+        return self.limits.clamp(self.stock)
 
     def as_dict(self) -> dict[str, object]:
         """For the study's identity."""
@@ -168,7 +180,7 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
     baselines, not candidates (:func:`is_baseline`).
     """
     points: list[tuple[str, Knobs]] = []
-    for label, knobs in {VLLM_LABEL: VLLM_DEFAULTS, **OTHER_DEFAULTS}.items():
+    for label, knobs in {VLLM_LABEL: space.stock, **OTHER_DEFAULTS}.items():
         clamped = space.limits.clamp(knobs)
         if all(clamped != known for _, known in points):
             points.append((label, clamped))

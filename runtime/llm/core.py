@@ -51,25 +51,16 @@ class StepOutcome(NamedTuple):
     end: float
 
 
-class Core(Protocol):
-    """What an engine's thread runs and a controller turns: :class:`EngineCore`, or what another engine has in its place."""
+class Adjustable(Protocol):
+    """The part of a core that a controller turns."""
 
     @property
     def settings(self) -> Settings: ...
-    @property
-    def waiting(self) -> Sized:
-        """Requests that wait."""
-        ...
-
     @property
     def slack(self) -> SlackTracker:
         """Has the SLO of each request class."""
         ...
 
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def next_expiry(self) -> float: ...
     @property
     def admission(self) -> AdmissionPolicy | None: ...
     def set_admission(
@@ -79,9 +70,23 @@ class Core(Protocol):
         weights: Mapping[str, float] | None = None,
         source: RateSource | None = None,
     ) -> None: ...
+    def view(self, now: float) -> SchedulerView: ...
+
+
+class Core(Adjustable, Protocol):
+    """What an engine's thread runs: :class:`EngineCore`, or what another engine has in its place."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Requests that wait."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def next_expiry(self) -> float: ...
     def add(self, request: Request, now: float | None = None) -> Sequence: ...
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None: ...
-    def view(self, now: float) -> SchedulerView: ...
     def step(self, now: float, until: float = inf) -> StepOutcome: ...
 
 

@@ -32,8 +32,8 @@ class Scheduler:
     Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which ends what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
-    a plan stand for many identical decode steps. ``before_preempting`` is called before a sequence is made to give its blocks
-    back.
+    a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
+    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Scheduler:
         slos: Mapping[str, SLO] | None = None,
         hasher: TokenHasher | None = None,
         fast_forward: bool = False,
+        growth_reserve: int = 1,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.holdings = Holdings(self.kv, hasher)
@@ -57,6 +58,7 @@ class Scheduler:
         self.preemptions = 0
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
+        self.growth_reserve = growth_reserve
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
 
@@ -209,8 +211,8 @@ class Scheduler:
         self._end(sequence, FinishReason.REJECTED, now, self.rejected, verdict.reason)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
-        if not self.holdings.fits(sequence, self.kv.free - len(self.decodes.members)):
+        """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode."""
+        if not self.holdings.fits(sequence, self.kv.free - self.growth_reserve * len(self.decodes.members)):
             return False
         self.waiting.pop()
         sequence.state = "prefill"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from runtime.clock import Clock
 from runtime.listeners import Listeners
 from runtime.llm.admission import AdmissionPolicy
-from runtime.llm.core import Core
+from runtime.llm.core import Adjustable, Core
 from runtime.llm.loop import EngineLoop
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
@@ -25,7 +25,7 @@ class TunableCore(Tuning):
     """``slos`` and ``weights`` are those of the request classes there are."""
 
     def __init__(
-        self, core: Core, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
+        self, core: Adjustable, listeners: Listeners, clock: Clock, slos: dict[str, SLO], weights: Mapping[str, float]
     ) -> None:
         super().__init__(core.settings, listeners, clock, slos)
         self._core = core

@@ -11,23 +11,32 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from os import fspath
+from pathlib import Path
+from typing import Final, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runtime.knobs import KNOBS
 from runtime.llm.admission import QUEUE_TIMEOUT_REASON, SLO_REASON
-from runtime.llm.engine import Engine
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.serving.histogram import LatencyHistogram, bounds_with
 from runtime.slo import METRICS, wilson_interval
+from runtime.tunable import Tunable
 
 PREFIX: Final = "autotune_"
 WINDOW_S: Final = 60.0
 REJECTIONS: Final = ("queue_full", SLO_REASON, QUEUE_TIMEOUT_REASON, "closed", "invalid")
 """Why a request may have been rejected: causes of records, ``invalid`` for what could never run."""
+
+
+class Measured(Tunable, Protocol):
+    """An engine that these metrics can be of."""
+
+    @property
+    def closed(self) -> bool: ...
 
 
 class ServingMetrics(Collector):
@@ -36,7 +45,7 @@ class ServingMetrics(Collector):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Measured,
         *,
         served_name: str | None = None,
         window_s: float = WINDOW_S,
@@ -46,7 +55,7 @@ class ServingMetrics(Collector):
         self.registry = CollectorRegistry()
         self._engine = engine
         self._regime = regime
-        self._name = served_name or engine.model.name
+        self._name = served_name or ("" if engine.facts.model is None else engine.facts.model.name)
         bounds = bounds_with(
             target / 1000 for slo in engine.slos.values() for target in slo.targets_ms.values() if target is not None
         )
@@ -100,6 +109,10 @@ class ServingMetrics(Collector):
             for record in [self._requests.popleft() for _ in range(len(self._requests))]:
                 self._count(record)
             self._slide(self._engine.clock.now())
+
+    def write(self, path: Path) -> None:
+        """All of it as a text file, in one piece, as node_exporter's textfile collector reads it."""
+        write_to_textfile(fspath(path), self.registry)
 
     def _count(self, record: RequestRecord) -> None:
         self._ended[record.reason] += 1

@@ -22,10 +22,10 @@ UNUSED = (
 )  # built for another torch than the one it brings; not needed for text
 OURS = (
     "optuna>=5.0,<6", "plotly>=7.1,<8", "scipy>=1.13", "psutil>=5.9", "pytest>=9,<10", "pytest-asyncio>=1.0",
-    "pytest-timeout>=2.3",
+    "pytest-timeout>=2.3", "hypothesis>=6.100",
 )  # fmt: skip
 """What this project and its tests need beside what vLLM brings."""
-READY = ".ready-2"
+READY = ".ready-3"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -20,13 +20,13 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
 
-LATER = {spec.name for spec in KNOBS if not spec.required}
+LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "options"}
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parents[2]
 
 
 def measured(data: Any) -> Any:
-    """``data`` without labels, and without the knobs that came later than it may be."""
+    """``data`` without labels, and without the knobs and the facts of an engine that came later than it may be."""
     if isinstance(data, dict):
         return {name: measured(value) for name, value in data.items() if name not in LATER | {"label"}}
     return [measured(value) for value in data] if isinstance(data, list) else data
@@ -63,6 +63,14 @@ def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
     assert [point["label"] for point in old["simulated"]] == ["twin"]
     assert [point.label for point in found.simulated] == ["paired"]
     assert found.cost_model is not None and found.cost_model.coefficients == old["cost_model"]["coefficients"]
+
+
+def test_an_engine_of_before_kept_one_block_for_each_decode_and_had_no_options() -> None:
+    data = sample_profile().model_dump(mode="json")
+    for name in ("growth_reserve", "options"):
+        del data["engine"][name]
+    found = Profile.model_validate_json(json.dumps(data), strict=True).engine
+    assert (found.growth_reserve, found.options) == (1, {})
 
 
 def test_the_chain_has_no_gap_and_ends_at_the_present() -> None:

@@ -63,7 +63,7 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--class", "chat:tpot=30"), '--class chat: "tpot=30" has no unit'),
         (("tiny", "--class", "chat:tpot=30ms*much"), "--class chat: could not convert string to float: 'much'"),
         (("tiny", "--class", "chat:tpot=30ms*0"), "--class chat: weight of class chat is 0.0; it must be above 0"),
-        (("tiny", "--class", "default:tpot=30ms"), "--class default: its SLO is --slo"),
+        (("tiny", "--class", "default:tpot=30ms"), "--class default: its SLO is that of all other requests"),
         (("tiny", "--class", "a:tpot=30ms", "--class", "a:tpot=3ms"), "--class a: it is given twice"),
         (("tiny", "--class", "chat:tpot=30ms"), "--class goes with an SLO for all other requests: add --slo"),
         (("tiny", "--slo", "tpot=50"), '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),

@@ -1,37 +1,46 @@
-"""``--scheduler-cls autotune.engines.vllm.Scheduler``: vLLM's own scheduler, steered.
+"""vLLM's own scheduler, steered. What is made is a subclass of the class that vLLM's configuration picks, sync or async.
 
-What is made is a subclass of the class that vLLM's configuration picks, sync or async. Where that cannot be steered (another
-version, something it needs is missing, a feature it does not know) one line in the log says why, and vLLM schedules as if
-this were not there.
+:class:`Steered` is for whoever has a controller of their own; :class:`autotune.engines.vllm.serving.Scheduler` brings one.
+Where vLLM cannot be steered (another version, something needed is missing, a feature that is not known here) one line in the log
+says why, and it schedules as if this were not there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any, Final
 
-from autotune.engines.vllm.steering import Steering, missing
+from autotune.engines.vllm.steering import Aborted, Steering, missing
 from runtime.clock import Clock, MonotonicClock
 from runtime.ordering.priority import Priority
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.autotune")  # where vLLM's own lines go
 
 VERSIONS: Final = ((0, 32), (0, 32))
 """The first and the last version of vLLM that this has been run with."""
+REJECTED: Final = "autotune: "
+"""How the ``stop_reason`` of a request begins that was ended here; after it come the seconds to retry in, and why."""
+UNTOUCHED: Final = "vLLM schedules as it would without autotune"
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
 
 
-class Scheduler:
+class Steered:
     """Give this to vLLM as its scheduler class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        config = config_of(args, kwargs)
         base = picked(config.scheduler_config)
         made = steered(base) if (why := unfit(config)) is None else base
         if why is not None:
-            log.warning("vLLM is not steered: %s. It schedules as it would without autotune", why)
+            log.warning("not steered: %s. %s", why, UNTOUCHED)
         return made(*args, **kwargs)
+
+
+def config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The configuration among what vLLM gives to the constructor of a scheduler."""
+    return kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
 
 
 def picked(config: Any) -> type[Any]:
@@ -48,25 +57,33 @@ def unfit(config: Any) -> str | None:
     """Why an engine of ``config`` cannot be steered; None if it can."""
     import vllm
 
-    version = str(vllm.__version__)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not VERSIONS[0] <= numbers <= VERSIONS[1]:
-        between = " to ".join(".".join(map(str, one)) for one in dict.fromkeys(VERSIONS))
-        return f"it is version {version}, and this was made for {between}"
+    if (why := unfit_version(str(vllm.__version__))) is not None:
+        return why
     for name in ("speculative_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, name, None) is not None:
             return f"it has a {name}"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "it is pipeline-parallel"
+    if config.parallel_config.data_parallel_size > 1:  # ranks that are independent of each other say 1
+        return "its data-parallel ranks step together"
     return None
+
+
+def unfit_version(version: str) -> str | None:
+    """Why vLLM of ``version`` cannot be steered; None if it can."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if VERSIONS[0] <= numbers <= VERSIONS[1]:
+        return None
+    between = " to ".join(".".join(map(str, one)) for one in dict.fromkeys(VERSIONS))
+    return f"it is version {version}, and this was made for {between}"
 
 
 def steered(base: type[Any]) -> type[Any]:
     """``base``, a vLLM scheduler, steered; for whoever gives vLLM a scheduler class of their own."""
-    return type(f"Steered{base.__name__}", (_Steered, base), {"__module__": __name__})
+    return type(f"Steered{base.__name__}", (SteeredScheduler, base), {"__module__": __name__})
 
 
-class _Steered:
+class SteeredScheduler:
     """Mixed over a vLLM scheduler. :attr:`steering` is None where it is left alone."""
 
     steering: Steering | None
@@ -74,14 +91,15 @@ class _Steered:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steering = None
         super().__init__(*args, **kwargs)
+        self._untold: list[Aborted] = []  # left over when it was let go
         if lacking := missing(self):
-            log.warning(
-                "vLLM is not steered: its scheduler has no %s. It schedules as it would without autotune",
-                ", ".join(lacking),
-            )
+            log.warning("not steered: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
             return
+        from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+        self._stock_policy, self._stock_adaptive = self.policy, self.adaptive_long_prefill_threshold  # type: ignore[attr-defined,has-type]
         self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
-        _queue_by_number(self)
+        _queue_by(self, SchedulingPolicy.PRIORITY)  # a number for each request: ours, which says whose turn it is
         self.steer(MonotonicClock())
 
     def steer(self, clock: Clock, **options: Any) -> Steering:
@@ -89,6 +107,16 @@ class _Steered:
         ordering = options.pop("ordering", None) or Priority(_STRICT_S)
         self.steering = Steering(self, clock, self._drop, ordering=ordering, **options)
         return self.steering
+
+    def let_go(self) -> None:
+        """vLLM schedules as if this were not there from the coming step on."""
+        if self.steering is None:
+            return
+        self.steering.let_go()
+        self._untold += self.steering.aborted()
+        self.steering = None
+        self.adaptive_long_prefill_threshold = self._stock_adaptive
+        _queue_by(self, self._stock_policy)
 
     def _drop(self, names: list[str]) -> None:
         from vllm.v1.request import RequestStatus
@@ -123,25 +151,34 @@ class _Steered:
         outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         if self.steering is not None:
             self.steering.landed(outputs)
-            if aborted := self.steering.aborted():
-                _tell(outputs, aborted)
+            self._untold += self.steering.aborted()
+        if self._untold:
+            _tell(outputs, self._untold)
+            self._untold = []
         return outputs
 
 
-def _queue_by_number(scheduler: Any) -> None:
-    """Have ``scheduler``, which is empty, queue by a number for each request: ours, which says whose turn it is."""
-    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+def _queue_by(scheduler: Any, policy: Any) -> None:
+    """Have ``scheduler`` queue by ``policy``, what waits included."""
+    from vllm.v1.core.sched.request_queue import create_request_queue
 
-    scheduler.policy = SchedulingPolicy.PRIORITY
+    scheduler.policy = policy
     for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # of which each version has its own
         if hasattr(scheduler, name):
-            setattr(scheduler, name, create_request_queue(scheduler.policy))
+            queue = create_request_queue(policy)
+            for request in sorted(getattr(scheduler, name), key=lambda r: (not r.num_preemptions, r.arrival_time)):
+                queue.add_request(request)
+            setattr(scheduler, name, queue)
 
 
-def _tell(outputs: dict[int, Any], aborted: list[Any]) -> None:
+def _tell(outputs: dict[int, Any], aborted: list[Aborted]) -> None:
     """Add the end of ``aborted`` to what goes to vLLM's clients."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    for request in aborted:
+    for request, why, retry_after_s in aborted:
         group = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        group.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
+        seconds = 1.0 if retry_after_s is None else max(0.001, math.ceil(retry_after_s * 1000) / 1000)
+        said = f"{REJECTED}{seconds:g} s: {why}"
+        group.outputs.append(
+            EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=said)
+        )

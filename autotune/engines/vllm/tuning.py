@@ -1,0 +1,100 @@
+"""A steered scheduler as a controller sees it, where vLLM's own process steps it: under ``vllm serve``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from autotune.engines.vllm.core import facts_of
+from autotune.engines.vllm.steering import Steering
+from runtime.errors import EngineClosedError
+from runtime.listeners import Listeners
+from runtime.llm.tuning import TunableCore
+from runtime.slo import SLO
+from runtime.tunable import Capabilities, Facts, SchedulerView
+
+log = logging.getLogger("vllm.autotune")
+T = TypeVar("T")
+_LOOKS: Final = 16  # at what vLLM's thread may be changing
+
+
+class TunableScheduler(TunableCore):
+    """``steering`` of a vLLM engine of ``config``. Whoever runs the scheduler calls :meth:`between_steps`, and :meth:`release`
+    when nobody controls it any more."""
+
+    def __init__(self, config: Any, steering: Steering, slos: dict[str, SLO], weights: Mapping[str, float]) -> None:
+        super().__init__(steering, Listeners(), steering.clock, slos, weights)
+        self._steering = steering
+        self._facts = facts_of(config, steering)
+        self._changing = threading.Lock()  # held for microseconds
+        self._closed = False
+        self._posted: deque[Callable[[], None]] = deque()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of our own engine, but a fault ends it."""
+        return Capabilities.live(fault_isolation=False)
+
+    @property
+    def facts(self) -> Facts:
+        """As vLLM was started: model, version, KV pool, prefix cache."""
+        return self._facts
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is steered no more."""
+        return self._closed
+
+    def _change(self, change: Callable[[], T]) -> T:
+        with self._changing:
+            self._check_open()
+            return change()
+
+    def _post(self, change: Callable[[], None]) -> None:
+        self._check_open()
+        self._posted.append(change)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("vLLM is not steered any more")
+
+    def view(self) -> SchedulerView:
+        """The scheduler as it is. Exact on vLLM's thread; from another it may be in the middle of a step."""
+        for _ in range(_LOOKS):
+            try:
+                return self._steering.view(self.clock.now())
+            except RuntimeError:  # something came or went while it was looked at
+                continue
+        return self._steering.view(self.clock.now())
+
+    @property
+    def controlled(self) -> bool:
+        """Whether a controller is attached."""
+        return self._lease.held
+
+    # -- vLLM's thread --------------------------------------------------------------------------------------------------
+
+    def between_steps(self) -> None:
+        """Tell the listeners what has happened, and make the changes that others have asked for."""
+        steps, ended = self._steering.take_steps(), [record for _, record in self._steering.take_ended()]
+        for step in steps[:-1]:
+            self._listeners.tell(step, ())
+        if steps or ended:
+            self._listeners.tell(steps[-1] if steps else None, ended)
+        self.make_changes()
+
+    def make_changes(self) -> None:
+        """Make those changes alone."""
+        while self._posted:
+            try:
+                self._posted.popleft()()
+            except Exception:
+                log.exception("a change of the scheduler failed")
+
+    def release(self) -> None:
+        """vLLM schedules alone from now on: accept no more changes."""
+        with self._changing:
+            self._closed = True

@@ -1,0 +1,227 @@
+"""A ``vllm serve`` that tunes itself, by docs/vllm.md and in bad weather. In an environment with vLLM."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune.control.decision_log import Decision, read_decisions
+from autotune.engines.vllm.serving import Options
+from tests.integration.vllm_environment import ENVIRONMENT, tiny_model, vllm_python_with_tests
+from tests.integration.vllm_server import NO_MODEL, ROOT, SMALL, VllmServer, environment, serving
+
+PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+SCHEDULER = "--scheduler-cls autotune.engines.vllm.Scheduler --middleware autotune.engines.vllm.RejectionStatus"
+pytestmark = pytest.mark.slow
+
+
+def commands() -> list[str]:
+    found = re.findall(r"^```console\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [line[2:].partition("  # ")[0].strip() for block in found for line in block.splitlines()]
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def decisions(path: Path) -> list[Decision]:
+    return list(read_decisions(path))
+
+
+def body(prompt: str | list[int], tokens: int, **more: Any) -> bytes:
+    return json.dumps(
+        {"model": "./my-model", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
+    ).encode()
+
+
+def test_the_scheduler_brings_its_controller() -> None:
+    """In vLLM's engine, in its own process."""
+    command = [str(vllm_python_with_tests()), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    done = subprocess.run(
+        [*command, "tests/integration/vllm_tunes.py"],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_installs_what_there_is() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert commands()[0] == "pip install '.[vllm]'" and extras["vllm"] == ["vllm>=0.32,<0.33"]
+    assert {command.split()[0] for command in commands()[1:]} == {
+        "autotune",
+        "AUTOTUNE_SLO=ttft=500ms,tpot=50ms",
+        "curl",
+    }
+
+
+def test_the_page_names_every_setting() -> None:
+    for name in Options.__dataclass_fields__:
+        assert f'| `"{name}"`' in PAGE and (name == "pinned" or f"`AUTOTUNE_{name.upper()}`" in PAGE)
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    tiny_model(tmp_path / "my-model")
+    serve, *rest = (command for command in commands() if command.startswith(("autotune", "curl")))
+    with serving(tmp_path, f"{serve} --port PORT -- {SMALL} --max-model-len 2048") as server:
+        assert server.output.splitlines()[0].startswith("vllm serve ./my-model --scheduler-cls"), server.output[:500]
+        assert "self-tuning: SLO ttft=500ms,tpot=50ms@99%" in server.output
+        for command in rest:
+            here = command.replace("http://127.0.0.1:8000", server.url)
+            done = subprocess.run(
+                here, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, (command, done.stdout, done.stderr)
+            if command.startswith("curl"):
+                assert '"text_completion"' in done.stdout, command
+            elif "set" in command.split():
+                assert "budget 1024" in done.stdout or "token_budget is 1024" in done.stderr, done
+            elif "--kill" in command:
+                assert "detached" in done.stdout
+            else:
+                assert done.stdout.strip(), command
+        assert server.post("/v1/completions", body("Hello", 4))[0] == 200
+        assert within(5, lambda: "vLLM schedules as it would without autotune" in server.output)
+        assert server.stop() in (0, -signal.SIGTERM)
+        assert within(
+            10, lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in server._all)
+        )
+    assert [one.action for one in decisions(tmp_path / "run.jsonl")][-2:] == ["kill", "detach"]
+
+
+def test_vllms_own_command_is_the_same(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "my-model")
+    (line,) = (command for command in commands() if command.startswith("AUTOTUNE_SLO"))
+    given = dict(word.split("=", 1) for word in line.partition(" vllm ")[0].split())
+    command = "vllm " + line.partition(" vllm ")[2]
+    more = f"--host 127.0.0.1 --port PORT {SMALL} --max-model-len 2048 --shutdown-timeout 20"
+    with serving(tmp_path, f"{command} {more}", **given) as server:
+        answers = flood(server, 60, "x " * 900)
+        assert set(answers) <= {200, 429} and answers[200] and answers[429], answers
+        server.stop()
+        assert within(10, lambda: decisions(tmp_path / "run.jsonl")[-1].action == "detach")
+    assert not list(tmp_path.glob("autotune/*.sock"))
+
+
+def flood(server: VllmServer, count: int, prompt: str | list[int], **more: Any) -> Counter[int]:
+    """Statuses of so many requests at once. Whatever is rejected says so, and nobody gets an answer without text."""
+
+    def one(number: int) -> int:
+        status, text = server.post("/v1/completions", body(prompt, 8, **more))
+        if status == 429:
+            assert json.loads(text)["error"]["type"] == "rate_limit_error"
+        else:
+            assert '"abort"' not in text and ("[DONE]" not in text or text.count("data:") > 1), text
+        return status
+
+    with ThreadPoolExecutor(count) as pool:
+        return Counter(pool.map(one, range(count)))
+
+
+# -- bad weather ------------------------------------------------------------------------------------------------------------
+
+
+def fake(folder: Path, words: str = "") -> str:
+    """A server without a model."""
+    if not (folder / "my-model").exists():
+        tiny_model(folder / "my-model")
+    return f"vllm serve ./my-model --host 127.0.0.1 --port PORT --max-model-len 2048 {NO_MODEL} {SCHEDULER} {words}"
+
+
+SET = {"AUTOTUNE_LOG": "run.jsonl", "AUTOTUNE_SLO": "ttft=200ms,tpot=500ms", "TEST_STEP_S": "0.02"}
+
+
+def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
+    with serving(tmp_path, fake(tmp_path), **SET, TEST_FAIL_ON="77", AUTOTUNE_METRICS="a.prom") as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        connection.request(
+            "POST", "/v1/completions", body("Hello", 1500, stream=True), {"Content-Type": "application/json"}
+        )
+        assert connection.getresponse().read(10).startswith(b"data:")
+        connection.close()
+        assert server.post("/v1/completions", body([5] * 20, 3))[0] == 200
+        assert within(
+            20, lambda: 'autotune_requests_total{reason="cancelled"} 1.0' in (tmp_path / "a.prom").read_text()
+        )
+        status, _ = server.post("/v1/completions", body([5] * 77, 3))
+        assert status == 500
+        assert within(20, lambda: server.health() in (503, 0))
+        assert within(20, lambda: decisions(tmp_path / "run.jsonl")[-1].action == "detach")
+        assert "of the model" in server.output
+        assert within(5, lambda: not list(tmp_path.glob("autotune/*.sock")))
+        assert within(5, lambda: "autotune_up 0.0" in (tmp_path / "a.prom").read_text())
+
+
+def test_the_api_process_is_killed(tmp_path: Path) -> None:
+    with serving(tmp_path, fake(tmp_path), **SET) as server:
+        core = server.engine_core
+        server.process.kill()
+        assert within(10, lambda: decisions(tmp_path / "run.jsonl")[-1].action == "detach")
+        assert within(30, lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE), server.output[-2000:]
+        assert not list(tmp_path.glob("autotune/*.sock"))
+
+
+def test_enginecore_is_killed(tmp_path: Path) -> None:
+    with serving(tmp_path, fake(tmp_path), **SET) as server:
+        assert list(tmp_path.glob("autotune/*.sock"))
+        server.engine_core.kill()
+        assert within(20, lambda: server.health() in (503, 0))
+        done = subprocess.run(
+            ["autotune", "watch", "--once"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+        )
+        assert done.returncode == 2 and "no process can be steered" in done.stderr
+        assert not list(tmp_path.glob("autotune/*.sock"))
+
+
+def test_rejections_have_a_status_and_the_switch_goes_over_a_running_server(tmp_path: Path) -> None:
+    with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_REJECT_LATE="1") as server:
+        for stream in (False, True):
+            answers = flood(server, 60, [5] * 400, stream=stream)
+            assert set(answers) == {200, 429}, answers
+        (path,) = tmp_path.glob("autotune/*.sock")
+        done = subprocess.run(
+            ["autotune", "pause", "--kill"], env=environment(tmp_path), capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "detached" in done.stdout, done
+        assert set(flood(server, 60, [5] * 400)) == {200}
+        assert not path.exists() and server.health() == 200
+
+
+def test_a_wrong_slo_ends_it_at_its_start(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"InputError: autotune: slo is 'ttft=500': .*"):
+        VllmServer(tmp_path, fake(tmp_path), **{**SET, "AUTOTUNE_SLO": "ttft=500"})
+
+
+def test_switched_off_it_is_stock(tmp_path: Path) -> None:
+    with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_OFF="1") as server:
+        assert "not tuned: it is switched off. vLLM schedules as it would without autotune" in server.output
+        assert server.post("/v1/completions", body("Hello", 4))[0] == 200
+        assert not list(tmp_path.glob("autotune/*.sock")) and not (tmp_path / "run.jsonl").exists()

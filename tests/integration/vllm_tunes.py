@@ -1,0 +1,470 @@
+"""Run by the pytest of an environment with vLLM (see test_vllm_serve.py): the scheduler that brings its own controller, in vLLM's
+engine without a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler as Stock
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from autotune.control.decision_log import read_decisions
+from autotune.control.remote import Steering
+from autotune.engines.vllm import Scheduler
+from autotune.engines.vllm.scheduler import REJECTED
+from runtime.errors import EngineClosedError, InputError
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
+
+SLO = {"slo": "ttft=30s,tpot=1s"}
+
+
+class SlowExecutor(CountingExecutor):
+    step_s = 0.004
+
+
+class OverlappingExecutor(SlowExecutor):
+    """As vLLM's own do under async scheduling: a step is taken on at once, and its tokens come when they are asked for."""
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        self._made = self._run(scheduler_output)
+        done: Future[Any] = Future()
+        done.set_result(None if scheduler_output.total_num_scheduled_tokens else self._made)
+        return done
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        done: Future[Any] = Future()
+        done.set_result(self._made)
+        return done
+
+
+class Records:
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.requests: list[RequestRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+
+class ByAnotherTool(Stock):
+    """A scheduler that took the slot before us."""
+
+    asked = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
+        return super().schedule(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("AUTOTUNE_")]:
+        monkeypatch.delenv(name)
+
+
+class Served:
+    """vLLM's engine in this process, and its scheduler."""
+
+    def __init__(self, folder: Path, section: object, executor: type[CountingExecutor], **options: Any) -> None:
+        arguments: dict[str, Any] = {
+            "model": str(folder), "load_format": "dummy", "dtype": "float32", "enforce_eager": True, "block_size": BLOCK,
+            "skip_tokenizer_init": True, "scheduler_cls": Scheduler, "enable_prefix_caching": False,
+            "max_num_seqs": 16, "max_num_batched_tokens": 256,
+            "distributed_executor_backend": executor, "additional_config": {"autotune": section}, **options,
+        }  # fmt: skip
+        config = EngineArgs(**arguments).create_engine_config()
+        config.scheduler_config.async_scheduling = bool(
+            options.get("async_scheduling")
+        )  # which vLLM switches off on a CPU
+        self.llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
+        self.names = 0
+
+    @property
+    def engine(self) -> Any:
+        return self.scheduler._tunable
+
+    @property
+    def control(self) -> Any:
+        return self.scheduler._control
+
+    def add(self, prompt: int, output: int, **extra: str) -> str:
+        self.names += 1
+        params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, extra_args=extra or None)
+        return self.llm.add_request(str(self.names), {"prompt_token_ids": [5] * prompt}, params)
+
+    def run(self) -> dict[str, tuple[str | None, object, int]]:
+        """Step until nothing is left: for each request that ended how, why, and how many tokens it has."""
+        ended = {}
+        while self.llm.has_unfinished_requests():
+            for one in self.llm.step():
+                if one.finished:
+                    out = one.outputs[0]
+                    ended[one.request_id] = out.finish_reason, out.stop_reason, len(out.token_ids)
+        return ended
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(section: object, executor: type[CountingExecutor] = CountingExecutor, **options: Any) -> Served:
+        made.append(Served(folder, section, executor, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.llm.engine_core.shutdown()
+
+
+@contextmanager
+def heard(served: Served) -> Iterator[Records]:
+    records = Records()
+    end = served.engine.subscribe(records)
+    yield records
+    end()
+
+
+def test_it_brings_a_controller_that_hears_of_every_step(serve: Callable[..., Served], tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    served = serve({**SLO, "log": str(log), "classes": ["batch:ttft=60s"]}, SlowExecutor)
+    assert isinstance(served.scheduler, Stock) and served.engine.facts.engine == "vllm"
+    assert served.engine.knobs.as_dict() == {
+        "max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 256, "chunk_size": 256,
+    }  # fmt: skip
+    with heard(served) as records:
+        for number in range(12):
+            served.add(40 + number, 30, **({"request_class": "batch"} if number % 2 else {}))
+        assert len(served.run()) == 12
+    assert sum(step.sampled for step in records.steps) == 12 * 30
+    assert sum(step.prefill_tokens for step in records.steps) == sum(40 + number for number in range(12))
+    assert [r.request_class for r in records.requests].count("batch") == 6
+    assert served.control.status().attainment.offered == 12, "the last step is told of, too, when nothing follows it"
+    served.llm.engine_core.shutdown()
+    actions = [decision.action for decision in read_decisions(log)]
+    assert actions[0] == "attach" and actions[-1] == "detach" and not list(tmp_path.glob("autotune/*"))
+
+
+def test_the_environment_says_it_as_well(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_SLO", "ttft=700ms")
+    monkeypatch.setenv("AUTOTUNE_CONTROLLER", "static")
+    served = serve({"pinned": {"token_budget": 48}})
+    assert served.control.controller.name == "static" and served.engine.slos["default"].ttft_ms == 700
+    assert served.engine.knobs.token_budget == 48
+    with heard(served) as records:
+        served.add(200, 2)
+        served.run()
+    assert max(step.prefill_tokens for step in records.steps) == 48
+
+
+def test_another_process_watches_sets_and_kills(serve: Callable[..., Served], tmp_path: Path) -> None:
+    served = serve(SLO)
+    (path,) = tmp_path.glob("autotune/*.sock")
+    scheduler = served.scheduler
+    with Steering(path) as remote:
+        assert remote.ask("status")["status"]["slo"] == "ttft=30000ms,tpot=1000ms@99%"
+        remote.ask("set", knobs={"token_budget": 32})
+        with heard(served) as records:
+            served.add(100, 2)
+            served.run()
+        assert max(step.prefill_tokens for step in records.steps) == 32
+        assert scheduler.policy == SchedulingPolicy.PRIORITY
+        names = [served.add(100, 4) for _ in range(3)]
+        served.llm.step()
+        remote.ask("kill")
+    ended = served.run()
+    assert set(ended) == {name.split("-")[0] for name in names} or len(ended) == 3
+    assert scheduler.steering is None and scheduler.policy == SchedulingPolicy.FCFS
+    assert (scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs) == (256, 16)
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 0
+    served.add(300, 3)
+    assert [tokens for _, _, tokens in served.run().values()] == [3], "stock vLLM goes on"
+
+
+def test_the_switch_goes_over_what_waits_in_vllms_own_order(serve: Callable[..., Served]) -> None:
+    served = serve({**SLO, "pinned": {"max_batch_size": 1}}, max_num_seqs=1)
+    for _ in range(4):
+        served.add(20, 3)
+    served.llm.step()
+    late = [request.request_id for request in served.scheduler.waiting]
+    served.control.kill()
+    served.add(20, 3)
+    served.llm.step()
+    assert [request.request_id for request in served.scheduler.waiting][: len(late)] == late
+    assert len(served.run()) == 5
+
+
+def test_a_client_is_told_of_its_rejection_even_when_the_switch_comes_between(serve: Callable[..., Served]) -> None:
+    served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_seqs=2)
+    for _ in range(3):
+        served.add(60, 2)
+    served.run()  # so that the rate is known
+    names = [served.add(250, 4) for _ in range(30)]
+    served.control.kill()
+    ended = served.run()
+    assert len(ended) == len(names)
+    rejected = [why for reason, why, tokens in ended.values() if reason == "abort" and tokens == 0]
+    assert rejected and all(str(why).startswith(REJECTED) and " s: " in str(why) for why in rejected)
+    assert not served.scheduler.requests and not served.scheduler.waiting
+
+
+def test_a_rejection_alone_is_told_of(serve: Callable[..., Served]) -> None:
+    served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
+    for _ in range(5):
+        served.add(60, 2)
+    served.run()
+    with heard(served) as records:
+        served.add(2000, 2)
+        ((reason, why, tokens),) = served.run().values()
+    assert (reason, tokens) == ("abort", 0) and "its first token is predicted after" in str(why)
+    assert [r.reason for r in records.requests] == [FinishReason.REJECTED]
+
+
+def test_a_listener_that_raises_is_cut_off(serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
+    served = serve(SLO)
+
+    class Faulty(Records):
+        def on_step(self, record: StepRecord) -> None:
+            raise SystemExit("of a listener")
+
+    served.engine.subscribe(Faulty())
+    with heard(served) as records:
+        served.add(30, 5)
+        assert len(served.run()) == 1
+    assert len(records.steps) == 5 and not served.control.status().ended
+    assert "raised and will hear no more" in caplog.text
+
+
+def test_a_controller_that_raises_leaves_stock_vllm(serve: Callable[..., Served], tmp_path: Path) -> None:
+    served = serve({**SLO, "log": str(tmp_path / "d.jsonl"), "pinned": {"token_budget": 32}})
+
+    def faulty(record: StepRecord) -> None:
+        raise ZeroDivisionError("of the controller")
+
+    served.control.controller.observe_step = faulty
+    served.add(100, 8)
+    assert [tokens for _, _, tokens in served.run().values()] == [8]
+    assert served.scheduler.steering is None and served.scheduler.max_num_scheduled_tokens == 256
+    assert any("the controller failed" in decision.cause for decision in read_decisions(tmp_path / "d.jsonl"))
+
+
+def test_a_step_that_raises_closes_the_log(folder: Path, tmp_path: Path) -> None:
+    class Failing(CountingExecutor):
+        fail_on = 77
+
+    served = Served(folder, {**SLO, "log": str(tmp_path / "d.jsonl")}, Failing)
+    served.add(77, 2)
+    with pytest.raises(RuntimeError, match="of the model"):
+        served.run()
+    served.llm.engine_core.shutdown()  # as EngineCore's process does then
+    assert [d.action for d in read_decisions(tmp_path / "d.jsonl")][-1] == "detach"
+    assert not list(tmp_path.glob("autotune/*"))
+
+
+def test_an_aborted_request_is_a_cancelled_one(serve: Callable[..., Served]) -> None:
+    served = serve(SLO)
+    with heard(served) as records:
+        served.add(30, 50)
+        served.llm.step()
+        served.llm.abort_request(["1"])
+        served.llm.step()
+        served.add(30, 2)
+        served.run()
+    assert [r.reason for r in records.requests] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    view = served.engine.view()
+    assert view.running == 0 and view.kv_free_blocks == view.kv_total_blocks
+
+
+def test_records_add_up_with_two_steps_on_their_way(serve: Callable[..., Served]) -> None:
+    """Async scheduling: a budget acts one step later."""
+    served = serve(SLO, OverlappingExecutor, async_scheduling=True)
+    assert isinstance(served.scheduler, AsyncScheduler)
+    core = served.llm.engine_core.engine_core
+    assert core.batch_queue_size == 2
+    with heard(served) as records:
+        for number in range(20):
+            served.add(30 + 7 * number, 6)
+        assert sorted(tokens for _, _, tokens in served.run().values()) == [6] * 20
+    assert sum(step.sampled for step in records.steps) == 120
+    assert sum(step.prefill_tokens for step in records.steps) == sum(30 + 7 * n for n in range(20))
+    assert all(len(r.token_times) == 6 and r.reason is FinishReason.LENGTH for r in records.requests)
+    view = served.engine.view()
+    assert view.running == view.waiting == 0 and view.kv_free_blocks == view.kv_total_blocks
+    served.engine.set_slo("ttft=1s")
+    served.control.set(token_budget=32)
+    with heard(served) as records:
+        served.add(200, 2)
+        served.run()
+    assert max(step.prefill_tokens for step in records.steps) <= 32
+
+
+def test_metrics_are_in_a_file(serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.engines.vllm.serving._WRITE_S", 0.05)
+    path = tmp_path / "autotune.prom"
+    served = serve({**SLO, "metrics": str(path)})
+    served.add(50, 5)
+    served.run()
+    until = time.monotonic() + 10
+    while "autotune_output_tokens_total 5.0" not in path.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    text = path.read_text()
+    for line in (
+        "autotune_up 1.0",
+        "autotune_output_tokens_total 5.0",
+        "autotune_slo_met_total 1.0",
+        "control_regime{",
+    ):
+        assert line in text
+    assert "autotune_knob_token_budget 256.0" in text and "autotune_prefill_tokens_total 50.0" in text
+    served.llm.engine_core.shutdown()
+    assert "autotune_up 0.0" in path.read_text()
+
+
+def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -> None:
+    served = serve({**SLO, "base": f"{__name__}.ByAnotherTool"})
+    served.add(20, 3)
+    served.run()
+    assert isinstance(served.scheduler, ByAnotherTool) and served.scheduler.asked >= 3
+    assert served.scheduler.steering is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({}, "there is no SLO; set AUTOTUNE_SLO"),
+        ({**SLO, "off": True}, "it is switched off"),
+        (SLO, r"it is version 0.99.1, and this was made for 0.32"),
+        (SLO, "the scheduler has no max_num_active_reqs"),
+    ],
+)
+def test_else_vllm_runs_untouched(
+    serve: Callable[..., Served], section: object, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.autotune"), "warning", lambda text, *more: said.append(text % more))
+    if "version" in says:
+        monkeypatch.setattr("vllm.__version__", "0.99.1")
+    if "has no" in says:
+        monkeypatch.setattr("autotune.engines.vllm.scheduler.missing", lambda scheduler: ["max_num_active_reqs"])
+    served = serve(section)
+    assert len(said) == 1 and said[0].startswith("not ") and says in said[0]
+    assert said[0].endswith("vLLM schedules as it would without autotune")
+    assert served.scheduler.policy == SchedulingPolicy.FCFS
+    served.add(20, 3)
+    assert [tokens for _, _, tokens in served.run().values()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"slo": "ttft=500"}, "autotune: slo is 'ttft=500'"),
+        ({**SLO, "classes": ["chat"]}, "autotune: classes is 'chat'; it must be NAME:SLO"),
+        ({**SLO, "controller": "magic"}, "autotune: .*magic"),
+        ({**SLO, "profile": "nowhere.yaml"}, r"autotune: .*nowhere\.yaml"),
+        ({**SLO, "log": "/nowhere/d.jsonl"}, "autotune: log: /nowhere/d.jsonl cannot be written"),
+        ({**SLO, "metrics": "/nowhere/a.prom"}, "autotune: metrics is '/nowhere/a.prom', which cannot be written"),
+        ({**SLO, "pinned": {"budget": 3}}, "autotune: .*budget"),
+        ({**SLO, "base": "nowhere.Class"}, r"autotune: base is 'nowhere\.Class'"),
+    ],
+)
+def test_what_cannot_be_read_ends_it_at_its_start(serve: Callable[..., Served], section: object, says: str) -> None:
+    with pytest.raises(InputError, match=says) as raised:
+        serve(section)
+    assert "\n" not in str(raised.value)
+
+
+def test_it_starts_from_a_profile(serve: Callable[..., Served]) -> None:
+    root = Path(__file__).parents[2]
+    with pytest.warns(UserWarning, match="the controller starts from its knobs"):
+        served = serve({"profile": str(root / "profiles" / "cpu-2core-tiny.yaml")})
+    assert served.engine.slos["default"].ttft_ms and served.engine.knobs.token_budget <= 256
+    served.add(20, 3)
+    assert len(served.run()) == 1
+
+
+def test_a_wait_window_sleeps(serve: Callable[..., Served]) -> None:
+    served = serve({**SLO, "pinned": {"max_wait_ms": 400, "max_batch_size": 2}})
+    asked = served.scheduler.steering.prepare
+    calls = 0
+
+    def counted() -> float:
+        nonlocal calls
+        calls += 1
+        return float(asked())
+
+    served.scheduler.steering.prepare = counted
+    with heard(served) as records:
+        served.add(20, 1)
+        cpu, begun = time.thread_time(), time.monotonic()
+        served.run()
+        cpu, took = time.thread_time() - cpu, time.monotonic() - begun
+    (record,) = records.requests
+    assert record.queue_time is not None and 0.399 <= record.queue_time < 0.5
+    assert calls < 500 and cpu < 0.5 * took
+    with heard(served) as records:  # a full batch does not wait
+        served.add(20, 1)
+        served.llm.step()
+        served.add(20, 1)
+        served.run()
+    assert len(records.requests) == 2 and all(r.queue_time is not None and r.queue_time < 0.2 for r in records.requests)
+
+
+def test_calls_from_other_threads_do_not_meet_the_steps(serve: Callable[..., Served]) -> None:
+    served = serve({**SLO, "reject_late": True})
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def meddle() -> None:
+        try:
+            while not over.is_set():
+                served.engine.view()
+                served.control.status()
+                served.control.set(token_budget=64)
+                served.control.resume()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    for number in range(200):
+        served.add(10 + number, 5)
+    assert len(served.run()) == 200
+    over.set()
+    thread.join()
+    assert not errors
+    engine = served.engine
+    served.control.kill()
+    served.add(5, 1)
+    served.run()
+    with pytest.raises(EngineClosedError, match="vLLM is not steered any more"):
+        engine.set_knobs(token_budget=32)
+    assert json.loads(served.control.latest(1)[0].as_json())["action"] == "detach"

@@ -1,0 +1,261 @@
+"""A vllm serve that tunes itself, as far as it goes without vLLM: its options, its command, and the status of a rejection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli.main import run
+from autotune.engines.vllm import command
+from autotune.engines.vllm.command import ServeCommand
+from autotune.engines.vllm.middleware import RejectionStatus
+from autotune.engines.vllm.scheduler import REJECTED
+from autotune.engines.vllm.serving import Options
+from runtime.errors import InputError
+from runtime.knobs import KnobLimits
+
+# -- options ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_counts_more_than_the_environment() -> None:
+    environment = {
+        "AUTOTUNE_SLO": "ttft=1s", "AUTOTUNE_LOG": "a.jsonl", "AUTOTUNE_REJECT_LATE": "yes", "AUTOTUNE_VLLM_PYTHON": "x",
+        "AUTOTUNE_CLASSES": "chat:ttft=300ms*2 batch:ttft=5s", "AUTOTUNE_CONTROLLER": " ",
+    }  # fmt: skip
+    section = {"slo": "ttft=500ms", "pinned": {"token_budget": 64}, "profile": None}
+    options = Options.read(environment, {"autotune": section, "another_tool": 3})
+    assert options == Options(
+        slo="ttft=500ms", classes=("chat:ttft=300ms*2", "batch:ttft=5s"), log="a.jsonl", reject_late=True,
+        pinned={"token_budget": 64},
+    )  # fmt: skip
+    assert [(one.name, one.slo.ttft_ms, one.weight) for one in options.request_classes()] == [
+        ("chat", 300.0, 2.0), ("batch", 5000.0, 1.0),
+    ]  # fmt: skip
+    target = options.target()
+    assert target is not None and target.ttft_ms == 500
+    assert Options.read({}, None) == Options() and Options().target() is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "section", "says"),
+    [
+        ({}, {"slos": "ttft=1s"}, r"additional_config\.autotune\.slos is not known; there are slo, profile, classes"),
+        ({}, "ttft=1s", r"additional_config\.autotune is 'ttft=1s'; it must be an object with slo"),
+        ({}, {"slo": 500}, r"additional_config\.autotune\.slo is 500; it must be text"),
+        ({"AUTOTUNE_OFF": "perhaps"}, {}, r"AUTOTUNE_OFF is 'perhaps'; it must be one of 1, true, yes, on, 0"),
+        ({}, {"reject_late": 7}, r"reject_late is 7; it must be one of"),
+        ({}, {"classes": [1]}, r"classes is \[1\]; it must be a list such as"),
+        ({}, {"pinned": {"token_budget": "64"}}, r"pinned is .*; it must be an object such as"),
+    ],
+)
+def test_what_cannot_be_read_is_named(environment: dict[str, str], section: object, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Options.read(environment, {"autotune": section})
+
+
+def test_wrong_values_are_named() -> None:
+    with pytest.raises(InputError, match=r"slo is 'tftt=500ms': .tftt. is not a metric"):
+        Options(slo="tftt=500ms").target()
+    with pytest.raises(InputError, match="autotune: classes chat: it is given twice"):
+        Options(classes=("chat:ttft=1s", "chat:ttft=2s")).request_classes()
+    for base, why in (
+        ("nowhere.Class", "cannot be imported"),
+        ("json.dumps", "must be a class"),
+        ("Class", "imported"),
+    ):
+        with pytest.raises(InputError, match=f"base is '{base}'.*{why}"):
+            Options(base=base).base_class()
+    assert Options(base="json.JSONDecoder").base_class() is json.JSONDecoder
+
+
+# -- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_names_scheduler_middleware_and_ceilings() -> None:
+    made = ServeCommand(
+        "./model",
+        Options(slo="ttft=500ms,tpot=50ms", reject_late=True),
+        KnobLimits(max_batch_size=64, token_budget=2048),
+        prefill_rate=1000.5,
+        flags={"--port": 8000, "--dtype": None},
+        more=("--tensor-parallel-size", "2", "--max-num-seqs=32"),
+    ).arguments()
+    assert made[:4] == ["serve", "./model", "--scheduler-cls", "autotune.engines.vllm.Scheduler"]
+    assert json.loads(made[made.index("--additional-config") + 1]) == {
+        "autotune": {"slo": "ttft=500ms,tpot=50ms", "reject_late": True}
+    }
+    assert made[made.index("--middleware") + 1] == "autotune.engines.vllm.RejectionStatus"
+    assert made[made.index("--max-num-batched-tokens") + 1] == "2048"
+    assert made[made.index("--max-num-queued-tokens") + 1] == "501"  # TTFT x prefill rate
+    assert "--max-num-seqs" not in made, "the operator's own counts"
+    assert "--dtype" not in made and made[-3:] == ["--tensor-parallel-size", "2", "--max-num-seqs=32"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(slo="ttft=500ms"),  # nothing is to be rejected
+        Options(slo="tpot=50ms", reject_late=True),  # nothing is late
+        Options(slo="ttft=500ms", reject_late=True, classes=("batch:ttft=60s",)),  # some may wait for longer
+    ],
+)
+def test_no_limit_of_queued_tokens_where_it_would_reject_too_much(options: Options) -> None:
+    assert "--max-num-queued-tokens" not in ServeCommand("m", options, prefill_rate=1000.0).arguments()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("./m", "--engine", "vllm"), "--engine vllm tunes vLLM to an SLO: add --slo"),
+        (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--ordering", "shortest"), "--ordering does not go with"),
+        (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--threads", "2"), "--threads does not go with --engine vllm"),
+        (("./m", "--slo", "ttft=1s", "--", "--swap-space", "4"), "--swap-space 4 is of vLLM's options; they go with"),
+        (("./m", "--engine", "sglang"), "invalid value for '--engine'"),
+    ],
+)
+def test_what_cannot_work_is_one_line(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_without_vllm_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
+    assert "pip install 'gpu-autotune[vllm]'" in capsys.readouterr().err
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(command, "version", lambda name: "0.99.0")
+    assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
+    assert "it is version 0.99.0, and this was made for 0.32" in capsys.readouterr().err
+
+
+def test_it_becomes_vllm_and_prints_what_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
+
+    def become(program: str, words: list[str]) -> None:
+        ran.append((program, words))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command.os, "execv", become)
+    log = tmp_path / "d.jsonl"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run([
+            "serve", "./m", "--engine", "vllm", "--slo", "ttft=500ms", "--token-budget", "64", "--port", "9000",
+            "--decisions", "d.jsonl", "--grace", "2.5", "--class", "chat:ttft=300ms", "--", "--enforce-eager",
+        ])  # fmt: skip
+    ((program, words),) = ran
+    assert words[0] == program and words[-1] == "--enforce-eager"
+    section = json.loads(words[words.index("--additional-config") + 1])["autotune"]
+    assert section == {
+        "slo": "ttft=500ms@99%", "classes": ["chat:ttft=300ms"], "log": str(log), "pinned": {"token_budget": 64},
+    }  # fmt: skip
+    assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
+    printed = capsys.readouterr().err
+    assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
+
+
+# -- the status of a rejection ----------------------------------------------------------------------------------------------
+
+WORDS = f"{REJECTED}0.25 s: its first token would come too late"
+JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"7"), (b"content-length", b"9")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def asked(headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200) -> Any:
+    """(status, headers, body, when the first message went out) of an app that answers so."""
+    sent: list[tuple[int, MutableMapping[str, Any]]] = []
+    made = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal made
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for number, body in enumerate(bodies, 1):
+            made = number
+            await send({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append((made, message))
+
+    asyncio.run(RejectionStatus(app)({"type": "http", "path": path}, receive, send))
+    start, *rest = (message for _, message in sent)
+    assert not rest[-1].get("more_body", False), "an answer ends"
+    return start["status"], dict(start["headers"]), b"".join(one["body"] for one in rest), sent[0][0]
+
+
+def whole(*choices: dict[str, Any], tokens: int = 0) -> bytes:
+    text = json.dumps({"choices": list(choices), "usage": {"completion_tokens": tokens}}, separators=(",", ":"))
+    return text.encode()
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+ABORTED = {"index": 0, "finish_reason": "abort", "stop_reason": WORDS}
+DONE = b"data: [DONE]\n\n"
+ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+
+
+def test_a_rejected_request_is_a_429_with_the_reason() -> None:
+    status, headers, body, _ = asked(JSON, whole(ABORTED, ABORTED))
+    assert status == 429 and headers[b"retry-after"] == b"1" and headers[b"retry-after-ms"] == b"250"
+    assert json.loads(body)["error"]["message"] == "its first token would come too late"
+    assert headers[b"x-request-id"] == b"7" and int(headers[b"content-length"]) == len(body)
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        (DONE,),  # completions
+        (ROLE, DONE),
+        (ROLE[:20], ROLE[20:] + DONE),
+        (ROLE, event(choices=[], usage={"completion_tokens": 0}), DONE, b""),
+        (ROLE, event(choices=[{"index": 0, "delta": {}, "finish_reason": "abort", "stop_reason": WORDS}]), DONE),
+    ],
+)
+def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
+    status, headers, body, _ = asked(EVENTS, *bodies, path="/v1/chat/completions")
+    assert status == 429 and headers[b"content-type"] == b"application/json"
+    assert json.loads(body)["error"]["code"] == "slo"
+    assert headers[b"retry-after-ms"] == (b"250" if b"abort" in b"".join(bodies) else b"1000")
+
+
+@pytest.mark.parametrize(
+    ("headers", "bodies", "passed"),
+    [
+        (JSON, (whole({"finish_reason": "stop"}, tokens=3),), 1),
+        (JSON, (whole(ABORTED, tokens=3),), 1),  # by the client, or a server that stops
+        (JSON, (whole(ABORTED, {"finish_reason": "stop"}, tokens=3),), 1),
+        (JSON, (b'{"text": "abort", "finish_reason": "abort"', b"}"), 2),
+        (JSON, (b'"abort" and no JSON',), 1),
+        (EVENTS, (event(choices=[{"text": "", "finish_reason": None}]), event(choices=[{"text": "a"}]), DONE), 1),
+        (EVENTS, (ROLE, event(choices=[{"delta": {"content": "a"}, "finish_reason": None}]), DONE), 2),
+        (EVENTS, (ROLE, event(choices=[{"delta": {}, "finish_reason": "stop"}]), DONE), 2),
+        (EVENTS, (event(error={"message": "no"}), DONE), 1),
+        (EVENTS, (b"",), 1),
+    ],
+)
+def test_all_other_answers_pass_as_they_are(
+    headers: list[tuple[bytes, bytes]], bodies: tuple[bytes, ...], passed: int
+) -> None:
+    assert asked(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
+
+
+def test_errors_and_other_paths_pass_at_once() -> None:
+    assert asked(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
+    assert asked(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)
