@@ -70,12 +70,12 @@ def report_profile(folder: Path, *, trials: int = 200, window_s: float = 30.0, s
     compared = points(validated)
     settings = Objective(SLO_).choose(compared)
     balanced = settings["balanced"]
-    twins = [run_one(cost, "simulation", "twin", run.knobs, window_s, RATE, run.score.seed) for run in validated]
+    paired = [run_one(cost, "simulation", "paired", run.knobs, window_s, RATE, run.score.seed) for run in validated]
     capacity = [
         run_one(Hardware(), "capacity", "balanced", balanced.knobs, window_s, RATE * share, 101 + i, noise=0.03)
         for i, share in enumerate((0.6, 0.75, 0.87))
     ]
-    made = finished(compared, settings, points(twins), best, capacity, cost, trials, window_s)
+    made = finished(compared, settings, points(paired), best, capacity, cost, trials, window_s)
     path = folder / "example.yaml"
     save_profile(made, path)
     lines = [json.dumps({"kind": "step", **step.model_dump(mode="json")}) for step in steps]
@@ -89,7 +89,7 @@ def report_profile(folder: Path, *, trials: int = 200, window_s: float = 30.0, s
 def finished(
     compared: list[Point],
     settings: dict[str, Setting],
-    twins: list[Point],
+    paired: list[Point],
     best: list[Point],
     capacity: list[Run],
     cost: CostModel,
@@ -134,7 +134,7 @@ def finished(
         points=(*compared, *(point([run]) for run in capacity)),
         cost_model=cost.facts,
         simulation=SimulationFacts(trials=trials, cpu_seconds=19.0, pareto=len(best), goodput_error=0.021),
-        simulated=(*twins, *best),
+        simulated=(*paired, *best),
         confidence=Confidence(
             noise=0.012, best=0.71, regret=0.004,
             sentence="best of the validated settings with probability 71%; expected to lie 0.4% below the best of them",

@@ -95,7 +95,7 @@ def sample_profile(
         "prefix_cache": True,
     }
     fields: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "name": "h200-llama8b",
         "created": "2026-03-01T12:00:00+00:00",
         "command": "autotune profile --gpu --model llama-3.1-8b",

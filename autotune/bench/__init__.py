@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from autotune.bench.comparing import Comparison, Difference, Estimate, Standing, compare
-from autotune.bench.contenders import DEFAULTS, Contender, controlled, defaults, fixed, parse_fixed
+from autotune.bench.contenders import Contender, controlled, defaults, fixed, parse_fixed
 from autotune.bench.running import Failure, Outcome, Result, Turn, measure, turns
 
 __all__ = [
-    "DEFAULTS",
     "Comparison",
     "Contender",
     "Difference",

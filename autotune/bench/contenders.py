@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.report.tables import turned
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
@@ -15,9 +16,6 @@ from runtime.slo import SLO
 if TYPE_CHECKING:
     from autotune.control.loop import Control
     from autotune.engines import Engine
-
-DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
-"""vLLM's own defaults: max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,15 @@ class Contender:
     attach: Callable[[Engine, SLO], AbstractContextManager[Control]] | None = None
 
 
-def defaults(limits: KnobLimits) -> Contender:
-    """vLLM's defaults on this engine, clamped to its ceilings. It is not vLLM that is measured."""
-    return Contender("defaults", limits.clamp(DEFAULTS))
+def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
+    """vLLM's defaults on this engine, clamped to its ceilings; ``stock``: those that vLLM's own engine would start with."""
+    return Contender("defaults", limits.clamp(stock))
 
 
-def controlled(limits: KnobLimits, start: Knobs | None = None) -> Contender:
+def controlled(limits: KnobLimits, start: Knobs | None = None, stock: Knobs = VLLM_DEFAULTS) -> Contender:
     """A controller that starts cold: from the defaults, or from ``start``, a profile's setting."""
     if start is None:
-        return Contender("control", limits.clamp(DEFAULTS), control=True)
+        return Contender("control", limits.clamp(stock), control=True)
     return Contender("control from profile", limits.clamp(start), control=True)
 
 
@@ -49,10 +47,10 @@ def fixed(knobs: Knobs, name: str | None = None) -> Contender:
     return Contender(name or short(knobs), knobs)
 
 
-def parse_fixed(text: str, limits: KnobLimits) -> Contender:
+def parse_fixed(text: str, limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
     """``max_batch_size=64,token_budget=512``: knobs not named are the defaults'. Raises :class:`InputError`, one line."""
     specs = {spec.name: spec for spec in KNOBS}
-    values: dict[str, float] = limits.clamp(DEFAULTS).as_dict()
+    values: dict[str, float] = limits.clamp(stock).as_dict()
     given: set[str] = set()
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from autotune.cli.budget import seconds
+from autotune.cli.engine_options import ARG_HELP, engine_of, running
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.rates import check_rate
 from runtime.errors import InputError
@@ -30,7 +31,6 @@ EXAMPLES = (
     "Examples:  autotune bench  ·  autotune bench --workload azure-code --slo ttft=500ms,tpot=50ms --rounds 5 --out bench.html"
     "  ·  autotune bench --profile mine.yaml --fixed max_batch_size=64,token_budget=512"
 )
-_TIME = re.compile(r"^(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
 _SHORTEST_S = 1.0
 
 
@@ -41,6 +41,10 @@ def bench(
             help="A preset, a directory, or a hub id.  (default: the profile's, or a preset that suits the machine)"
         ),
     ] = None,
+    engine: Annotated[
+        str | None, Option(help="own, or vllm: vLLM in this process.  (default: the profile's, or own)")
+    ] = None,
+    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
     workload: Annotated[
         str | None,
         Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's, or azure-conv)"),
@@ -76,51 +80,75 @@ def bench(
     from autotune.bench import fixed as at
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.target import check_dtype, default_model, device_kind, heading, loading, model_facts
-    from autotune.profile.fingerprint import machine
+    from autotune.cli.target import (
+        check_dtype,
+        default_model,
+        device_kind,
+        engine_lines,
+        heading,
+        loading,
+        model_facts,
+        model_named,
+    )
+    from autotune.engines.defaults import VLLM_DEFAULTS
+    from autotune.engines.named import load
+    from autotune.profile.fingerprint import machine, measured_on_another
+    from autotune.profiling.space import WIDEST
     from autotune.workload import parse_workload
-    from runtime.knobs import KnobLimits
+    from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
     if cpu and gpu:
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
     check_rate("--rate", rate)
-    seconds = _seconds(duration)
+    length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else _checked("--slo", SLO.parse, slo)
     if workload is not None:
         _checked("--workload", parse_workload, workload)
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
-    limits = KnobLimits()
-    contenders = [defaults(limits), controlled(limits)]
-    if given is not None:
-        contenders += [at(limits.clamp(given.knobs), "profile"), controlled(limits, given.knobs)]
-    contenders += [_checked("--fixed", lambda text: parse_fixed(text, limits), text) for text in fixed or ()]
-    names = [c.name for c in contenders]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"--fixed: {twice} is compared already")
+    by, arguments = engine_of(given, engine, engine_args)
+
+    def compared(limits: KnobLimits, stock: Knobs) -> list[Contender]:
+        contenders = [defaults(limits, stock), controlled(limits, stock=stock)]
+        if given is not None:
+            contenders += [at(limits.clamp(given.knobs), "profile"), controlled(limits, given.knobs)]
+        contenders += [_checked("--fixed", lambda text: parse_fixed(text, limits, stock), text) for text in fixed or ()]
+        names = [c.name for c in contenders]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"--fixed: {twice} is compared already")
+        return contenders
+
+    compared(KnobLimits() if by == "own" else WIDEST, VLLM_DEFAULTS)  # complain before the model is loaded
 
     console = make_console(stderr=as_json)
-    named = model or (None if given is None else given.model.name)
-    console.print(loading(named or "PyTorch"), style="dim", markup=False, highlight=False, soft_wrap=True)
+    named = model_named(by, model or (None if given is None else given.model.name))
+    console.print(loading(named or "PyTorch", by), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     with stop_on_interrupt() as stop:
-        from autotune.engines.own import OwnSource
-
         found = machine(gpu=kind == "gpu")
         check_dtype(dtype)
-        source = OwnSource.load(
-            named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed
-        )
+        source = load(
+            by, named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
+            arguments=arguments,
+        )  # fmt: skip
+        limits = source.limits
+        contenders = compared(limits, source.stock)
         console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
-        with source.start(limits=limits, seed=seed) as engine:
-            run = _Run(engine, model_facts(source.model, seed), contenders, seconds, rounds, seed, console, stop)
-            load = run.load(workload, target, rate, given)
-            if load is not None:
-                run.measure(load)
-    return _finish(run, load, out, as_json)
+        other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
+        for line in [*engine_lines(source), *([f"note: {other}"] if other else [])]:
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        tokens = source.default_kv_tokens()
+        if tokens is not None:
+            source = source.with_kv_tokens(tokens)
+        with running(source.start(limits=limits, seed=seed)) as live:
+            run = _Run(live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop)
+            found_load = run.load(workload, target, rate, given)
+            if found_load is not None:
+                run.measure(found_load)
+    return _finish(run, found_load, out, as_json)
 
 
 class _Run:
@@ -263,16 +291,6 @@ def _profile(name: str) -> Profile:
     from autotune.profile import find_profile, load_profile
 
     return load_profile(find_profile(name))
-
-
-def _seconds(text: str) -> float:
-    match = _TIME.match(text.strip())
-    if match is None or not text.strip():
-        raise InputError(f'--duration: "{text}" is not a time, such as 30s or 2m')
-    total = 60 * float(match[1] or 0) + float(match[2] or 0)
-    if total < _SHORTEST_S:
-        raise InputError(f"--duration is {text}; it must be at least {_SHORTEST_S:g}s")
-    return total
 
 
 def _checked(option: str, parse: Any, text: str) -> Any:

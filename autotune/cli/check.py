@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from autotune.cli.engine_options import ARG_HELP, PROFILED_ENGINE_HELP
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from runtime.errors import InputError
 
@@ -38,6 +40,8 @@ def check(
         str | None,
         Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
     ] = None,
+    engine: Annotated[str | None, Option(help=PROFILED_ENGINE_HELP)] = None,
+    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
     inputs: Annotated[
         Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
     ] = None,
@@ -50,8 +54,10 @@ def check(
     from autotune.cli import check_callable
     from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
+    from autotune.cli.engine_options import engine_of
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import loading
+    from autotune.engines.named import named
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile
     from autotune.profile.callable import CallableProfile, load_either
@@ -59,29 +65,38 @@ def check(
 
     path = find_profile(profile)
     loaded = load_either(path)
-    for_other = (model, "--model") if isinstance(loaded, CallableProfile) else (inputs, "--inputs")
-    if for_other[0] is not None:
-        other = "callable" if isinstance(loaded, CallableProfile) else "language model"
-        raise InputError(f"{for_other[1]} is given; it says nothing about a {other}, and {path} is the profile of one")
+    of_callable = isinstance(loaded, CallableProfile)
+    of_a_model = {"--model": model, "--engine": engine, "--engine-arg": engine_args or None}
+    for option, value in (of_a_model if of_callable else {"--inputs": inputs}).items():
+        if value is not None:
+            other = "callable" if of_callable else "language model"
+            raise InputError(f"{option} is given; it says nothing about a {other}, and {path} is the profile of one")
     budget_s, most = seconds(budget, least=1.0), share(threshold)
-    if not isinstance(loaded, CallableProfile) and loaded.cost_model is None:
-        raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
+    by, arguments = "own", dict[str, str]()
+    if not isinstance(loaded, CallableProfile):
+        if loaded.cost_model is None:
+            raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
+        by, arguments = engine_of(loaded, engine, engine_args)
+        if by != named(loaded.engine.name) and not anyway:
+            raise InputError(
+                f"profile was measured on {loaded.engine}, not on {by}; pass --anyway to check it all the same"
+            )
     console = make_console(stderr=as_json)
     subject = loaded.function if isinstance(loaded, CallableProfile) else model or loaded.model.name
-    console.print(loading(subject), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(loading(subject, by), style="dim", markup=False, highlight=False, soft_wrap=True)
     gpu = loaded.machine.kind == "gpu" and gpu_available()
     elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
     if elsewhere and not anyway:
         raise InputError(f"{elsewhere}; pass --anyway to check it all the same")
     changed = loaded.software.differences(software())
-    doubts, doubtful = ((), "") if isinstance(loaded, CallableProfile) else (loaded.doubts, loaded.doubtful)
-    notes = [f"note: {text}" for text in (elsewhere, ", ".join(changed), doubtful) if text]
+    warnings, warning = ((), "") if isinstance(loaded, CallableProfile) else (loaded.warnings, loaded.warning)
+    notes = [*(f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text), *([warning] if warning else [])]
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
                 found = check_callable.measured(loaded, path, inputs, budget_s, most, console, stop.is_set)
             else:
-                found = _measured(loaded, model, gpu, budget_s, most, console, stop.is_set)
+                found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, stop.is_set, notes)
     except Interrupted:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -98,7 +113,7 @@ def check(
                     **found.as_dict(),
                     "elsewhere": elsewhere,
                     "software": changed,
-                    "doubts": list(doubts),
+                    "warnings": list(warnings),
                 }
             )
         )
@@ -110,13 +125,23 @@ def check(
 
 
 def _measured(
-    profile: Profile, model: str | None, gpu: bool, budget_s: float, threshold: float, console: Console, stop: Any
+    profile: Profile,
+    by: str,
+    arguments: Mapping[str, str],
+    model: str | None,
+    gpu: bool,
+    budget_s: float,
+    threshold: float,
+    console: Console,
+    stop: Any,
+    notes: list[str],
 ) -> Check:
-    """Load the profile's model, start its engine, and compare."""
+    """Load the profile's model, start its engine, or the one it is to be held against, and compare."""
     from autotune.cli.display import Display
+    from autotune.cli.engine_options import running
     from autotune.cli.target import model_facts
-    from autotune.engines.own import OwnSource
-    from autotune.profile.fingerprint import OtherWork
+    from autotune.engines.named import load
+    from autotune.profile.fingerprint import OtherWork, measured_on_another
     from autotune.profiling.check import check_steps
 
     if not sys.stderr.isatty():
@@ -125,24 +150,28 @@ def _measured(
         logging.disable_progress_bar()  # of loading weights: control characters in a log
     facts, then = profile.engine, profile.model
     assert profile.cost_model is not None
-    source = OwnSource.load(
+    source = load(
+        by,
         model or then.name,
         dtype=then.dtype,
         device="cuda" if gpu else "cpu",
         seed=then.seed or 0,
         max_model_len=then.max_model_len,
+        arguments=arguments,
     )
+    if other := measured_on_another(facts, source.name, source.version):
+        notes.append(f"note: {other}")
     here = model_facts(source.model, then.seed or 0)
     _same_model(then, here)
-    engine = source.with_options(
-        kv_tokens=facts.kv_pool.tokens,
-        block_size=facts.kv_pool.block_size,
-        prefix_cache=facts.prefix_cache,
-        threads=profile.machine.threads,
-    ).start(limits=facts.limits, seed=profile.seed)
+    pool, threads = facts.kv_pool, profile.machine.threads
+    if source.name == facts.name:
+        source = source.as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, threads)
+    else:
+        source = source.with_kv_tokens(pool.tokens)
+    engine = source.start(limits=facts.limits, seed=profile.seed)
     display, work = Display(console, ""), OtherWork()
-    needs = 1 if gpu else profile.machine.threads or 1
-    with engine:
+    needs = 1 if gpu else threads or 1
+    with running(engine):
         display.stage("checking")
         try:
             found = check_steps(

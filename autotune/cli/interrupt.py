@@ -13,6 +13,15 @@ from types import FrameType
 from autotune.cli.exits import INTERRUPTED
 
 
+class _Requested(threading.Event):
+    """Set from the moment the signal came; whoever waits is woken right after."""
+
+    received = False
+
+    def is_set(self) -> bool:
+        return self.received or super().is_set()
+
+
 @contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
     """An event set by the first SIGINT or SIGTERM. The second ends the process on the spot.
@@ -20,7 +29,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     At once means without unwinding: the engine's thread may be deep in a step. Nothing is lost by that: the journal is
     appended and synced line by line, and other files are renamed into place whole.
     """
-    requested = threading.Event()
+    requested = _Requested()
     received: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     count = 0
 
@@ -29,6 +38,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         count += 1
         if count > 1:
             os._exit(INTERRUPTED)
+        requested.received = True
         received.put(number)
 
     def forward() -> None:

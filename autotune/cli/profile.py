@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Option
 
 from autotune.cli.budget import seconds
+from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
 from autotune.cli.rates import check_rate
 from runtime.errors import InputError
@@ -29,6 +31,8 @@ _MOST_WORKERS = 256
 
 def profile(
     context: Context,
+    engine: Annotated[str, Option(help=ENGINE_HELP)] = "own",
+    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
     cpu: Annotated[
         bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
     ] = False,
@@ -126,16 +130,19 @@ def profile(
         check_dtype,
         default_model,
         device_kind,
+        engine_lines,
         heading,
         loading,
         model_facts,
+        model_named,
         with_threads,
     )
     from autotune.cost.price import parse_price
+    from autotune.engines.named import check_engine, load
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine
     from autotune.profiling.findings import SIM_TRIALS, Question
-    from autotune.profiling.space import make_space
+    from autotune.profiling.space import WIDEST, make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits
@@ -150,7 +157,8 @@ def profile(
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     check_rate("--rate", rate)
-    limits = KnobLimits()
+    arguments = check_engine(engine, engine_args or ())
+    model = model_named(engine, model)
     question = Question(
         workload=_checked("--workload", parse_workload, workload),
         slo=None if slo is None else _checked("--slo", SLO.parse, slo),
@@ -158,7 +166,7 @@ def profile(
         seed=seed,
         trials=trials,
         budget_s=seconds(budget or DEFAULT_BUDGET) if budget is not None or trials is None else None,
-        space=make_space(limits, pin or (), ranges or ()),
+        space=make_space(KnobLimits() if engine == "own" else WIDEST, pin or (), ranges or ()),
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
     )
@@ -166,22 +174,26 @@ def profile(
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
-    console.print(loading(model or "PyTorch"), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(loading(model or "PyTorch", engine), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     found_machine = machine(gpu=kind == "gpu")
     model = model or default_model(found_machine)
-    files = Files.of(out or Path(f"{stem(model)}-{kind}.yaml"), None if storage else study)
+    measured_on = kind if engine == "own" else f"{engine}-{kind}"
+    files = Files.of(out or Path(f"{stem(model)}-{measured_on}.yaml"), None if storage else study)
     with stop_on_interrupt() as stop:
-        from autotune.engines.own import OwnSource
-
         if not sys.stderr.isatty():
             from transformers.utils import logging
 
             logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
         check_dtype(dtype)
-        source = OwnSource.load(model, dtype=dtype, device=device, seed=seed)
+        source = load(engine, model, dtype=dtype, device=device, seed=seed, arguments=arguments)
+        limits = source.limits
+        space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
+        question = replace(question, space=space)
         console.print(heading(found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        for line in engine_lines(source):
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question
         )

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
+from autotune.cli.engine_options import running
 from autotune.cli.exits import INTERRUPTED
 from autotune.cli.files import Files
 from autotune.cli.profiled import Subject
-from autotune.engines.own import BLOCK, OwnSource
+from autotune.engines import Engine
+from autotune.engines.named import NamedSource
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.session import Session
@@ -34,7 +36,7 @@ _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 class Requested:
     """What is to be profiled, and what is requested of it. ``spec``: the workload as it was written; ``price``: per hour."""
 
-    source: OwnSource
+    source: NamedSource
     model: ModelFacts
     machine: Machine
     spec: str
@@ -44,7 +46,7 @@ class Requested:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes a study this one and no other. Its KV pool belongs to it, too, and is kept in it (:func:`pool_of`)."""
-        question = self.question
+        question, source = self.question, self.source
         return {
             "model": self.model.model_dump(mode="json"),
             "machine": self.machine.model_dump(mode="json", include={"kind", "cpu", "cores", "threads", "gpu"}),
@@ -54,6 +56,7 @@ class Requested:
             "seed": question.seed,
             "space": question.space.as_dict(),
             "autotune": __version__,
+            "engine": {"name": source.name, "version": source.version, "arguments": dict(source.arguments)},
             "layout": _LAYOUT,
         }
 
@@ -90,9 +93,10 @@ def work(
             _copy(files.journal, before)
             study = study.restarted(identity)
         study.extend(question.budget_s, question.sim_trials)
-        source = requested.source.with_options(kv_tokens=pool_of(study, requested.source, place), block_size=BLOCK)
-        with source.start(limits=limits, seed=question.seed) as engine:
-            subject = Subject(engine, facts, requested.machine, requested.spec, requested.price)
+        with running(started(study, requested.source, place, limits, question.seed)) as engine:
+            subject = Subject(
+                engine, facts, requested.machine, requested.spec, requested.price, requested.source.arguments
+            )
             session = Session(engine, facts, question, study, display, stop=stop)
             try:
                 found = session.run()
@@ -111,17 +115,42 @@ def work(
             return code
 
 
-def pool_of(study: SweepStudy, source: OwnSource, place: Path | SharedStorage) -> int:
+def started(
+    study: SweepStudy, source: NamedSource, place: Path | SharedStorage, limits: KnobLimits, seed: int
+) -> Engine:
+    """The engine with the KV pool of ``study``, which is the one that it chooses itself if it is the first to be started."""
+    tokens = pool_of(study, source, place)
+    engine = (source if tokens is None else source.with_kv_tokens(tokens)).start(limits=limits, seed=seed)
+    has = engine.facts.kv_tokens
+    if tokens is None:
+        tokens = int(study.measured(_POOL, lambda: {"kv_tokens": has})["kv_tokens"])
+        if has != tokens:  # another machine was first
+            engine.close(drain=False)
+            return started(study, source, place, limits, seed)
+    if has != tokens:
+        engine.close(drain=False)
+        raise InputError(
+            f"{place}: this study was begun with a KV pool of {tokens} tokens, and {source.name} {source.version} has one of "
+            f"{has} here; --fresh begins anew with that"
+        )
+    return engine
+
+
+def pool_of(study: SweepStudy, source: NamedSource, place: Path | SharedStorage) -> int | None:
     """Tokens of the KV pool that everything in ``study`` was measured with, on whichever machine; now chosen if it is new.
+    None if the engine chooses it as it is started.
 
     How many fit hangs on what memory is free just then, and settings measured with another pool are not to be compared.
     Raises :class:`InputError` where there is no longer, or not here, room for it.
     """
-    kept = study.measurements.find(_POOL)
-    pool = kept or study.measured(_POOL, lambda: {"kv_tokens": source.default_kv_tokens()})
+    pool = study.measurements.find(_POOL)
+    if pool is None:
+        if (chosen := source.default_kv_tokens()) is None:
+            return None
+        pool = study.measured(_POOL, lambda: {"kv_tokens": chosen})
     tokens = int(pool["kv_tokens"])
     needed, free = tokens * source.model.kv_bytes_per_token, source.free_bytes()
-    if needed > free:
+    if free is not None and needed > free:
         raise InputError(
             f"{place}: this study was begun with a KV pool of {tokens} tokens ({needed / 2**30:.2g} GiB), and "
             f"{free / 2**30:.2g} GiB of memory are free here; free some, or --fresh begins anew with a smaller pool"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,6 @@ from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, 
 from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
-from autotune.profiling.space import VLLM_DEFAULTS
 from autotune.report.profile_table import show
 from autotune.writing import write_together
 from runtime.errors import InputError
@@ -48,13 +48,15 @@ def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled. ``spec``: the workload as it was written; ``price``: of the machine, per hour."""
+    """What is profiled. ``spec``: the workload as it was written; ``price``: of the machine, per hour; ``arguments``: of
+    the engine, as --engine-arg had them."""
 
     engine: Engine
     model: ModelFacts
     machine: Machine
     spec: str
     price: float | None
+    arguments: Mapping[str, str]
 
 
 def finish(
@@ -77,9 +79,11 @@ def finish(
             limits=engine.limits,
             prefix_cache=facts.prefix_cache,
             parallelism=facts.parallelism,
+            growth_reserve=facts.growth_reserve,
+            options=dict(subject.arguments),
         ),
         model=subject.model,
-        baseline=engine.limits.clamp(VLLM_DEFAULTS),
+        baseline=question.space.baseline,
         points_file=files.points,
         price_per_hour=subject.price,
     )

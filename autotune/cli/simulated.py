@@ -84,7 +84,11 @@ class Requested:
         self.price = self.profile.price_per_hour if money is None else money
         self.controller = controller
         self.scale = scale
-        self.doubts = (*self.profile.doubts, *_unscaled(self.profile, speeds or {}), *_above(self.profile, overrides))
+        self.warnings = (
+            *self.profile.warnings,
+            *_unscaled(self.profile, speeds or {}),
+            *_above(self.profile, overrides),
+        )
         scenario = checked(
             "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=target, speeds=speeds, kv_tokens=kv_tokens)
         )  # fmt: skip
@@ -147,14 +151,14 @@ class Requested:
             rate = f" at {offered[0]:.4g} req/s ({offered[1]}{another})"
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
-        doubtful = f"\n{profile.doubtful}" if profile.doubtful else ""
-        doubtful += "".join(f"\ndoubtful: {text}" for text in self.doubts[len(profile.doubts) :])
+        warning = f"\n{profile.warning}" if profile.warning else ""
+        warning += "".join(f"\nwarning: {text}" for text in self.warnings[len(profile.warnings) :])
         return (
             f"autotune {__version__} · simulated: {profile.model.name} ({profile.model.dtype}) on "
             f"{describe(profile.machine)}{speeds}\n"
             f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
-            f"{control}{doubtful}"
+            f"{control}{warning}"
         )
 
     def beside_measured(self, offered: float, window: float, stop: Callable[[], bool]) -> str | None:
@@ -211,7 +215,7 @@ class Requested:
             "scale": self.scale,
             "controller": self.controller,
             "price_per_hour": self.price,
-            "doubts": list(self.doubts),
+            "warnings": list(self.warnings),
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from autotune.engines.named import NamedSource
 from autotune.profile import Machine, ModelFacts
 from autotune.profile.fingerprint import describe, gpu_available, package_version
 from autotune.version import __version__
@@ -39,6 +40,13 @@ def default_model(found: Machine) -> str:
     return "tiny" if found.cores >= (_CORES_FOR_TINY if wide else 2 * _CORES_FOR_TINY) else "nano"
 
 
+def model_named(engine: str, model: str | None) -> str | None:
+    """``--model`` as it was given; None stands for a preset. Raises :class:`InputError` where ``engine`` has none."""
+    if engine != "own" and model is None:
+        raise InputError(f"--engine {engine} needs --model: a directory or a hub id")
+    return model
+
+
 def check_dtype(dtype: str) -> None:
     """Raises :class:`InputError`, which names --dtype, for one that no model is loaded in."""
     from autotune.engines.own import dtypes
@@ -69,9 +77,22 @@ def model_facts(model: ModelInfo, seed: int) -> ModelFacts:
     )
 
 
-def loading(name: str) -> str:
+def loading(name: str, engine: str = "own") -> str:
     """What is said before the seconds that importing PyTorch and making a model take."""
-    return f"autotune {__version__} · loading {name} …"
+    by = "" if engine == "own" else f" in {engine}"
+    return f"autotune {__version__} · loading {name}{by} …"
+
+
+def engine_lines(source: NamedSource) -> list[str]:
+    """What there is to say of an engine that is not our own: its version, and the ceilings that it is started with."""
+    if source.name == "autotune-runtime":
+        return []
+    wide, stock = source.limits, source.stock
+    return [
+        f"engine {source.name} {source.version} · knobs move below the ceilings it is started with: "
+        f"{wide.max_batch_size} sequences, {wide.token_budget} tokens in a step. Its own would be {stock.max_batch_size} and "
+        f"{stock.token_budget}: the defaults that settings are compared with"
+    ]
 
 
 def heading(found: Machine, *, requested: bool) -> str:

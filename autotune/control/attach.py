@@ -143,7 +143,7 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
-    from autotune.profile.fingerprint import measured_elsewhere
+    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another
 
     if isinstance(profile, CallableProfile):
         about = engine.facts.callable
@@ -160,7 +160,9 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     other = (
         "" if model.name == profile.model.name else f"profile was measured with {profile.model.name}, not {model.name}"
     )
-    return "; ".join(text for text in (elsewhere, other) if text)
+    facts = engine.facts
+    by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
+    return "; ".join(text for text in (elsewhere, by, other) if text)
 
 
 __all__ = ["attach", "warm_model"]

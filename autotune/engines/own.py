@@ -5,11 +5,15 @@ It is an :class:`~autotune.engines.protocol.Engine` as it stands. Torch is loade
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
+from autotune.engines.defaults import VLLM_DEFAULTS
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
 from runtime.tunable import ModelInfo
+from runtime.version import __version__
 
 if TYPE_CHECKING:
     from runtime.torch_backend.loading import LoadedModel
@@ -42,6 +46,24 @@ class OwnSource:
     def with_options(self, **options: Any) -> OwnSource:
         """The same model under other ``options``, of which each stands for one given before."""
         return OwnSource(self._loaded, **{**self._options, **options})
+
+    name = "autotune-runtime"
+    version = __version__
+    limits = KnobLimits()
+    arguments: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def stock(self) -> Knobs:
+        """vLLM's defaults: what a server is started with that nobody has tuned."""
+        return self.limits.clamp(VLLM_DEFAULTS)
+
+    def with_kv_tokens(self, tokens: int) -> OwnSource:
+        """The same model with a KV pool of ``tokens``, in blocks of :data:`BLOCK`."""
+        return self.with_options(kv_tokens=tokens, block_size=BLOCK)
+
+    def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> OwnSource:
+        """The same model with the KV pool, prefix cache and CPU threads of a profile."""
+        return self.with_options(kv_tokens=kv_tokens, block_size=block_size, prefix_cache=prefix_cache, threads=threads)
 
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> Engine:
         return Engine(self._loaded, knobs=knobs, limits=limits, seed=seed, **self._options)

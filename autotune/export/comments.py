@@ -34,6 +34,8 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
         + ("" if p.status == "complete" else "; that run was stopped before its end"),
         "machine": f"{describe(p.machine)}{used} · {p.machine.cpu} · {p.machine.os}",
         "software": f"autotune {p.software.autotune}, torch {p.software.torch}, transformers {p.software.transformers}",
+        "engine": f"{p.engine}"
+        + (f", started with {', '.join(f'{k}={v}' for k, v in p.engine.options.items())}" if p.engine.options else ""),
         "model": f"{p.model.name} ({p.model.architecture}, {p.model.parameters / 1e6:.0f}M, {p.model.dtype}{weights})",
         "workload": f"{load.spec}, lengths × {load.length_scale:g}: prompts {load.mean_prompt:.0f}, outputs "
         f"{load.mean_output:.0f} tokens on average, {point.offered_rate:.3g} requests/s",
@@ -43,10 +45,7 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
         "verdict": p.verdict,
     }
     lines = [f"Settings for {target.title} {target.version}, {MARK} {__version__}.", ""]
-    lines += _wrapped(
-        f"The figures below were measured on this project's own engine ({p.engine.name} {p.engine.version}), not on "
-        f"{target.title}. The settings are a place to start from there; what they give there is to be measured there."
-    )
+    lines += _wrapped(origin(target, source))
     lines.append("")
     for name, text in facts.items():
         lines += _wrapped(f"{name:<10}{one_line(text)}", indent=10)
@@ -55,6 +54,21 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
     for note in notes:
         lines += _wrapped(f"WARNING: {one_line(note)}")
     return [*lines, "", f"Start it with:  {one_line(command)}"]
+
+
+def origin(target: Target, source: Source) -> str:
+    """On whose engine the figures were measured, and what follows from that."""
+    engine = source.profile.engine
+    if engine.name == target.name:
+        return (
+            f"The figures below were measured on {target.title} {engine.version}. The settings are those that it had then: "
+            "EXACT, but where a note says approximate."
+        )
+    whose = f"this project's own engine ({engine})" if engine.name == "autotune-runtime" else str(engine)
+    return (
+        f"The figures below were measured on {whose}, not on {target.title}. The settings are a place to start from there; what "
+        "they give there is to be measured there."
+    )
 
 
 def measured(point: Point) -> str:

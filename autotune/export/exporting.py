@@ -72,6 +72,7 @@ class Export:
             "settings": self.written,
             "rows": [_row(entry) for entry in self.entries],
             "reports": self.reports,
+            "measured_on": str(self.source.profile.engine),
         }
 
 
@@ -112,15 +113,16 @@ def export(
 
 def _apply(ours: Ours, row: Row, source: Source) -> Entry:
     harmless = row.harmless(source)
+    fit = Fit.EXACT if row.exact(source) else row.fit
     return Entry(
         name=ours.name,
         value=ours.value(source),
         source=ours.shown(source),
         doc=ours.doc,
-        fit=row.fit,
+        fit=fit,
         written=row.write(source),
-        lossy=row.fit is not Fit.EXACT and not harmless,
-        note=note_of(row.fit, row.said, harmless, row.about(source)),
+        lossy=fit is not Fit.EXACT and not harmless,
+        note=note_of(fit, row.said, harmless, row.about(source)),
     )
 
 

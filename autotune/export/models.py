@@ -25,7 +25,7 @@ def model_to_serve(measured: ModelFacts, given: str | None) -> str | None:
     """
     if given is not None:
         return _checked("--model", given)
-    if not measured.random_weights:
+    if not measured.random_weights or measured.name not in PUBLISHED:
         return _checked("model.name", measured.name)
     return PUBLISHED.get(measured.name)
 

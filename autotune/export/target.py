@@ -39,6 +39,11 @@ class Source:
     model_given: bool
 
     @property
+    def measured_on(self) -> str:
+        """The name of the engine that was measured."""
+        return self.profile.engine.name
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens (prompt + output) of a request that the measured engine accepted: one must fit the KV pool alone."""
         return min(self.profile.model.max_model_len, self.profile.engine.kv_pool.tokens)
@@ -98,13 +103,18 @@ def _never(source: Source) -> str:
     return ""
 
 
+def _no(source: Source) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Where one knob or fact goes.
 
     ``keys``: theirs, all that ``write`` may return; ``write`` converts to their units. ``said``: the difference
     (APPROXIMATE) or the reason (UNSUPPORTED), a clause about the target. ``harmless``: why *this* value loses nothing
-    although the row does not fit exactly, or "". ``about``: what to know about the value written, or "".
+    although the row does not fit exactly, or "". ``about``: what to know about the value written, or "". ``exact``: whether it
+    fits exactly all the same, of a profile measured on this very engine.
     """
 
     fit: Fit
@@ -113,6 +123,7 @@ class Row:
     said: str = ""
     harmless: Callable[[Source], str] = _never
     about: Callable[[Source], str] = _never
+    exact: Callable[[Source], bool] = _no
 
     def __post_init__(self) -> None:
         if (self.fit is Fit.EXACT) == bool(self.said):

@@ -90,14 +90,26 @@ def _pool_gib(source: Source) -> float:
     return source.profile.engine.kv_pool.tokens * source.profile.model.kv_bytes_per_token / GIB
 
 
+def _on_vllm(source: Source) -> bool:
+    """Whether the pool is one of vLLM's own, measured with this model."""
+    return source.measured_on == "vllm" and not source.model_given
+
+
 def _share(source: Source) -> Written:
+    if _on_vllm(source):
+        pool = source.profile.engine.kv_pool
+        blocks = pool.blocks + 1  # one of them stands for no block
+        written = {"block-size": pool.block_size, "num-gpu-blocks-override": blocks}
+        if source.profile.machine.kind == "cpu":  # or it would have 92% of all memory free
+            written["kv-cache-memory-bytes"] = blocks * pool.block_size * source.profile.model.kv_bytes_per_token
+        return written
     memory = _memory(source)
     return {} if memory is None else {"gpu-memory-utilization": memory.share}
 
 
 def _about_share(source: Source) -> str:
     memory = _memory(source)
-    if memory is None:
+    if memory is None or _on_vllm(source):
         return ""
     cut = f", cut to the {LARGEST_SHARE} that vLLM can surely have" if memory.share == LARGEST_SHARE else ""
     return f"weights {memory.weights:.1f} + KV cache {memory.pool:.1f} of {memory.devices:.1f} GiB{cut}"
@@ -168,6 +180,7 @@ VLLM = Target(
             _chunks,
             said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
             harmless=_no_chunk_needed,
+            exact=lambda s: s.measured_on == "vllm" and bool(_no_chunk_needed(s)),
         ),
     },
     facts={
@@ -180,12 +193,13 @@ VLLM = Target(
         "dtype": Row(Fit.EXACT, ("dtype",), lambda s: {"dtype": s.profile.model.dtype}),
         "kv_pool": Row(
             Fit.APPROXIMATE,
-            ("gpu-memory-utilization",),
+            ("gpu-memory-utilization", "block-size", "num-gpu-blocks-override", "kv-cache-memory-bytes"),
             _share,
             said="vLLM takes activations and CUDA graphs out of this share too, so its KV cache comes out smaller by those; "
             "its log says how large it is",
             harmless=_default_share,
             about=_about_share,
+            exact=_on_vllm,
         ),
         "prefix_cache": Row(Fit.EXACT, ("enable-prefix-caching", "no-enable-prefix-caching"), _prefixes),
         "parallelism": Row(

@@ -49,7 +49,7 @@ RECOMMENDED: Purpose = "balanced"
 class Profile(Part):
     """One profiling run of one model on one machine under one load, and the knob settings it recommends."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     name: Text
     created: Moment
     command: str = Field(description="what was typed")
@@ -82,7 +82,7 @@ class Profile(Part):
     price_per_hour: AboveZero | None = Field(
         default=None, description="of the machine, in whatever money the user pays"
     )
-    doubts: tuple[Text, ...] = Field(default=(), description="what makes the figures doubtful, as clauses")
+    warnings: tuple[Text, ...] = Field(default=(), description="what makes the figures doubtful, as clauses")
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -102,9 +102,9 @@ class Profile(Part):
         return self
 
     @property
-    def doubtful(self) -> str:
-        """The doubts as a sentence for people; empty without any. Whatever predicts from a profile says it."""
-        return f"doubtful: {'; '.join(self.doubts)}; run it again on a quiet machine" if self.doubts else ""
+    def warning(self) -> str:
+        """The warnings as a line for people; empty without any. Whatever predicts from a profile says it."""
+        return f"warning: {'; '.join(self.warnings)}; run it again on a quiet machine" if self.warnings else ""
 
     def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
         for where, points in (("points", self.points), ("simulated", self.simulated)):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from autotune.profile.parts import GpuInfo, Machine, Software
+from autotune.profile.parts import EngineFacts, GpuInfo, Machine, Software
 
 FLAGS = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -119,6 +119,13 @@ def measured_elsewhere(profiled: Machine, *, gpu: bool) -> str:
     if gpu and profiled.kind == "cpu":
         return f"profile was measured on the CPU of a machine, {profiled.processor}, here {here.processor} is used"
     return f"profile was measured on {profiled.processor}, this machine has {here.processor}"
+
+
+def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
+    """How the engine ``name`` of ``version`` is not the one of a profile, in words; empty if it is."""
+    if (profiled.name, profiled.version) == (name, version):
+        return ""
+    return f"profile was measured on {profiled}, not on {name} {version}"
 
 
 def describe(machine: Machine) -> str:

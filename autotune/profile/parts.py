@@ -98,7 +98,7 @@ class Software(Part):
 class ModelFacts(Part):
     name: Text = Field(description="preset, directory or hub id, as --model had it")
     architecture: Text
-    parameters: Positive
+    parameters: Count = Field(description="0: not known")
     dtype: Text
     random_weights: bool
     seed: Count | None = Field(description="that of random weights")
@@ -131,6 +131,13 @@ class EngineFacts(Part):
     limits: LimitsField
     prefix_cache: bool
     parallelism: Positive = Field(default=1, description="devices the model is split over")
+    growth_reserve: Count = Field(
+        default=1, description="free KV blocks that it keeps for each decode when it admits a prompt"
+    )
+    options: dict[str, str] = Field(default={}, description="what else it was started with, as --engine-arg had it")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
 
 
 class LoadFacts(Part):

@@ -91,6 +91,8 @@ def read_yaml(path: str | Path) -> object:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
+        if "nesting depth" in problem:  # libyaml has a limit of its own, and reads ahead
+            raise InputError(f"{path}: line {mark.line + 1 if mark else 1}: nested more than {DEEPEST} deep") from None
         raise InputError(f"{path}: not valid YAML: {where}{' '.join(str(problem).split())}") from None
 
 
@@ -103,7 +105,7 @@ def _another_kind(text: str, path: Path) -> str | None:
         first = json.loads(line)
     except (ValueError, RecursionError):
         return None  # a profile is YAML of many lines
-    if not isinstance(first, dict):
+    if not isinstance(first, dict) or not first:
         return None
     if "action" in first and "cause" in first:
         return f"a decision log, not a profile; `autotune explain {path}` prints it, `autotune report {path}` draws it"

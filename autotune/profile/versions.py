@@ -23,7 +23,14 @@ def from_1(data: Fields) -> Fields:
     return data
 
 
-STEPS: Mapping[int, Callable[[Fields], Fields]] = {1: from_1}
+def from_2(data: Fields) -> Fields:
+    """Version 2 called the warnings ``doubts``."""
+    if "doubts" in data:
+        data["warnings"] = data.pop("doubts")
+    return data
+
+
+STEPS: Mapping[int, Callable[[Fields], Fields]] = {1: from_1, 2: from_2}
 """From each earlier version to the one after it."""
 
 SCHEMA_VERSION = max(STEPS) + 1

@@ -61,7 +61,7 @@ def assemble(
     met, verdict = judge(findings, settings["balanced"].point)
     validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
     return Profile(
-        schema_version=2,
+        schema_version=3,
         name=name,
         created=_now(),
         command=command,
@@ -104,7 +104,7 @@ def assemble(
         gain=gain_of(findings, settings["balanced"].knobs, baseline),
         confidence=sure_of(findings),
         price_per_hour=price_per_hour,
-        doubts=warnings(findings),
+        warnings=warnings(findings),
     )
 
 
@@ -299,14 +299,14 @@ def _share(p: Point) -> str:
 def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> str:
     low, high = best.attainment_low, best.attainment_high
     share = f"{best.attainment * 100:.1f}% of {best.offered} items (95% interval {low * 100:.1f}–{high * 100:.1f}%)"
-    how = "in simulation, not measured, it kept" if best.source == "simulated" else "measured, it kept"
-    asked = f"{setup.slo.attainment * 100:g}%"
-    at = f"{how} {share} in SLO at {setup.rate:.3g} items/s"
+    how = "in simulation, not measured" if best.source == "simulated" else "measured"
+    target = f"{setup.slo.attainment * 100:g}%"
+    at = f"{how}, {share} met it at {setup.rate:.3g} items/s"
     if not met:
-        return f"the SLO is missed at this rate: {at}, where {asked} are asked; ask for less (--slo, --rate)"
+        return f"violates the SLO at this rate: {at}, the target is {target}; ask for less (--slo, --rate)"
     if not Objective(setup.slo).confirmed(best):
-        return f"{at}: too short to tell whether {asked} are kept; a longer --budget tells more"
-    return f"it keeps {asked}: {at}"
+        return f"too short to tell whether the SLO is met: {at}, the target is {target}; a longer --budget tells more"
+    return f"meets the SLO ({target}): {at}"
 
 
 def _now() -> str:

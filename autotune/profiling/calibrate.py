@@ -34,6 +34,7 @@ from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 from runtime.step_model import StepModel
+from runtime.tunable import Facts
 
 _FULL = Knobs(max_batch_size=32, max_wait_ms=0, token_budget=512, chunk_size=512)
 _FILLING = 400  # requests of the simulated full engine
@@ -105,7 +106,7 @@ def draw_setup(
     lengths = sample(scaled, seed)
     mean_prompt, mean_output = _means(lengths)
     context = mean_prompt + mean_output / 2
-    saturated = full_rate(cost, lengths, engine.limits, engine.facts.kv_tokens)
+    saturated = full_rate(cost, lengths, engine.limits, engine.facts)
     tokens_per_s = saturated * (mean_prompt + mean_output)
     chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
     most = most_rate(scaled, seed, warmup_s + window_s)
@@ -127,12 +128,13 @@ def draw_setup(
     )
 
 
-def full_rate(cost: StepModel, lengths: Sequence[Arrival], limits: KnobLimits, kv_tokens: int) -> float:
-    """Requests/s of an engine that always has enough to do, simulated."""
+def full_rate(cost: StepModel, lengths: Sequence[Arrival], limits: KnobLimits, facts: Facts) -> float:
+    """Requests/s of an engine of such ``facts`` that always has enough to do, simulated."""
     some = [arrival._replace(time=0.0) for arrival in lengths[:_FILLING]]
     full = SimulatedEngine(
-        cost, kv_tokens=kv_tokens, limits=limits, knobs=limits.clamp(_FULL), max_queue=len(some) + 1, prefix_cache=False
-    )
+        cost, kv_tokens=facts.kv_tokens, block_size=facts.block_size, growth_reserve=facts.growth_reserve, limits=limits,
+        knobs=limits.clamp(_FULL), max_queue=len(some) + 1, prefix_cache=False,
+    )  # fmt: skip
     full.serve(some, shared=False)
     full.run()
     return len(some) / full.clock.now()

@@ -152,7 +152,7 @@ class Check:
                     "measured_ms": round(r.measured_ms, 4),
                     "predicted_ms": round(r.predicted_ms, 4),
                     "difference": round(r.difference, 4),
-                    "doubt": round(r.uncertainty, 4),
+                    "uncertainty": round(r.uncertainty, 4),
                     "noise": round(r.noise, 4),
                 }
                 for r in self.regions

@@ -110,4 +110,4 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         assert self.setup is not None
         runs = self.validated_at(self.setup.rate)
         here, there = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
-        return clearly_better(here, there, self.noise)
+        return bool(here and there) and clearly_better(here, there, self.noise)

@@ -61,7 +61,7 @@ class Space(Protocol[SettingT]):
         ...
 
 
-class Objective(Protocol[SettingT_contra]):
+class ObjectiveFunction(Protocol[SettingT_contra]):
     """Picklable, and the same setting gives the same outcome in any process: a frozen dataclass of plain facts.
 
     ``stop`` may be asked now and then. Raises :class:`EvaluationError` where a setting cannot be tried, and its subclass
@@ -87,7 +87,7 @@ class WorkerError(AutotuneError):
 
 
 def search(
-    objective: Objective[SettingT],
+    objective: ObjectiveFunction[SettingT],
     space: Space[SettingT] | None,
     *,
     starting: Sequence[tuple[str, SettingT]],
@@ -151,7 +151,7 @@ def _with_outcome(trial: SimulatedTrial[SettingT], outcome: Callable[[], Outcome
 class _Here(Generic[SettingT]):
     """Settings are tried in this process, when they are asked for."""
 
-    def __init__(self, objective: Objective[SettingT]) -> None:
+    def __init__(self, objective: ObjectiveFunction[SettingT]) -> None:
         self._objective = objective
 
     def __enter__(self) -> _Here[SettingT]:
@@ -169,7 +169,7 @@ class InProcesses(Generic[SettingT]):
     What kills the processes three times, the last two of them with nothing else beside it, is given up with that cause.
     """
 
-    def __init__(self, objective: Objective[SettingT], count: int) -> None:
+    def __init__(self, objective: ObjectiveFunction[SettingT], count: int) -> None:
         self._objective, self._count = objective, count
         self._context = multiprocessing.get_context("spawn")
 
@@ -221,10 +221,10 @@ class InProcesses(Generic[SettingT]):
             raise WorkerError("worker processes end before they begin") from None
 
 
-_objective: Objective[Any]  # of this worker process
+_objective: ObjectiveFunction[Any]  # of this worker process
 
 
-def _begin(objective: Objective[Any], lifeline: Connection) -> None:
+def _begin(objective: ObjectiveFunction[Any], lifeline: Connection) -> None:
     global _objective
     _objective = objective
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes; the parent decides

@@ -57,6 +57,7 @@ class Simulator:
             workload=setup.apply(workload),
             slo=setup.slo,
             common_jitter=True,
+            growth_reserve=facts.growth_reserve,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)
 

@@ -13,42 +13,33 @@ from decimal import Decimal
 
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
+from autotune.engines.defaults import OTHER_DEFAULTS, VLLM_DEFAULTS, VLLM_LABEL
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 
 SEARCHED: Mapping[str, tuple[float, float]] = {spec.name: spec.usual for spec in KNOBS}
 """Where each knob is searched unless ``--range`` says otherwise; the engine's limits cut it."""
 
-VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
-"""vLLM's own defaults (max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts)."""
+WIDEST = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[arg-type]  # integers where it takes those
+"""Of an engine whose ceilings are not known yet."""
 
-VLLM_LABEL = "vLLM defaults"
 NEAR_BEST = "near the best"
-
-OTHER_DEFAULTS: Mapping[str, Knobs] = {
-    # The same function of vLLM (EngineArgs, default sizes by device memory) below 70 GiB and on an A100.
-    "vLLM defaults, small GPU": Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048),
-    # SGLang ServerArgs: chunked-prefill-size 8192 from 35 to 160 GB of device memory, 2048 below; max-running-requests comes
-    # from the size of its KV pool, 2048 to 4096 on such a device.
-    "SGLang defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192 + 2048, chunk_size=8192),
-    "SGLang defaults, small GPU": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=2048 + 2048, chunk_size=2048),
-    # TensorRT-LLM LlmArgs: max_batch_size 2048, max_num_tokens 8192, enable_chunked_prefill off: a prompt goes in whole.
-    "TensorRT-LLM defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192, chunk_size=8192),
-}
-"""Defaults of other engines, as near as our knobs come: SGLang's chunk holds prompts only, so its budget is that and a full
-batch of decodes. Clamped to an engine's limits several of them are one and the same setting."""
 
 _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """``pinned``: name → value; ``ranges``: name → (low, high). Together they name every knob once."""
+    """``pinned``: name → value; ``ranges``: name → (low, high). Together they name every knob once.
+
+    ``stock``: vLLM's defaults, the baseline; of vLLM's own engine those that it would start with here.
+    """
 
     pinned: Mapping[str, float]
     ranges: Mapping[str, tuple[float, float]]
     limits: KnobLimits
     ours: frozenset[str] = frozenset()  # ranges nobody asked for, free to be narrowed
+    stock: Knobs = VLLM_DEFAULTS
 
     def narrowed(self, fitted: Knobs) -> SearchSpace:
         """Our own logarithmic ranges cut to an eighth … sixteen times of the calibration's guess: the rest is surely worse."""
@@ -111,6 +102,11 @@ class SearchSpace:
         return all(values[name] == value for name, value in self.pinned.items() if name not in self.ours) and all(
             low <= values[name] <= high for name, (low, high) in self.ranges.items() if name not in self.ours
         )
+
+    @property
+    def baseline(self) -> Knobs:
+        """What settings are compared with: :attr:`stock` as the engine's ceilings allow."""
+        return self.limits.clamp(self.stock)
 
     def as_dict(self) -> dict[str, object]:
         """For the study's identity."""
@@ -184,7 +180,7 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
     baselines, not candidates (:func:`is_baseline`).
     """
     points: list[tuple[str, Knobs]] = []
-    for label, knobs in {VLLM_LABEL: VLLM_DEFAULTS, **OTHER_DEFAULTS}.items():
+    for label, knobs in {VLLM_LABEL: space.stock, **OTHER_DEFAULTS}.items():
         clamped = space.limits.clamp(knobs)
         if all(clamped != known for _, known in points):
             points.append((label, clamped))

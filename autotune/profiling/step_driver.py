@@ -16,7 +16,7 @@ from autotune.engines import Engine, Handle, waiting
 from autotune.measure.evaluate import EvaluationError, Interrupted, wait_until_idle
 from autotune.workload import Arrival, prompt_ids
 from runtime.knobs import Knobs
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 
 Script = Generator[None, StepRecord, None]
@@ -160,6 +160,19 @@ class StepDriver:
         """With nothing live no other step will come: the steps there are, are all there will be."""
         if not self._live:
             self._script = None
+
+
+def idle_before(records: Sequence[StepRecord]) -> set[int]:
+    """Numbers of the steps before which the engine had nothing to do, by what the step before left running and waiting.
+
+    What lies before any other step is the host's time, however long: tokens are delivered in it, and with many sequences that
+    takes milliseconds.
+    """
+    return {
+        number
+        for number, before in enumerate(records[:-1], start=1)
+        if not before.running and (not before.waiting or before.limited_by is LimitedBy.WAIT)
+    }
 
 
 def samples(records: Sequence[StepRecord], disturbed: set[int], *, whole: bool = False) -> list[Sample]:

@@ -17,7 +17,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from autotune.cost.facts import JitterFacts, StepPoint
@@ -28,7 +27,7 @@ from autotune.measure.evaluate import EvaluationError, Recorder, evaluate
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.drift import Drift, ReferenceStep
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
-from autotune.profiling.step_driver import Sample, Script, StepDriver, samples
+from autotune.profiling.step_driver import Sample, Script, StepDriver, idle_before, samples
 from autotune.profiling.step_plan import REFERENCE_DECODES, Mix, Pilot, StepPlan
 from autotune.profiling.warnings import unseen
 from autotune.workload import parse_workload
@@ -55,7 +54,6 @@ _NEAR = math.log(1.1)  # contexts within a tenth of each other are one kind of s
 
 PATIENT = SLO(ttft_ms=20_000, tpot_ms=1000)
 """Which a drain may wait for."""
-_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
 _SPREAD = 1.0, 0.7  # coefficients of variation of prompts and outputs
 _RUNS = itertools.count(1)
 
@@ -209,8 +207,7 @@ def served_steps(
 
 def serving_samples(records: Sequence[StepRecord]) -> list[Sample]:
     """Each step with the time since the one before it, unless the engine had nothing to do then."""
-    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > _IDLE_S}
-    return samples(records, idle, whole=True)
+    return samples(records, idle_before(records), whole=True)
 
 
 def room_of(engine: Engine, model: ModelFacts) -> int:

@@ -57,7 +57,7 @@ class Calibrated(NamedTuple, Generic[SetupT, CostT]):
     """What steps or calls cost, and the load that follows from it.
 
     ``steps``: one point for each kind, empty where there are no step records. ``others``: seconds, and the cores that other
-    programs used meanwhile. ``amount``, ``note``: how much was measured and how well it fits, in words; ``doubts``: reasons
+    programs used meanwhile. ``amount``, ``note``: how much was measured and how well it fits, in words; ``warnings``: reasons
     to measure again.
     """
 
@@ -67,7 +67,7 @@ class Calibrated(NamedTuple, Generic[SetupT, CostT]):
     note: str
     steps: Sequence[StepPoint] = ()
     others: Sequence[tuple[float, float]] = ()
-    doubts: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 class Proposals(NamedTuple, Generic[SettingT]):
@@ -194,7 +194,7 @@ class EngineTarget:
             note=f"{cost.facts.points} kinds, fit error {cost.facts.error:.1%}",
             steps=steps,
             others=found.others,
-            doubts=warnings(found),
+            warnings=warnings(found),
         )
 
     def _measure_steps(

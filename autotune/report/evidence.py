@@ -85,19 +85,19 @@ class Evidence:
         """What the sampler proposed in ``stage``, in order, at the one rate most of it was tried at.
 
         That may be another rate than settings were compared at in the end. Without a sidecar: the profile's own points, of
-        the simulated ones the finalists.
+        the simulated ones those that no other beats.
         """
         tried = [run for run in self.runs if run.stage == stage and run.trial >= 0]
         if tried:
             rate = Counter(run.score.rate for run in tried).most_common(1)[0][0]
             return sorted((trial_of(run) for run in tried if run.score.rate == rate), key=lambda t: t.number)
         if stage == "simulation":
-            return self.finalists
+            return self.candidates
         rate = self.recommended.point.rate
         return [_of_point(p) for p in self.profile.points if p.stage == stage and math.isclose(p.rate, rate)]
 
     @property
-    def finalists(self) -> list[Trial]:
+    def candidates(self) -> list[Trial]:
         """Simulated settings that nothing beats, at the rate settings were compared at."""
         rate = self.recommended.point.rate
         return [_of_point(p) for p in self.profile.simulated if p.label not in PAIRED and math.isclose(p.rate, rate)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.simulate.engine import SimulatedEngine
+from autotune.simulate.engine import SimulatedEngine, SimulatedRequest
 from autotune.simulate.executor import CostExecutor
-from autotune.simulate.handle import SimulatedRequest
 
 __all__ = ["CostExecutor", "SimulatedEngine", "SimulatedRequest"]

@@ -23,7 +23,6 @@ from typing import Self
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate.executor import CostExecutor
-from autotune.simulate.handle import SimulatedRequest
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
 from autotune.workload import Arrival, ReplayReport
@@ -45,10 +44,26 @@ _ASK_EVERY = 256  # steps between two questions whether to stop
 _PARAMS = SamplingParams()
 
 
+class SimulatedRequest:
+    """What :meth:`SimulatedEngine.submit` returns. ``record`` is None until the request has ended."""
+
+    __slots__ = ("_engine", "_sequence", "record")
+
+    def __init__(self, engine: SimulatedEngine, sequence: RunningSequence) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self.record: RequestRecord | None = None
+
+    def cancel(self) -> bool:
+        """End it, whatever its state. False if it has ended already."""
+        return self._engine.end(self._sequence, FinishReason.CANCELLED, "by the client")
+
+
 class SimulatedEngine(TunableSimulation):
     """Serves requests in virtual time on the machine that ``cost`` describes (seconds of a step).
 
-    ``kv_tokens``, ``block_size``: the KV pool; ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
+    ``kv_tokens``, ``block_size``: the KV pool; ``growth_reserve``: free blocks kept for each decode when a prompt is admitted;
+    ``limits``, ``knobs``, ``slo``, ``classes``, ``ordering``, ``admission`` and
     ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
     ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
     times whatever is run); both drawn from ``seed``.
@@ -71,6 +86,7 @@ class SimulatedEngine(TunableSimulation):
         ordering: str = "priority",
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool = True,
+        growth_reserve: int = 1,
         max_queue: int = 4096,
         noise: float = 0.0,
         jitter: JitterFacts | None = None,
@@ -79,7 +95,8 @@ class SimulatedEngine(TunableSimulation):
         fast_forward: bool = True,
     ) -> None:
         for name, value, least in (
-            ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1)
+            ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1),
+            ("growth_reserve", growth_reserve, 0),
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
@@ -89,10 +106,13 @@ class SimulatedEngine(TunableSimulation):
             slos["default"] = SLO.of(slo)
         limits = limits or KnobLimits()
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
-        scheduler = Scheduler(kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos)
+        scheduler = Scheduler(
+            kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos,
+            growth_reserve=growth_reserve,
+        )  # fmt: skip
         executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time)
         weights = {c.name: c.weight for c in classes}
-        facts = Facts("simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve=1)
+        facts = Facts("simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve)
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
         if admission:
             self.set_admission(admission)

@@ -35,7 +35,8 @@ class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
     ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``common_jitter``: steps are slow at the same
-    times under every setting, for comparing settings that differ little (common random numbers).
+    times under every setting, for comparing settings that differ little (common random numbers). ``block_size``,
+    ``prefix_cache`` and ``growth_reserve`` are those of the engine.
     """
 
     cost: CostModel
@@ -46,6 +47,7 @@ class Scenario:
     workload: Workload
     slo: SLO
     common_jitter: bool = False
+    growth_reserve: int = 1
 
     @classmethod
     def of(
@@ -101,6 +103,7 @@ class Scenario:
                 length=1.0 if own else facts.length_scale, cap_prompt=cap_prompt, cap_output=cap_output
             ),
             slo=slo or profile.slo,
+            growth_reserve=engine.growth_reserve,
         )
 
     def even(self) -> Self:
@@ -127,6 +130,7 @@ class Scenario:
             knobs=knobs,
             slo=self.slo,
             prefix_cache=self.prefix_cache,
+            growth_reserve=self.growth_reserve,
             jitter=self.cost.facts.jitter,
             jitter_by_time=self.common_jitter,
             seed=seed,

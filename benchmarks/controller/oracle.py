@@ -3,10 +3,10 @@
 Search. Every cell of the grid serves the whole scenario on one seed, but for those that only allow more
 sequences at once than there ever were; the best six of each phase, and overall, on three; the
 best three of each on all. What is best in each phase, put together, is a schedule; from there, coordinate descent: phase by phase
-the other finalists are tried on all seeds, until no change helps. A setting is chosen on the mean of the seeds it is judged on,
+the other candidates are tried on all seeds, until no change helps. A setting is chosen on the mean of the seeds it is judged on,
 which favours the oracle. The budget is the number of runs, kept with the result.
 
-With ``reject``, every cell also turns away early what cannot make its TTFT.
+With ``reject``, every cell also rejects early what cannot make its TTFT.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 class Driver(NamedTuple):
     """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
-    controller to work; ``reject``: whether the engine itself turns away early what cannot make its TTFT."""
+    controller to work; ``reject``: whether the engine itself rejects early what cannot make its TTFT."""
 
     schedule: tuple[Knobs, ...] = (COLD,)
     attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()

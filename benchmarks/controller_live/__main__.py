@@ -40,14 +40,17 @@ from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
 from benchmarks.controller_live import figures
-from benchmarks.controller_live.cases import SHIFTS, STEADY, Case, cases
-from benchmarks.controller_live.contenders import ours, ours_knobs_only
-from benchmarks.controller_live.learning import calibrate, served, slowdown
-from benchmarks.controller_live.machine import Machine, live, simulated
-from benchmarks.controller_live.ratios import geometric_mean, ratio
-from benchmarks.controller_live.screening import GRID, Screened, Simulation, expected, screen
-from benchmarks.controller_live.serving import Contest
-from benchmarks.controller_live.summary import Compared, compared, panels, report, summary, words
+from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
+from benchmarks.controller_live.learning import slowdown
+from benchmarks.controller_live.machine import live, simulated
+from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
+from benchmarks.live.contenders import ours, ours_knobs_only
+from benchmarks.live.learning import calibrate, served
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
+from benchmarks.live.ratios import geometric_mean, ratio, words
+from benchmarks.live.screening import GRID, Screened, Simulation, expected, screen
+from benchmarks.live.serving import Contest
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 
@@ -154,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _learn(machine: Machine, plan: Plan, seed: int, stop: Callable[[], bool]) -> tuple[CostModel, float]:
     say(f"calibration, {plan.calibration:g} s")
     cost = calibrate(machine, plan.calibration, seed, stop)
-    found = served(machine, cost, plan.duration / 2, stop)
+    found = served(machine, cost, steady_cases(machine, cost), plan.duration / 2, stop)
     step = typical_step(8, 64, 128)
     say(f"served at {cost.predict(step) / found.predict(step):.2f} × the speed of the calibration")
     slower = slowdown(machine)

@@ -5,137 +5,40 @@ answers; all arrive by Poisson. Two shift in mid-run: *prompts* is the conversat
 completions with their long prompts join; *core* is the conversation, and then a second process wants
 the engine's core and gets half of it.
 
-One rule each, for all, and none of it depends on what any contender achieves:
-
-- lengths are scaled by the largest power of two at which the machine serves about twelve requests/s (that of ``autotune
-  profile``);
-- The TPOT target is 2.5 × the time of a step of 8 decodes at the load's average context, the TTFT target
-  20 × TPOT. A shift does not change the SLO;
-- the rate is 90% of what the machine completes when it is kept full with 32 sequences and 512 tokens, by the simulation: the
-  load at which ``autotune profile`` begins to compare settings, for that is where they matter. In *prompts* that holds for either
-  half; in *core* the rate stays what it is, and the machine is the average of what it is before and after.
+Lengths, SLO and rate follow from the machine by the rules of :mod:`benchmarks.live.loads`; the rate is 90% of what the machine
+completes when it is kept full: the load at which ``autotune profile`` begins to compare settings, for that is where they matter.
+In *prompts* that holds for either half; in *core* the rate stays what it is, and the machine is the average of what it is before
+and after.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final
 
 from autotune.cost.model import CostModel
-from autotune.profile import ModelFacts
-from autotune.profiling.calibrate import Alone, draw_setup
-from autotune.profiling.setup import LOAD, Setup, typical_step
-from autotune.workload import Arrival, Workload, parse_workload
-from benchmarks.controller_live.machine import Machine
-from runtime.slo import SLO
+from autotune.profiling.setup import LOAD
+from benchmarks.live import loads
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
 
-CONVERSATION, CODE, CHAT = "conversation", "code", "chat"
-STEADY = {
-    CONVERSATION: "poisson:lengths=azure-conv",
-    CODE: "poisson:lengths=azure-code",
-    CHAT: "poisson:prompt=256~1,output=768~0.6",
-}
+STEADY: Final = {"conversation": loads.CONVERSATION, "code": loads.CODE, "chat": loads.CHAT}
 PROMPTS, CORE = "prompts", "core"
 SHIFTS = (PROMPTS, CORE)
 
-TPOT_FACTOR, TTFT_FACTOR = 2.5, 20
-_SEED = 90  # of the lengths that the rules look at
-_APART = 50_000  # between the seeds of a load's two streams
 
-
-class Case(NamedTuple):
-    """``taken``: whether a second process takes a core from the middle on."""
-
-    name: str
-    workload: Workload
-    slo: SLO
-    said: str
-    taken: bool = False
-
-    @property
-    def shifts(self) -> bool:
-        return self.name in SHIFTS
-
-
-@dataclass(frozen=True)
-class Changing:
-    """``before`` until ``at`` seconds, then the streams of ``after`` side by side."""
-
-    before: Workload
-    after: tuple[Workload, ...]
-    at: float
-
-    @property
-    def rate(self) -> float:
-        return (self.before.rate + sum(w.rate for w in self.after)) / 2
-
-    @property
-    def finite(self) -> bool:
-        return False
-
-    def at_rate(self, rate: float) -> Changing:
-        factor = rate / self.rate
-        after = tuple(w.at_rate(w.rate * factor) for w in self.after)
-        return replace(self, before=self.before.at_rate(self.before.rate * factor), after=after)
-
-    def generate(self, seed: tuple[int, ...]) -> Iterator[Arrival]:
-        yield from self.before.arrivals(seed[-1], duration=self.at)
-        streams = [w.arrivals(seed[-1] + _APART * (i + 1), duration=36e3) for i, w in enumerate(self.after)]
-        for arrival in heapq.merge(*streams, key=lambda arrival: arrival.time):
-            yield arrival._replace(time=self.at + arrival.time)
+def steady_cases(machine: Machine, cost: CostModel, load: float = LOAD) -> list[Case]:
+    """The loads that do not shift."""
+    return [loads.steady(name, spec, machine, cost, load) for name, spec in STEADY.items()]
 
 
 def cases(machine: Machine, cost: CostModel, slowdown: float, duration: float, load: float = LOAD) -> list[Case]:
     """The loads for this machine. ``slowdown``: how many times as long steps take beside the process that takes a core;
     ``load``: the rate, as a share of what the engine completes when it is kept full."""
-    alone = _alone(cost)
-    found = [_steady(name, machine, cost, alone, load) for name in STEADY]
+    found = steady_cases(machine, cost, load)
     conversation, code = found[0], found[1]
-    workload, slo = conversation.workload, conversation.slo
-    halves = workload.at_rate(workload.rate / 2), code.workload.at_rate(code.workload.rate / 2)
-    found.append(
-        Case(
-            PROMPTS, Workload(PROMPTS, "code joins conversation", Changing(workload, halves, duration / 2)), slo,
-            f"{workload.rate:.1f} conversations/s, after {duration / 2:g} s {halves[0].rate:.1f} and {halves[1].rate:.1f} code",
-        )
-    )  # fmt: skip
-    share = (1 + 1 / slowdown) / 2
-    found.append(
-        Case(
-            CORE, workload.at_rate(share * workload.rate), slo,
-            f"{share * workload.rate:.1f} conversations/s, after {duration / 2:g} s steps take {slowdown:.2f} times as long",
-            taken=True,
-        )
-    )  # fmt: skip
-    return found
-
-
-def slo_for(cost: CostModel, context: float) -> SLO:
-    """The SLO of every load of this average context."""
-    tpot = float(f"{TPOT_FACTOR * cost.predict(typical_step(8, 0, context)) * 1e3:.2g}")
-    return SLO(ttft_ms=TTFT_FACTOR * tpot, tpot_ms=tpot)
-
-
-def _steady(name: str, machine: Machine, cost: CostModel, alone: Alone, load: float) -> Case:
-    parsed = parse_workload(STEADY[name])
-    setup = _setup(machine, machine.facts, parsed, cost, alone)
-    slo = slo_for(cost, setup.mean_prompt + setup.mean_output / 2)
-    full = setup.calibration.saturated_rate
+    workload, share = conversation.workload, (1 + 1 / slowdown) / 2
     said = (
-        f"{load * full:.1f} requests/s, {load:.0%} of {full:.1f}; lengths × {setup.length_scale:g}: on average "
-        f"{setup.mean_prompt:.0f} in, {setup.mean_output:.0f} out"
+        f"{share * workload.rate:.1f} conversations/s, after {duration / 2:g} s steps take {slowdown:.2f} times as long"
     )
-    return Case(name, setup.apply(parsed).at_rate(load * full), slo, said)
-
-
-def _setup(machine: Machine, facts: ModelFacts, workload: Workload, cost: CostModel, alone: Alone) -> Setup:
-    return draw_setup(
-        machine.engine, facts, workload, cost, alone, seed=_SEED, slo=None, rate=None, window_s=1.0, warmup_s=0.0
-    )
-
-
-def _alone(cost: CostModel, prompt: int = 128) -> Alone:
-    """A request that has the machine to itself."""
-    return Alone(cost.predict(typical_step(0, prompt, 0)), cost.predict(typical_step(1, 0, prompt)), prompt)
+    core = Case(CORE, workload.at_rate(share * workload.rate), conversation.slo, said, shifts=True, taken=True)
+    return [*found, loads.joined(PROMPTS, conversation, code, duration), core]

@@ -10,7 +10,7 @@ from autotune.bench.plotting import attainment, curve, knobs, page
 from autotune.bench.running import Outcome
 from autotune.report.figure import Plot, View, axis, layout, log_axis, rule
 from autotune.report.section import Section
-from benchmarks.controller_live.cases import Case
+from benchmarks.live.loads import Case
 from runtime.records import percentile
 
 _BINS = 14

@@ -13,18 +13,16 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
 
-from autotune.engines import Engine
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
 from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
 from benchmarks.clocks.undisturbed import UndisturbedClock
 from benchmarks.controller.hardware import Weather
 from benchmarks.controller_live.thief import Thief
+from benchmarks.live.machine import NOISE, Core, Machine
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits
 from runtime.llm.admission import AdmissionPolicy
@@ -36,26 +34,6 @@ KV_TOKENS = 131_072
 PATIENCE = AdmissionPolicy(reject=False, queue_timeout="ttft", order=None)
 """For every contender alike: who has not been begun when its TTFT target has passed leaves the queue. Without that, first come
 first served past capacity makes every request late, and a ratio to it says nothing."""
-
-NOISE = 0.05  # of simulated step times
-
-
-class Core(Protocol):
-    """A processor that can be taken away."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Machine:
-    """``clock`` is the engine's. ``pace``: how much slower than its fastest the machine has been since last asked."""
-
-    engine: Engine
-    facts: ModelFacts
-    clock: Clock
-    core: Core
-    pace: Callable[[], float] = lambda: 1.0
 
 
 class _Slower:

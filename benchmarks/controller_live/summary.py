@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from autotune.bench import Comparison, Contender, Estimate, compare
+from autotune.bench import Comparison, Contender, compare
 from autotune.bench.table import show
-from benchmarks.controller_live.cases import Case
 from benchmarks.controller_live.figures import Panel
-from benchmarks.controller_live.ratios import Ratio, geometric_mean, ratio
-from benchmarks.controller_live.serving import Contest
+from benchmarks.live.loads import Case
+from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
+from benchmarks.live.serving import Contest
 
 
 class Compared(NamedTuple):
@@ -29,12 +28,12 @@ def compared(
 ) -> list[Compared]:
     """Of each case that has a whole round in which a fixed setting was served."""
     found = []
-    for number, case in enumerate(cases):
+    for index, case in enumerate(cases):
         results, leading = contest.results(case), contest.leading(case)
         if not results or not leading:
             continue
         best = leading[0]
-        ratios = [ratio(results, ours, other, duration, seed=2 * number + at) for at, other in enumerate((best, vllm))]
+        ratios = [ratio(results, ours, other, duration, seed=2 * index + at) for at, other in enumerate((best, vllm))]
         found.append(Compared(case, compare(results, duration), best, *ratios))
     return found
 
@@ -54,8 +53,8 @@ def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict
         "vs_defaults": geometric_mean([c.against_defaults for c in found]),
         "shift_vs_best_static": geometric_mean([c.against_best for c in found if c.case.shifts]),
     }
-    shape: dict[str, Any] = {name: _number(estimate.value) for name, estimate in figures.items()}
-    shape |= {f"{name}_interval": _interval(estimate) for name, estimate in figures.items()}
+    shape: dict[str, Any] = {name: number(estimate.value) for name, estimate in figures.items()}
+    shape |= {f"{name}_interval": interval(estimate) for name, estimate in figures.items()}
     shape["cases"] = {c.case.name: _of_case(c, ours, vllm) for c in found}
     return shape
 
@@ -63,10 +62,10 @@ def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict
 def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
     against_best, against_defaults = c.against_best.estimate(), c.against_defaults.estimate()
     shape: dict[str, Any] = {
-        "vs_best_static": _number(against_best.value),
-        "vs_best_static_interval": _interval(against_best),
-        "vs_defaults": _number(against_defaults.value),
-        "vs_defaults_interval": _interval(against_defaults),
+        "vs_best_static": number(against_best.value),
+        "vs_best_static_interval": interval(against_best),
+        "vs_defaults": number(against_defaults.value),
+        "vs_defaults_interval": interval(against_defaults),
         "slo": str(c.case.slo),
         "rate": round(c.case.workload.rate, 2),
         "best_static": c.best.name,
@@ -74,9 +73,9 @@ def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
     for name, contender in (("control", ours), ("defaults", vllm), ("best", c.best)):
         standing = c.comparison.standing(contender)
         shape[name] = {
-            "attainment": _number(standing.attainment.value),
-            "goodput": _number(standing.goodput.value),
-            "goodput_interval": _interval(standing.goodput),
+            "attainment": number(standing.attainment.value),
+            "goodput": number(standing.goodput.value),
+            "goodput_interval": interval(standing.goodput),
             "offered": standing.offered,
             "rounds": standing.rounds,
         }
@@ -96,18 +95,3 @@ def report(found: Sequence[Compared], vllm: Contender, say: Callable[[str], None
             f"goodput ÷ that of {c.best.name}, the best fixed setting: {words(c.against_best.estimate())}; "
             f"÷ that of the defaults: {words(c.against_defaults.estimate())}"
         )
-
-
-def words(estimate: Estimate) -> str:
-    """``1.07 [0.96–1.29]``."""
-    if math.isnan(estimate.value):
-        return "–"
-    return f"{estimate.value:.3f} [{estimate.low:.2f}–{estimate.high:.2f}]"
-
-
-def _number(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
-
-
-def _interval(estimate: Estimate) -> list[float | None]:
-    return [_number(estimate.low), _number(estimate.high)]

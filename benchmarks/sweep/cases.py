@@ -7,16 +7,17 @@ costs is virtual time: the seconds a real machine would have been busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from autotune.measure.evaluate import evaluate
+from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
-from autotune.workload import Workload, parse_workload
+from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.sweep import hardware
 from runtime.knobs import KnobLimits, Knobs
+from runtime.records import RequestRecord
 from runtime.slo import SLO
 from runtime.step_model import StepModel
 
@@ -90,6 +91,7 @@ class Machine:
             case.truth(seed), kv_tokens=case.kv_tokens, limits=LIMITS, slo=case.slo, noise=noise, seed=seed
         )
         self._windows = windows
+        self.limits = LIMITS
 
     @property
     def spent_s(self) -> float:
@@ -112,6 +114,19 @@ class Machine:
             duration=case.window_s * self._windows,
             warmup=case.warmup_s,
         )
+
+    def serve(self, knobs: Knobs, arrivals: Sequence[Arrival], seed: int) -> tuple[list[RequestRecord], float]:
+        """``arrivals`` under ``knobs`` to the end: records, and seconds from the first arrival to the last token."""
+        engine, recorder = self.engine, Recorder()
+        engine.set_knobs(LIMITS.clamp(knobs))
+        unsubscribe = engine.subscribe(recorder)
+        try:
+            begun = engine.clock.now()
+            engine.serve(arrivals, label=f"bench-{seed}", prompt_seed=seed)
+            engine.run()
+        finally:
+            unsubscribe()
+        return list(recorder.requests.values()), engine.clock.now() - begun
 
 
 @contextmanager

@@ -9,27 +9,61 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 import optuna
 from optuna.distributions import IntDistribution
 from optuna.samplers import TPESampler
 
-from autotune.measure.evaluate import Recorder
-from autotune.workload import Arrival
-from benchmarks.sweep.cases import LIMITS, Case, Machine
-from runtime.knobs import Knobs
+from autotune.engines import defaults
+from autotune.measure.score import Score
+from autotune.workload import Arrival, Workload
+from benchmarks.sweep.cases import LIMITS, Grid
+from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, percentile
 from runtime.slo import SLO
 
-VLLM_DEFAULTS = LIMITS.clamp(Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192))
+VLLM_DEFAULTS = LIMITS.clamp(defaults.VLLM_DEFAULTS)
 
 RESTART_S = 70.0
 """From starting a server to its first answer: vLLM 0.32 on CPU with random weights took 70 s; compiling for a GPU adds to it."""
 
 _KILL_S, _RESET_S = 10.0, 5.0  # pauses in the script: after a server is killed, and before each rate
+
+
+class Load(Protocol):
+    """What settings are compared under, and the grid in which they lie."""
+
+    @property
+    def grid(self) -> Grid: ...
+    @property
+    def slo(self) -> SLO: ...
+    def load(self, rate: float | None = None) -> Workload: ...
+
+
+class Rig(Protocol):
+    """A machine that one search has to itself. ``spent_s``: seconds it was busy or restarting."""
+
+    @property
+    def case(self) -> Load: ...
+    @property
+    def limits(self) -> KnobLimits: ...
+    @property
+    def spent_s(self) -> float: ...
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass in which nothing is measured: a restart, a pause."""
+
+    def measure(self, knobs: Knobs, seed: int) -> Score:
+        """The load under ``knobs``; equal seeds, equal requests."""
+        ...
+
+    def serve(self, knobs: Knobs, arrivals: Sequence[Arrival], seed: int) -> tuple[list[RequestRecord], float]:
+        """``arrivals`` under ``knobs`` to the end: records, and seconds from the first arrival to the last token."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +76,7 @@ class Choice:
     runs: int
 
 
-def exhaustive(machine: Machine, repeats: int, seed: int) -> list[tuple[Choice, dict[Knobs, float]]]:
+def exhaustive(machine: Rig, repeats: int, seed: int) -> list[tuple[Choice, dict[Knobs, float]]]:
     """The whole grid, ``repeats`` times under other seeds: what is chosen after each round, and the mean goodputs then."""
     found: dict[Knobs, list[float]] = {knobs: [] for knobs in machine.case.grid.cells()}
     rounds = []
@@ -55,7 +89,7 @@ def exhaustive(machine: Machine, repeats: int, seed: int) -> list[tuple[Choice, 
     return rounds
 
 
-def random_search(machine: Machine, budget_s: float, seed: int) -> Choice:
+def random_search(machine: Rig, budget_s: float, seed: int) -> Choice:
     """Settings drawn log-uniformly from the grid's ranges, all under the same requests; the best of them."""
     dice = random.Random(seed)
     ranges = ranges_of(machine.case)
@@ -67,16 +101,17 @@ def random_search(machine: Machine, budget_s: float, seed: int) -> Choice:
     return _search(machine, budget_s, seed, draw(), lambda knobs, goodput: None)
 
 
-def tpe(machine: Machine, budget_s: float, seed: int, *, random_trials: int = 5) -> Choice:
+def tpe(machine: Rig, budget_s: float, seed: int, *, random_trials: int = 5, restart_s: float = 0.0) -> Choice:
     """Optuna's TPE on the hardware, beginning with vLLM's defaults (moved into the grid's ranges); the best of all trials.
 
-    All meet the same requests. ``random_trials``: drawn before it models anything.
+    All meet the same requests. ``random_trials``: drawn before it models anything; ``restart_s``: of each trial, for
+    a server of its own.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=TPESampler(seed=seed, n_startup_trials=random_trials))
     ranges = ranges_of(machine.case)
     space = {name: IntDistribution(low, high, log=True) for name, (low, high) in ranges.items()}
-    study.enqueue_trial({n: min(max(getattr(VLLM_DEFAULTS, n), low), high) for n, (low, high) in ranges.items()})
+    study.enqueue_trial({n: min(max(getattr(_defaults(machine), n), low), high) for n, (low, high) in ranges.items()})
     trials: list[optuna.Trial] = []
 
     def ask() -> Iterator[Knobs]:
@@ -87,19 +122,20 @@ def tpe(machine: Machine, budget_s: float, seed: int, *, random_trials: int = 5)
     def tell(knobs: Knobs, goodput: float) -> None:
         study.tell(trials[-1], goodput)
 
-    return _search(machine, budget_s, seed, ask(), tell)
+    return _search(machine, budget_s, seed, ask(), tell, restart_s)
 
 
 def auto_tune(
-    machine: Machine,
+    machine: Rig,
     budget_s: float,
     seed: int,
     *,
     restart_s: float = RESTART_S,
+    burst: int = 1000,
 ) -> Choice:
     """The procedure of vLLM's ``benchmarks/auto_tune`` (README and script, 2025).
 
-    For each pair a server is started. 1,000 prompts are sent at once; if the p99 of their E2E latency keeps the limit, their
+    For each pair a server is started. ``burst`` prompts are sent at once; if the p99 of their E2E latency keeps the limit, their
     throughput is the pair's. Else the rate begins at the integer above that throughput and goes down by 1, 100 Poisson
     arrivals each, until it does. The pair of the highest throughput (completed requests/s) is chosen. Prompts and outputs
     all have the load's mean length. It knows no TTFT nor TPOT: the limit is the E2E latency that the two targets allow a
@@ -113,12 +149,13 @@ def auto_tune(
     runs, settings, most = 0, 0, 0.0
     best: Knobs | None = None
 
-    def run(rate: float, count: int) -> tuple[float, float]:
+    def run(knobs: Knobs, rate: float, count: int) -> tuple[float, float]:
         nonlocal runs
         runs += 1
         if restart_s and rate < inf:
             machine.rest(_RESET_S)
-        records, seconds = _serve(machine, rate, count, prompt, output, seed * 1000 + runs)
+        number = seed * 1000 + runs
+        records, seconds = machine.serve(knobs, _arrivals(rate, count, prompt, output, number), number)
         return len(records) / seconds, percentile([r.e2e or inf for r in records], 99) or inf
 
     for batch in batches:
@@ -128,30 +165,29 @@ def auto_tune(
             machine.rest(restart_s + (_KILL_S if restart_s and settings else 0.0))
             settings += 1
             knobs = Knobs(max_batch_size=batch, max_wait_ms=0, token_budget=budget, chunk_size=budget)
-            machine.engine.set_knobs(LIMITS.clamp(knobs))
-            throughput, latency = run(inf, 1000)
+            throughput, latency = run(knobs, inf, burst)
             rate = int(throughput) + 1
             while latency > limit and rate > 0 and machine.spent_s < budget_s:
-                throughput, latency = run(rate, 100)
+                throughput, latency = run(knobs, rate, 100)
                 rate -= 1
             if latency <= limit and throughput > most:
                 most, best = throughput, knobs
     return Choice(best, machine.spent_s, settings, runs)
 
 
-def ranges_of(case: Case) -> dict[str, tuple[int, int]]:
+def ranges_of(case: Load) -> dict[str, tuple[int, int]]:
     """Where random search and TPE look: from the least to the greatest value of the grid."""
     values = {"max_batch_size": case.grid.batches, "token_budget": case.grid.budgets, "chunk_size": case.grid.budgets}
     return {name: (min(given), max(given)) for name, given in values.items()}
 
 
-def lists_of(case: Case) -> tuple[list[int], list[int]]:
+def lists_of(case: Load) -> tuple[list[int], list[int]]:
     """auto_tune's values of max-num-seqs and max-num-batched-tokens, made for a grid that ends at 512 and 8,192."""
     fewer, smaller = 512 // max(case.grid.batches), 8192 // max(case.grid.budgets)
     return [128 // fewer, 256 // fewer], [tokens // smaller for tokens in (512, 1024, 2048, 4096)]
 
 
-def mean_lengths(case: Case) -> tuple[int, int]:
+def mean_lengths(case: Load) -> tuple[int, int]:
     """(prompt, output) tokens, the means of the case's load."""
     drawn = list(case.load().arrivals(0, limit=4000))
     return (
@@ -171,12 +207,18 @@ def load_seed(seed: int, number: int = 0) -> int:
 
 
 def _search(
-    machine: Machine, budget_s: float, seed: int, proposals: Iterator[Knobs], tell: Callable[[Knobs, float], None]
+    machine: Rig,
+    budget_s: float,
+    seed: int,
+    proposals: Iterator[Knobs],
+    tell: Callable[[Knobs, float], None],
+    restart_s: float = 0.0,
 ) -> Choice:
     found: dict[Knobs, float] = {}
     runs = 0
     while not runs or machine.spent_s + machine.spent_s / runs / 2 <= budget_s:
         knobs = next(proposals)
+        machine.rest(restart_s)
         found[knobs] = machine.measure(knobs, load_seed(seed)).goodput
         runs += 1
         tell(knobs, found[knobs])
@@ -187,21 +229,15 @@ def _knobs(values: dict[str, int]) -> Knobs:
     return Knobs(max_wait_ms=0, **{**values, "chunk_size": min(values["chunk_size"], values["token_budget"])})
 
 
-def _serve(
-    machine: Machine, rate: float, count: int, prompt: int, output: int, seed: int
-) -> tuple[list[RequestRecord], float]:
-    """Serve ``count`` requests to the end; their records and the seconds from the first arrival to the last token."""
+def _defaults(machine: Rig) -> Knobs:
+    return machine.limits.clamp(VLLM_DEFAULTS)
+
+
+def _arrivals(rate: float, count: int, prompt: int, output: int, seed: int) -> list[Arrival]:
+    """``count`` requests of these lengths by Poisson; all at once where ``rate`` is infinite."""
     dice, now = random.Random(seed), 0.0
     arrivals = []
     for number in range(count):
         arrivals.append(Arrival(now, prompt, output, ((seed * 2000 + number, prompt),)))
         now += dice.expovariate(rate) if rate < inf else 0.0
-    engine, recorder = machine.engine, Recorder()
-    unsubscribe = engine.subscribe(recorder)
-    try:
-        begun = engine.clock.now()
-        engine.serve(arrivals, label=f"bench-{seed}", prompt_seed=seed)
-        engine.run()
-    finally:
-        unsubscribe()
-    return list(recorder.requests.values()), engine.clock.now() - begun
+    return arrivals

@@ -64,15 +64,6 @@ class TunableBatcher(Tuning):
         return self._pool.core.state.slots
 
     @property
-    def kv_tokens(self) -> int:
-        """A batcher has no KV pool: as much as a call may hold."""
-        return self.limits.token_budget
-
-    @property
-    def block_size(self) -> int:
-        return 1
-
-    @property
     def admission(self) -> None:
         """No admission policy: the strategy itself rejects what cannot meet its SLO."""
         return None

@@ -235,8 +235,8 @@ class EngineCore:
         elif scheduler.slack.following:
             scheduler.slack.stop()
         plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
-        if scheduler.turned_away:
-            finished += self._turned_away()
+        if scheduler.rejected:
+            finished += self._rejected()
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
@@ -277,8 +277,8 @@ class EngineCore:
                 finished.append((sequence, record))
         return expiry
 
-    def _turned_away(self) -> list[Finished]:
-        ended, self.scheduler.turned_away = self.scheduler.turned_away, []
+    def _rejected(self) -> list[Finished]:
+        ended, self.scheduler.rejected = self.scheduler.rejected, []
         for sequence, _ in ended:
             self.executor.release(sequence)
         return ended

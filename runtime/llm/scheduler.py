@@ -31,9 +31,9 @@ class Scheduler:
 
     Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which ends what comes too late: those it ended while a step was planned
-    are in ``turned_away`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
-    a plan stand for many identical decode steps. ``before_preempting`` is called before a sequence is made to give its blocks
-    back.
+    are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
+    a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
+    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Scheduler:
         slos: Mapping[str, SLO] | None = None,
         hasher: TokenHasher | None = None,
         fast_forward: bool = False,
+        growth_reserve: int = 1,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.holdings = Holdings(self.kv, hasher)
@@ -53,10 +54,11 @@ class Scheduler:
         self.slack = SlackTracker(slos or {})
         self.waiting = WaitingQueue(ordering_of(ordering, self.slack.slos))
         self.admission: Admission | None = None
-        self.turned_away: list[Finished] = []
+        self.rejected: list[Finished] = []
         self.preemptions = 0
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
+        self.growth_reserve = growth_reserve
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
 
@@ -97,7 +99,7 @@ class Scheduler:
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
                     raise rejected(sequence, verdict)
                 for lighter in room:
-                    self._turn_away(lighter, verdict, now)
+                    self._reject(lighter, verdict, now)
                 self.admission.queued(sequence)
         return sequence
 
@@ -177,7 +179,7 @@ class Scheduler:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
             if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
-                self._turn_away(head, verdict, now)
+                self._reject(head, verdict, now)
                 continue
             if not self._admit(head, now):
                 return LimitedBy.KV, inf
@@ -199,18 +201,18 @@ class Scheduler:
         in_progress: list[int] = []
         for sequence in tuple(self.prefills):
             if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
-                self._turn_away(sequence, verdict, now)
+                self._reject(sequence, verdict, now)
             else:
                 in_progress.append(sequence.target - sequence.computed)
         return in_progress
 
-    def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
+    def _reject(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
         sequence.retry_after = verdict.retry_after_s
-        self._end(sequence, FinishReason.REJECTED, now, self.turned_away, verdict.reason)
+        self._end(sequence, FinishReason.REJECTED, now, self.rejected, verdict.reason)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give ``sequence`` the blocks of all its known tokens, if a block of growth is left for every decode."""
-        if not self.holdings.fits(sequence, self.kv.free - len(self.decodes.members)):
+        """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode."""
+        if not self.holdings.fits(sequence, self.kv.free - self.growth_reserve * len(self.decodes.members)):
             return False
         self.waiting.pop()
         sequence.state = "prefill"

@@ -9,8 +9,9 @@ from math import inf
 
 import pytest
 
+from autotune.engines.defaults import VLLM_DEFAULTS
 from autotune.profile import EngineFacts
-from autotune.profiling.space import SEARCHED, VLLM_DEFAULTS, make_space
+from autotune.profiling.space import SEARCHED, make_space
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
 from runtime.llm.plan import StepPlan

@@ -231,9 +231,9 @@ def test_a_row_more_is_learned_online_and_solved_for(padded: None, monkeypatch: 
     for decodes in (64, 65):
         step = StepFeatures(decodes, decodes * 300, 500, 500, 500 * 501 // 2, 1)
         assert learner.most_prefill(decodes, decodes * 300, learner.predict(step)) == pytest.approx(500, abs=1)
-    going_on = [(1000, 64), (0, 300)]
+    in_progress = [(1000, 64), (0, 300)]
     step = StepFeatures(65, 65 * 300, 264, 1064 + 200, 64 * 1000 + 64 * 65 // 2 + 200 * 201 // 2, 2)
-    assert learner.most_prefill(65, 65 * 300, learner.predict(step), going_on) == pytest.approx(264, abs=1)
+    assert learner.most_prefill(65, 65 * 300, learner.predict(step), in_progress) == pytest.approx(264, abs=1)
     assert learner.most_prefill(64, 64 * 300, 1e-4) < 0 and learner.most_prefill(1, 300, 1e9) == math.inf
     monkeypatch.delitem(TERMS, "padding")
     assert off(learned().predict) > 0.05, "without the row it cannot be told"

@@ -165,7 +165,7 @@ def test_for_people_it_is_a_table_and_a_sentence(
     older = measured.model_copy(
         update={
             "software": measured.software.model_copy(update={"torch": "2.0.0"}),
-            "doubts": ("other programs used 1.4 cores while it was measured",),
+            "warnings": ("other programs used 1.4 cores while it was measured",),
         }
     )
     save_profile(older, tmp_path / "p.yaml")
@@ -173,6 +173,6 @@ def test_for_people_it_is_a_table_and_a_sentence(
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(("fits: ", "stale: ", "cannot tell: "))
     assert f"note: torch {software().torch} instead of 2.0.0" in out
-    assert "note: doubtful: other programs used 1.4 cores while it was measured; run it again on a quiet machine" in out
+    assert "warning: other programs used 1.4 cores while it was measured; run it again on a quiet machine" in out
     for word in ("decode", "prefill", "measured", "profile says", "difference"):
         assert word in out

@@ -57,7 +57,7 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert not made.model.random_weights
     assert made.command.startswith("autotune ")
     busy = any(
-        "other programs" in doubt for doubt in made.doubts
+        "other programs" in warning for warning in made.warnings
     )  # then ten seconds may not do for vLLM's defaults, too
     assert busy if made.baseline is None else made.baseline.knobs.max_batch_size == 1024
     assert "validation" in {p.stage for p in made.points}

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -88,8 +89,9 @@ class Installed:
         data = journal.read_bytes()
         copy.write_bytes(data[: data.rfind(b"\n") + 1])
         storage = JournalStorage(JournalFileBackend(str(copy)))
-        trials = [trial for study in storage.get_all_studies() for trial in storage.get_all_trials(study._study_id)]
-        return {trial._trial_id: trial.value for trial in trials if trial.state is TrialState.COMPLETE}
+        (study,) = optuna.get_all_study_names(storage) or [None]
+        trials = optuna.load_study(study_name=study, storage=storage).trials if study else []
+        return {trial.number: trial.value for trial in trials if trial.state is TrialState.COMPLETE}
 
     def profile(self, name: str) -> Profile:
         return load_profile(self.folder / f"{name}.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from autotune.measure.evaluate import Interrupted
 from autotune.profile import ModelFacts
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.points import Run
 from autotune.profiling.reporting import Silent
 from autotune.profiling.session import Session
 from autotune.profiling.setup import Setup
 from autotune.profiling.space import make_space
+from autotune.profiling.stages.context import Context, Request
 from autotune.profiling.study import open_study
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
@@ -100,3 +104,34 @@ def session(
         if not found.stopped:
             study.finish(asked.trials, asked.budget_s, asked.sim_trials)
     return found, told
+
+
+def changed(
+    factor: float,
+    journal: Path,
+    asked: Question,
+    until: float = math.inf,
+    last: float = math.inf,
+    schedule: Schedule = LONG,
+) -> tuple[Findings, Told]:
+    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements.
+
+    ``last``: the measurement of which Ctrl-C leaves nothing.
+    """
+    serving: list[str] = []
+
+    class Changing(Padded):
+        def predict(self, step: Any) -> float:
+            return super().predict(step) * (factor if 0 < len(serving) <= until else 1.0)
+
+    real = Context._measure
+
+    def measure(self: Any, request: Request, *rest: Any) -> Run:
+        serving.append(request.key)
+        if len(serving) >= last:
+            raise Interrupted("interrupted")
+        return real(self, request, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Context, "_measure", measure)
+        return session(journal, asked, engine=machine(Changing()), schedule=schedule)

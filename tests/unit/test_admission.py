@@ -68,7 +68,7 @@ def reasons(records: list[RequestRecord]) -> dict[str, int]:
     return found
 
 
-# -- who is turned away --------------------------------------------------------------------------------------------------
+# -- who is rejected --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_policy_everything_is_computed() -> None:

@@ -15,7 +15,7 @@ from autotune.cli.main import run
         (["--slo", "tpot=50"], '--slo: "tpot=50" has no unit; write tpot=50ms or tpot=0.05s'),
         (["--workload", "nope"], '--workload: workload "nope": '),
         (["--rate", "0"], "--rate is 0; it must be a number from 1e-06 to 1e+06 requests/s"),
-        (["--duration", "30"], '--duration: "30" is not a time, such as 30s or 2m'),
+        (["--duration", "30"], '--duration: "30" is not a time; write 30s or 30m'),
         (["--duration", ""], '--duration: "" is not a time'),
         (["--duration", "0.5s"], "--duration is 0.5s; it must be at least 1s"),
         (["--rounds", "0"], "--rounds is 0; it must be a whole number from 1 to 1000"),

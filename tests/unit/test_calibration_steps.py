@@ -9,11 +9,12 @@ import pytest
 from autotune.cost.model import fit_cost_model
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.parts import ModelFacts, StepPoint
-from autotune.profiling.step_driver import StepDriver, samples
-from autotune.profiling.steps import MeasuredSteps, measure_steps
+from autotune.profiling.step_driver import StepDriver, idle_before, samples
+from autotune.profiling.steps import MeasuredSteps, measure_steps, served_points, serving_samples
 from autotune.profiling.warnings import unseen
 from autotune.simulate import SimulatedEngine
 from runtime.knobs import KnobLimits
+from runtime.llm.core import StepOutcome
 from runtime.records import LimitedBy, StepRecord
 from runtime.step_model import TERMS, StepFeatures, Term
 
@@ -286,6 +287,58 @@ def test_a_step_behind_the_script_s_own_doing_does_not_count_its_gap() -> None:
         start = records[-1].end + gap
         records.append(record(start, start + 1.0, decodes=2, sampled=2))
     assert [round(s.seconds, 6) for s in samples(records, {2})] == [1.1, 1.1, 1.1]  # the disturbed one is left out
+
+
+def test_idle_is_what_had_nothing_to_do_and_not_a_long_gap() -> None:
+    busy = record(0.0, 1.0, decodes=120, sampled=120)
+    done = busy._replace(running=0)
+    more = done._replace(
+        waiting=3, limited_by=LimitedBy.SLOTS
+    )  # all that ran has ended, and others wait for their slots
+    held = done._replace(waiting=3, limited_by=LimitedBy.WAIT)  # by the wait window
+    beside = busy._replace(waiting=3, limited_by=LimitedBy.WAIT)  # the same, and decodes go on
+    assert idle_before([busy, done, more, held, beside, done, busy]) == {2, 4, 6}
+    assert idle_before([]) == idle_before([done]) == set()
+
+
+def test_the_host_s_time_between_steps_is_theirs_however_long() -> None:
+    """vLLM needs 2 ms between two steps of 120 decodes."""
+    records, now = [], 0.0
+    for number in range(1, 41):
+        records.append(record(now, now + 0.020, decodes=120, sampled=120))
+        now += 0.020 + 0.002
+        if number % 10 == 0:  # all have ended; nothing to do for a while
+            records[-1] = records[-1]._replace(running=0)
+            now += 3.0
+    assert [round(s.seconds, 6) for s in serving_samples(records)] == [0.022] * 40
+    (point,) = served_points(records)
+    assert point.seconds == pytest.approx(0.022) and point.repeats == 40
+
+
+def hosted(engine: SimulatedEngine, each: float) -> SimulatedEngine:
+    """``engine`` with a host that takes ``each`` second for each decode of a step before the next one begins."""
+    step, last = engine.core.step, [0.0]
+
+    def later(now: float, until: float) -> StepOutcome:
+        outcome = step(now + last[0], until)
+        last[0] = 0.0 if outcome.record is None else each * outcome.record.decodes
+        return outcome
+
+    engine.core.step = later  # type: ignore[method-assign]
+    engine.fast_forward = False
+    return engine
+
+
+def test_a_calibration_counts_what_the_host_takes_between_steps() -> None:
+    hardware = Formula()
+    points = measure_steps(hosted(machine(hardware), 2e-5), facts(), budget_s=30.0, seed=3).points
+    model = fit_cost_model(points)
+    for decodes in (8, 64, 128):
+        step = StepFeatures(decodes, decodes * 400, 0, 0, 0)
+        assert model.predict(step) == pytest.approx(hardware.truth(step) + 2e-5 * decodes, rel=0.1)
+    served = [p for p in points if p.region == "served" and p.decodes > 16]
+    host = [p.seconds - hardware.truth(StepFeatures(*(getattr(p, n) for n in StepFeatures._fields))) for p in served]
+    assert served and all(0.5 < more / (2e-5 * p.decodes) < 1.5 for more, p in zip(host, served, strict=True))
 
 
 def test_a_silent_engine_is_not_waited_for_for_ever() -> None:

@@ -107,21 +107,21 @@ def test_its_schema_is_printed_and_fits(
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "kept"),
+    ("own", "given", "slo"),
     [(None, None, "e2e=400ms"), ("e2e=1s", None, "e2e=1s"), ("e2e=1s", "e2e=300ms@90%", "e2e=300ms@90%")],
 )
-def test_a_live_batcher_starts_from_it(file: Path, own: str | None, given: str | None, kept: str) -> None:
-    """The promise: what ``control`` is given, else what the batcher has, else what was profiled for."""
+def test_a_live_batcher_starts_from_it(file: Path, own: str | None, given: str | None, slo: str) -> None:
+    """The SLO: what ``control`` is given, else what the batcher has, else what was profiled for."""
     content = file.read_text(encoding="utf-8").replace("max_batch_size: 4096", "max_batch_size: 24")
     file.write_text(content, encoding="utf-8")
     with Batcher(list, slo=own) as batcher, autotune.control(batcher, slo=given, profile=file) as control:
-        assert batcher.slos["default"] == control.slo == SLO.parse(kept)
+        assert batcher.slos["default"] == control.slo == SLO.parse(slo)
         assert batcher.knobs.max_batch_size == 24 and batcher(3) == 3
         (first,) = [d for d in control.decisions if d.action == "set"]
         assert first.cause == "starting knobs of the profile"
 
 
-def test_a_controller_starts_from_it_and_takes_its_promise(file: Path, made: CallableProfile) -> None:
+def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: CallableProfile) -> None:
     with Batcher(list, max_batch_size=7) as batcher, autotune.control(batcher, profile=file, observe_only=True):
         assert batcher.slos["default"] == made.slo
     with (

@@ -56,7 +56,7 @@ def test_what_it_can_do_inside_a_latency() -> None:
     assert found.capacity(1, within_s=0.001)[1] == 1
 
 
-def test_calls_that_cannot_keep_the_promise_are_not_tried_larger() -> None:
+def test_calls_that_cannot_meet_the_slo_are_not_tried_larger() -> None:
     ticking = Ticking(0.020, 0.002)
     found = calibrated(ticking, subject(ticking), most=256, longest_s=0.1)
     assert found.largest == 64 and "takes" in found.ended  # 148 ms is the first beyond

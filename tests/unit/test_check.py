@@ -277,7 +277,7 @@ def test_it_is_told_as_one_object(facts: CostFacts) -> None:
     told = checked(facts, slow_cpu).as_dict()
     assert json.loads(json.dumps(told)) == told
     assert told["verdict"] == "fits" and len(told["regions"]) == 4
-    assert set(told["regions"][0]) >= {"region", "difference", "doubt", "measured_ms", "predicted_ms", "verdict"}
+    assert set(told["regions"][0]) >= {"region", "difference", "uncertainty", "measured_ms", "predicted_ms", "verdict"}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,19 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             share(text)
 
 
+def test_a_profile_of_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "vllm.yaml"
+    save_profile(full_profile(machine=machine(), engine={"name": "vllm", "version": "0.32.0"}), path)
+    assert refused(capsys, str(path), "--engine", "own") == (
+        "profile was measured on vllm 0.32.0, not on own; pass --anyway to check it all the same"
+    )
+    assert refused(capsys, str(path), "--engine", "own", "--engine-arg", "dtype=float32").startswith(
+        "--engine-arg: dtype"
+    )
+    save_profile(full_profile(machine=machine(), engine={"name": "sglang", "version": "1"}), path)
+    assert refused(capsys, str(path)) == "engine sglang cannot be started here; --engine takes own or vllm"
+
+
 def test_how_a_machine_is_another() -> None:
     here = machine()
     assert measured_elsewhere(here, gpu=False) == ""

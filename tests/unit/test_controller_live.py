@@ -18,13 +18,15 @@ from autotune.profiling.setup import LOAD, typical_step
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
-from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, Case, cases, slo_for
-from benchmarks.controller_live.contenders import ours, ours_knobs_only
-from benchmarks.controller_live.learning import served
-from benchmarks.controller_live.machine import Machine, simulated
-from benchmarks.controller_live.screening import GRID, screen
-from benchmarks.controller_live.serving import Contest, turn
+from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, cases, steady_cases
+from benchmarks.controller_live.machine import simulated
 from benchmarks.controller_live.summary import compared, panels, summary
+from benchmarks.live.contenders import ours, ours_knobs_only
+from benchmarks.live.learning import served
+from benchmarks.live.loads import Case, slo_for
+from benchmarks.live.machine import Machine
+from benchmarks.live.screening import GRID, screen
+from benchmarks.live.serving import Contest, turn
 from runtime.knobs import Knobs
 from tests.unit.paced import FACTS
 
@@ -83,10 +85,10 @@ def test_long_prompts_join_in_the_middle(loads: dict[str, Case]) -> None:
 def test_the_pace_is_that_of_serving_not_of_a_slow_moment(machine: Machine) -> None:
     slow = COST.scaled(compute=0.5, bandwidth=0.5, overhead=0.5)
     step = typical_step(8, 64, 128)
-    found = served(machine, slow, SECONDS, lambda: False)
+    found = served(machine, slow, steady_cases(machine, slow), SECONDS, lambda: False)
     assert found.predict(step) == pytest.approx(COST.predict(step), rel=0.03)
     with pytest.raises(Interrupted):
-        served(machine, slow, SECONDS, lambda: True)
+        served(machine, slow, steady_cases(machine, slow), SECONDS, lambda: True)
 
 
 class Taken:
@@ -183,7 +185,7 @@ def test_a_round_that_was_cut_short_is_left_out_and_failures_are_named(
             raise EvaluationError("out of memory")
         return turn(*args)
 
-    monkeypatch.setattr("benchmarks.controller_live.serving.turn", broken)
+    monkeypatch.setattr("benchmarks.live.serving.turn", broken)
     made = contest(
         machine, [loads["chat"]], [vllm], fail=lambda case, who, cause: failed.append(f"{who.name}: {cause}")
     )

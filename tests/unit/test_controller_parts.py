@@ -16,7 +16,7 @@ from runtime.slo import SLO
 from tests.unit.test_rival_controllers import step
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 1)), max_size=40), st.integers(1, 12))
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 1)), max_size=80), st.integers(1, 40))
 def test_the_latest_values_are_those_told_of_whenever_asked(asked: list[tuple[int, float]], n: int) -> None:
     recent, values = Recent(n), []
     assert (recent.mean, recent.quantile(0.5), len(recent)) == (0, 0, 0)

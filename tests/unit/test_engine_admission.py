@@ -1,4 +1,4 @@
-"""Requests that a live engine turns away because they would come too late."""
+"""Requests that a live engine rejects because they would come too late."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from autotune.export import Export, export
+from autotune.export import Export, Fit, export
 from autotune.export.vllm import VLLM
+from autotune.profile import KvPool
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from tests.sample_profile import sample_model, sample_profile
@@ -103,6 +104,51 @@ def test_the_share_is_left_to_vllm_when_the_profile_cannot_tell() -> None:
     other = made(model_given="./mine")
     assert "gpu-memory-utilization" not in other.written
     assert "measured beside llama-3.1-8b, not beside this model" in note(other, "kv_pool")
+
+
+VLLM_ITSELF: dict[str, Any] = {
+    "name": "vllm",
+    "version": "0.32.0",
+    "kv_pool": KvPool(block_size=128, blocks=1638),
+    "options": {"load_format": "dummy", "enforce_eager": "true"},
+}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_what_was_measured_on_vllm_is_exact(gpu: bool) -> None:
+    model = sample_model(name="/models/mine", random_weights=True, kv_bytes_per_token=1000)
+    knobs = Knobs(max_batch_size=24, max_wait_ms=0, token_budget=192, chunk_size=192)
+    export = made(knobs, gpu=gpu, model=model, engine=VLLM_ITSELF)
+    assert export.written["model"] == "/models/mine"
+    assert (export.written["block-size"], export.written["num-gpu-blocks-override"]) == (
+        128,
+        1639,
+    )  # and the null block
+    assert export.written.get("kv-cache-memory-bytes") == (None if gpu else 1639 * 128 * 1000)
+    assert "gpu-memory-utilization" not in export.written
+    assert {e.name: e.fit for e in export.entries if e.fit is not Fit.EXACT} == {"max_wait_ms": Fit.UNSUPPORTED}
+    text = " ".join(export.text(Path("vllm.yaml")).replace("\n# ", " ").split())
+    assert "The figures below were measured on vLLM 0.32.0. The settings are those that it had then: EXACT" in text
+    assert "engine vllm 0.32.0, started with load_format=dummy, enforce_eager=true" in text
+    assert export.as_dict(Path("vllm.yaml"))["measured_on"] == "vllm 0.32.0"
+    assert not any("approximate" in line for line in export.reports)
+    cut = made(Knobs(max_batch_size=8, token_budget=192, chunk_size=64), gpu=gpu, engine=VLLM_ITSELF)
+    assert any(line.startswith("chunk_size 64 tokens is approximate: vLLM lifts") for line in cut.reports)
+
+
+def test_another_model_than_the_one_measured_has_another_pool() -> None:
+    export = made(model_given="./other", engine=VLLM_ITSELF)
+    assert not {"num-gpu-blocks-override", "block-size", "kv-cache-memory-bytes"} & export.written.keys()
+    assert next(e.fit for e in export.entries if e.name == "kv_pool") is Fit.APPROXIMATE
+
+
+def test_it_says_on_whose_engine_the_figures_were_measured() -> None:
+    for engine, said in (
+        ({}, "this project's own engine (autotune-runtime 0.1.0)"),
+        ({"name": "other"}, "other 0.1.0"),
+    ):
+        text = " ".join(made(engine=engine).text(Path("vllm.yaml")).replace("\n# ", " ").split())
+        assert f"The figures below were measured on {said}, not on vLLM." in text
 
 
 def test_the_length_is_what_the_measured_engine_accepted() -> None:

@@ -15,6 +15,7 @@ def test_the_first_sets_the_event_and_the_handlers_come_back() -> None:
     with stop_on_interrupt() as requested:
         assert not requested.is_set()
         signal.raise_signal(signal.SIGINT)
+        assert requested.is_set()  # at once, whatever thread is to wake those that wait
         assert requested.wait(30)
     assert signal.getsignal(signal.SIGINT) is before
 

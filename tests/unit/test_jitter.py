@@ -52,10 +52,10 @@ def test_the_factors_have_the_quantiles_and_no_other_mean_than_one() -> None:
 
 def test_noise_is_autocorrelated_only_where_it_was() -> None:
     levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
-    spells = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), 1))
+    noise = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), 1))
     alone = list(jitter_factors(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), 1))
-    assert in_common(spells, 1) == pytest.approx(0.7 * 0.8, abs=0.08)
-    assert in_common(spells, 3) == pytest.approx(0.7 * 0.8**3, abs=0.1)
+    assert in_common(noise, 1) == pytest.approx(0.7 * 0.8, abs=0.08)
+    assert in_common(noise, 3) == pytest.approx(0.7 * 0.8**3, abs=0.1)
     assert abs(in_common(alone, 1)) < 0.06
 
 
@@ -72,10 +72,10 @@ def test_what_was_drawn_is_fitted_again() -> None:
 @pytest.mark.slow
 def test_autocorrelation_is_separated_from_what_is_new_in_each_step() -> None:
     levels = tuple(0.5 + (i + 0.5) / 32 for i in range(32))
-    spells = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), s, 3000) for s in range(4)])
+    noise = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.7, memory=0.8), s, 3000) for s in range(4)])
     alone = jitter_of([load(JitterFacts(quantiles=levels, persistent=0.0, memory=0.0), s, 3000) for s in range(4)])
-    assert spells is not None and alone is not None
-    assert spells.memory == pytest.approx(0.8, abs=0.1) and spells.persistent == pytest.approx(0.7, abs=0.12)
+    assert noise is not None and alone is not None
+    assert noise.memory == pytest.approx(0.8, abs=0.1) and noise.persistent == pytest.approx(0.7, abs=0.12)
     assert alone.persistent * alone.memory < 0.05
 
 

@@ -85,7 +85,7 @@ def test_a_knob_below_its_bound_is_told_the_ceiling_too(saved: Path) -> None:
         (("slo",), 50, ": slo is 50; write ttft=500ms,tpot=50ms@99%"),
         (("status",), "half", ": status is 'half'; "),
         (("settings",), {}, ": settings is {}; "),
-        (("schema_version",), 3, ": schema_version is 3: made by a newer autotune (this one reads 1 to 2); upgrade autotune"),
+        (("schema_version",), 4, ": schema_version is 4: made by a newer autotune (this one reads 1 to 3); upgrade autotune"),
         (("points", 0, "rate"), None, ": points.0.rate is None; "),
     ],
 )  # fmt: skip

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
-from autotune.profiling.space import NEAR_BEST, VLLM_LABEL, make_space
+from autotune.profiling.space import NEAR_BEST, make_space
 from autotune.profiling.stages import rate, validation
 from autotune.profiling.stages.candidates import candidate, pairs
 from autotune.profiling.stages.rate import around_guess, neighbours

@@ -102,13 +102,13 @@ def test_latency_is_the_worst_p99_in_units_of_its_target() -> None:
 
 
 def test_alike_settings_are_not_worth_two_measurements() -> None:
-    twin = Knobs(17, 0, 130, 130)
-    assert alike(SMALL, twin) and not alike(SMALL, LARGE) and not alike(SMALL, SMALL.with_(max_wait_ms=5))
+    near = Knobs(17, 0, 130, 130)
+    assert alike(SMALL, near) and not alike(SMALL, LARGE) and not alike(SMALL, SMALL.with_(max_wait_ms=5))
 
 
 def test_the_shortlist_has_the_best_of_each_kind_without_doubles() -> None:
-    twin = Knobs(17, 0, 130, 130)
-    found = [at(SMALL, 40), at(twin, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 37)]
+    near = Knobs(17, 0, 130, 130)
+    found = [at(SMALL, 40), at(near, 39), at(LARGE, 20, 900.0), at(OTHER, 38, ttft=10, tpot=1), at(VLLM, 37)]
     assert shortlist(found, setup(), 3) == [SMALL, LARGE, OTHER]
     assert set(shortlist(found, setup(), 9)) == {SMALL, LARGE, OTHER, VLLM}
 

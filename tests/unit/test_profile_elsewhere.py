@@ -17,7 +17,7 @@ from autotune.profile.fingerprint import machine
 from autotune.profile.schema import schema_text
 from runtime.errors import InputError
 from runtime.slo import SLO
-from runtime.tunable import ModelInfo
+from runtime.tunable import Capabilities, ModelInfo
 from tests.sample_profile import full_profile, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
@@ -52,6 +52,32 @@ def test_control_says_nothing_on_the_profiles_own_machine_nor_in_a_simulation(tm
         warnings.simplefilter("error")
         control(engine_of("tiny"), slo=TARGET, profile=path).close()
         control(SimulatedEngine(h200), slo=TARGET, profile=elsewhere).close()
+
+
+class Live(SimulatedEngine):
+    """One that says it lives in real time, in an engine of another name or version."""
+
+    capabilities = Capabilities.live()
+
+
+@pytest.mark.parametrize(("name", "version"), [("autotune-runtime", "0.1.0"), ("vllm", "0.33.0")])
+def test_control_warns_of_another_engine_and_version(tmp_path: Path, name: str, version: str) -> None:
+    path = tmp_path / "vllm.yaml"
+    of_vllm = {"name": "vllm", "version": "0.32.0"}
+    save_profile(sample_profile(machine=machine(), model=sample_model(name="tiny"), engine=of_vllm), path)
+    engine = Live(h200)
+    engine._facts = replace(
+        engine.facts, engine=name, version=version, model=ModelInfo("tiny", 1000, 8192, device="cpu")
+    )
+    with pytest.warns(UserWarning) as told, control(engine, slo=TARGET, profile=path) as attached:
+        assert attached.status().knobs == sample_profile().knobs, "it is a start all the same"
+    assert str(told[0].message) == (
+        f"profile was measured on vllm 0.32.0, not on {name} {version}; the controller starts from its knobs and corrects them"
+    )
+    engine._facts = replace(engine.facts, engine="vllm", version="0.32.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        control(engine, slo=TARGET, profile=path).close()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.evaluate import EvaluationError, evaluate
 from autotune.profile import load_profile, save_profile
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.space import VLLM_LABEL, make_space
+from autotune.profiling.space import make_space
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -101,7 +102,7 @@ def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings)
     ]
     shares = {knobs: truth(knobs, rate) for knobs in grid}
     best = max(shares.values())
-    assert 0.5 <= best <= 0.99  # near the knee even the best cannot keep everything, and far above it nobody can
+    assert 0.5 <= best <= 0.99  # near its capacity even the best cannot meet everything, and far above it nobody can
     assert min(shares.values()) < 0.5 * best  # settings differ there
     mine = truth(whole.settings()["balanced"].knobs, rate)
     assert mine >= 0.92 * best

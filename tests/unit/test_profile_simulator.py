@@ -11,6 +11,7 @@ from autotune.cost.model import features_of
 from autotune.measure.score import Latency
 from autotune.profile.parts import StepPoint
 from autotune.profiling.points import Run
+from autotune.profiling.posterior import Observation
 from autotune.profiling.refit import WRONG_BY, merged, refitted, speed_in, speed_of, unlike
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.stages.candidates import around
@@ -19,7 +20,7 @@ from autotune.simulate import SimulatedEngine
 from benchmarks.controller.hardware import h200
 from runtime.step_model import StepFeatures
 from tests.unit.jitter_cases import STALLS
-from tests.unit.profiled_machine import LIMITS, Padded, machine, question, session
+from tests.unit.profiled_machine import LIMITS, SCHEDULE, Padded, changed, machine, question
 from tests.unit.profiles import SMALL, run, setup
 
 NOTHING = Latency(p50=None, p99=None)
@@ -54,6 +55,17 @@ def test_step_times_scatter_in_the_search_and_in_paired_simulations() -> None:
     assert scores[0].steps.p99_ms > 1.5 * scores[1].steps.p99_ms
     measured = run(SMALL, 40)
     assert noisy.paired(measured).score.steps.p99_ms > 1.5 * even.paired(measured).score.steps.p99_ms
+
+
+def test_what_serving_adds_to_each_step_is_in_the_search_and_in_paired_simulations() -> None:
+    facts = h200().facts.model_copy(update={"excess_s": 5e-3})
+    more, less = (Simulator.of(type(h200())(f), machine(), question().workload, setup()) for f in (facts, h200().facts))
+    measured = run(SMALL, 40)
+    for longer, shorter in (
+        (more.long(SMALL, 5.0, 5), less.long(SMALL, 5.0, 5)),
+        (more.paired(measured).score, less.paired(measured).score),
+    ):
+        assert longer.steps.p99_ms > shorter.steps.p99_ms + 4
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -145,6 +157,14 @@ def test_all_differences_from_simulation_are_of_one_speed_and_one_cost_model(
         real(self, *given, **options)
 
     monkeypatch.setattr(Validation, "__init__", init)
+    speeds: list[float] = []
+    difference = Validation._difference
+
+    def observed(self: Validation, index: int, run: Run) -> Observation:
+        speeds.append(self._setup.speed)
+        return difference(self, index, run)
+
+    monkeypatch.setattr(Validation, "_difference", observed)
     costs: list[Any] = []
     done = Validation._conclude
 
@@ -153,8 +173,9 @@ def test_all_differences_from_simulation_are_of_one_speed_and_one_cost_model(
         done(self)
 
     monkeypatch.setattr(Validation, "_conclude", conclude)
-    session(tmp_path / "a.journal", question(sim_trials=10))
+    changed(1.06, tmp_path / "a.journal", question(sim_trials=10), schedule=SCHEDULE)
     last = kept[-1]
+    assert len(set(speeds)) > 1, "the speed is found to be another when some have been measured"
     assert len(last._runs) == len(last._posterior.observations) >= 3
     last._context.found.cost = costs[-1]
     simulators = around(last._context, last._setup)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,17 @@ from typing import Any
 import pytest
 
 from autotune.cost.model import CostModel
-from autotune.measure.evaluate import Interrupted
 from autotune.measure.score import Score
-from autotune.profiling.findings import Findings, Question
+from autotune.profiling.findings import Findings
 from autotune.profiling.points import Run
 from autotune.profiling.stages import simulating
-from autotune.profiling.stages.context import Context, Request
 from autotune.profiling.stages.validation import Validation
 from autotune.profiling.timing import Schedule
 from autotune.profiling.warnings import warnings
 from autotune.simulate.scenario import Scenario
 from runtime.clock import VirtualClock
 from runtime.knobs import Knobs
-from tests.unit.profiled_machine import LIMITS, LONG, Padded, Told, machine, question, session
+from tests.unit.profiled_machine import LIMITS, LONG, Told, changed, question, session
 
 VLLM = LIMITS.clamp(Knobs(1024, 0, 8192, 8192))
 SHORTER = replace(LONG, simulate_s=0.5)  # 500 requests at 10 trials
@@ -31,37 +28,6 @@ SHORTER = replace(LONG, simulate_s=0.5)  # 500 requests at 10 trials
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     return tmp_path / "a.journal"
-
-
-def changed(
-    factor: float,
-    journal: Path,
-    asked: Question,
-    until: float = math.inf,
-    last: float = math.inf,
-    schedule: Schedule = LONG,
-) -> tuple[Findings, Told]:
-    """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements.
-
-    ``last``: the measurement of which Ctrl-C leaves nothing.
-    """
-    serving: list[str] = []
-
-    class Changing(Padded):
-        def predict(self, step: Any) -> float:
-            return super().predict(step) * (factor if 0 < len(serving) <= until else 1.0)
-
-    real = Context._measure
-
-    def measure(self: Any, request: Request, *rest: Any) -> Run:
-        serving.append(request.key)
-        if len(serving) >= last:
-            raise Interrupted("interrupted")
-        return real(self, request, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Context, "_measure", measure)
-        return session(journal, asked, engine=machine(Changing()), schedule=schedule)
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from tests.sample_profile import sample_profile
 
-LATER = {spec.name for spec in KNOBS if not spec.required}
+LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "options"}
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parents[2]
 
 
 def measured(data: Any) -> Any:
-    """``data`` without the knobs that came later than it may be."""
+    """``data`` without the knobs and the facts of an engine that came later than it may be."""
     if isinstance(data, dict):
         return {name: measured(value) for name, value in data.items() if name not in LATER}
     return [measured(value) for value in data] if isinstance(data, list) else data
@@ -41,7 +41,7 @@ def test_a_real_file_of_every_earlier_version_loads(version: int, tmp_path: Path
     assert found.schema_version == SCHEMA_VERSION
     new = json.loads(found.model_dump_json())
     kept = {name for name in old if name in new} - {"schema_version"}
-    assert {name: measured(new[name]) for name in kept} == {name: old[name] for name in kept}, (
+    assert {name: measured(new[name]) for name in kept} == {name: measured(old[name]) for name in kept}, (
         "nothing measured is changed"
     )
     save_profile(found, tmp_path / "new.yaml")
@@ -54,6 +54,21 @@ def test_version_1_loses_only_the_field_that_was_never_filled() -> None:
     assert set(old) - set(from_1(dict(old))) == {"coefficients"}
     found = load_profile(DATA / "profile-version-1.yaml")
     assert (found.cost_model, found.simulation, found.simulated, found.confidence) == (None, None, (), None)
+
+
+def test_version_2_called_its_warnings_otherwise() -> None:
+    old = yaml.safe_load((DATA / "profile-version-2.yaml").read_text())
+    found = load_profile(DATA / "profile-version-2.yaml")
+    assert found.warnings == tuple(old["doubts"]) != ()
+    assert found.cost_model is not None and found.cost_model.coefficients == old["cost_model"]["coefficients"]
+
+
+def test_an_engine_of_before_kept_one_block_for_each_decode_and_had_no_options() -> None:
+    data = sample_profile().model_dump(mode="json")
+    for name in ("growth_reserve", "options"):
+        del data["engine"][name]
+    found = Profile.model_validate_json(json.dumps(data), strict=True).engine
+    assert (found.growth_reserve, found.options) == (1, {})
 
 
 def test_the_chain_has_no_gap_and_ends_at_the_present() -> None:

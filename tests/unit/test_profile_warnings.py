@@ -1,4 +1,4 @@
-"""What makes a profile doubtful is found, kept, and said by whatever shows the profile or predicts from it."""
+"""Warnings are found, kept, and said by whatever shows the profile or predicts from it."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> Non
 
 
 def test_they_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = sample_profile(cost_model=h200().facts, doubts=("the cost model's error is 32%",))
+    profile = sample_profile(cost_model=h200().facts, warnings=("the cost model's error is 32%",))
     console = Console(width=200, record=True, quiet=False)
     table.show(profile, console)
-    said = "doubtful: the cost model's error is 32%; run it again on a quiet machine"
+    said = "warning: the cost model's error is 32%; run it again on a quiet machine"
     assert "The cost model's error is 32%." in console.export_text()
     save_profile(profile, tmp_path / "a.yaml")
     capsys.readouterr()

@@ -71,7 +71,7 @@ def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_p
     for key in ("service", "knobs", "regimes", "latency", "rejected", "decisions"):
         assert f'<section id="{key}"' in page
     plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
-    assert {"kept", "rejected", "over-ttft", "over-tpot"} <= set(plots)
+    assert {"attainment", "rejected", "over-ttft", "over-tpot"} <= set(plots)
 
 
 def test_without_records_it_says_what_is_lacking(files: tuple[Path, Path]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted, evaluate
+from autotune.profile import KvPool
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.capacity import SEARCHED, Search
 from autotune.simulate.scenario import Scenario, parse_speeds
@@ -118,6 +119,18 @@ def test_a_smaller_pool_preempts() -> None:
     small, large = (scenario(kv_tokens=n, workload=long).measure(knobs, 10.0, 0, requests=100) for n in (3000, 30_000))
     assert small.steps.preemptions > 0 == large.steps.preemptions
     assert small.completed_rate < large.completed_rate
+
+
+def test_blocks_kept_for_decodes_are_those_of_the_profile_s_engine() -> None:
+    preempted = {}
+    for kept in (0, 1, 4):
+        profile = profiled(engine={"growth_reserve": kept, "kv_pool": KvPool(block_size=128, blocks=40)})
+        machine = Scenario.of(profile, workload="poisson:prompt=100,output=400")
+        assert machine.start().facts.growth_reserve == kept and machine.start().facts.block_size == 128
+        preempted[kept] = machine.measure(Knobs(64, 0, 2048, 2048), 10.0, 0, requests=200).steps.preemptions
+    assert preempted[0] > 2 * preempted[1] > preempted[4] > 0
+    with pytest.raises(ValueError, match="growth_reserve is -1; it must be a whole number of at least 0"):
+        SimulatedEngine(h200(), kv_tokens=1000, growth_reserve=-1)
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 31, 40])

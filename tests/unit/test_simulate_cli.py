@@ -64,14 +64,14 @@ def test_knobs_above_the_ceilings_of_the_profiles_engine_are_simulated_and_said(
         command = [*verb, "--workload", EVEN, "--token-budget", "100000", "--max-wait-ms", "3"]
         found = told(capsys, *command, "--chunk-size", "8192")
         assert found["settings"][0]["knobs"]["token_budget"] == 100000
-        (doubt,) = found["doubts"]
-        assert doubt.startswith(
+        (warning,) = found["warnings"]
+        assert warning.startswith(
             "--token-budget is 100000, above engine.limits of the profile (8192 tokens): simulated is "
         )
         run([*command, "--chunk-size", "9000", *QUICK])
         out = flat(capsys.readouterr().out)
-        assert f"doubtful: {doubt} doubtful: --chunk-size is 9000, above engine.limits of the profile (8192 tok" in out
-        assert told(capsys, *verb, "--workload", EVEN, "--token-budget", "8192")["doubts"] == []
+        assert f"warning: {warning} warning: --chunk-size is 9000, above engine.limits of the profile (8192 tok" in out
+        assert told(capsys, *verb, "--workload", EVEN, "--token-budget", "8192")["warnings"] == []
 
 
 def test_a_controller_starts_from_the_setting_and_betters_a_bad_one(
@@ -134,12 +134,12 @@ def test_bandwidth_that_cannot_act_on_the_weights_is_said(
         profile.model_copy(update={"cost_model": profile.cost_model.model_copy(update=facts)}), tmp_path / "sum.yaml"
     )
     words = ["capacity", str(tmp_path / "sum.yaml"), "--workload", EVEN, "--token-budget", "512"]
-    assert told(capsys, *words)["doubts"] == []
-    (doubt,) = told(capsys, *words, "--scale", "bandwidth=2")["doubts"]
-    assert doubt.startswith("--scale bandwidth=2 does not act on reading the weights: in a cost model of family sum ")
+    assert told(capsys, *words)["warnings"] == []
+    (warning,) = told(capsys, *words, "--scale", "bandwidth=2")["warnings"]
+    assert warning.startswith("--scale bandwidth=2 does not act on reading the weights: in a cost model of family sum ")
     run([*words, "--scale", "bandwidth=2", *QUICK])
-    assert f"doubtful: {doubt}" in flat(capsys.readouterr().out)
-    assert told(capsys, *words, "--scale", "compute=2")["doubts"] == []
+    assert f"warning: {warning}" in flat(capsys.readouterr().out)
+    assert told(capsys, *words, "--scale", "compute=2")["warnings"] == []
 
 
 def test_capacity_as_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from autotune.measure.evaluate import Interrupted
-from autotune.profiling.search import InProcesses, Objective, SimulatedTrial, WorkerError, search
+from autotune.profiling.search import InProcesses, ObjectiveFunction, SimulatedTrial, WorkerError, search
 from runtime.errors import InputError
 from runtime.knobs import Knobs
 from tests.unit.simulating import SPACE, STARTING, Fatal, Refusing, Valley, noted
@@ -22,7 +22,7 @@ from tests.unit.simulating import SPACE, STARTING, Fatal, Refusing, Valley, note
 TRIALS = 40
 
 
-def tried(objective: Objective | None = None, **options: Any) -> list[SimulatedTrial]:
+def tried(objective: ObjectiveFunction | None = None, **options: Any) -> list[SimulatedTrial]:
     given: dict[str, Any] = {"starting": STARTING, "trials": TRIALS, "seed": 3}
     return list(search(objective or Valley(), SPACE, **(given | options)))
 

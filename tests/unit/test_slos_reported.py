@@ -12,6 +12,7 @@ from autotune.cli.main import run as cli
 from autotune.control.decision_log import read_decisions
 from autotune.report.run import compose, html, read_run
 from autotune.report.run.story import Run
+from autotune.report.tables import latency
 from autotune.workload import Arrival
 from runtime.errors import InputError
 from runtime.records import RequestRecord, StepRecord
@@ -145,4 +146,4 @@ def test_the_status_and_watch_tell_each_class_by_itself(capsys: pytest.CaptureFi
     for name, slo in (("default", CHAT), (ODD, BATCH)):
         fared = status["classes"][name]
         assert f"{name} {fared['attainment']:.1%} of {fared['offered']} within {slo}" in shown
-        assert f"{name} ttft p50 {fared['latencies_ms']['ttft']['p50']:.4g} ms" in shown
+        assert f"{name} ttft p50 {latency(fared['latencies_ms']['ttft']['p50'])} p99" in shown

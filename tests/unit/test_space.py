@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.profiling.space import VLLM_LABEL, is_baseline, make_space, round_number, starting_points
+from autotune.engines.defaults import VLLM_LABEL
+from autotune.profiling.space import is_baseline, make_space, round_number, starting_points
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 

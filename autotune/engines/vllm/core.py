@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sized
 from math import inf
 from typing import Any, Final
 
+from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.scheduler import Steered, unfit
 from autotune.engines.vllm.steering import GROWTH_RESERVE, Steering
 from runtime.clock import Clock
@@ -24,7 +25,7 @@ from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.settings import Settings
 from runtime.slo import SLO
-from runtime.tunable import Facts, ModelInfo, SchedulerView
+from runtime.tunable import Facts, SchedulerView
 
 _AGAIN_S: Final = 1e-3  # until the next try where vLLM found nothing that it could do
 
@@ -183,32 +184,13 @@ def facts_of(config: Any, steering: Steering) -> Facts:
     """Of an engine of vLLM's that was started by ``config``."""
     import vllm
 
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    text = model.hf_text_config
-    heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    per_token = 2 * text.num_hidden_layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
     return Facts(
         "vllm",
         kv_tokens=steering.total_blocks * steering.block_size,
         block_size=steering.block_size,
-        prefix_cache=bool(cache.enable_prefix_caching),
+        prefix_cache=bool(config.cache_config.enable_prefix_caching),
         growth_reserve=GROWTH_RESERVE,
-        parallelism=parallel.world_size,
-        model=ModelInfo(
-            name=str(model.model),
-            vocab_size=model.get_vocab_size(),
-            max_model_len=model.max_model_len,
-            architecture=model.architectures[0],
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(config.device_config.device_type),
-            kv_bytes_per_token=per_token,
-            random_weights=str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
-            == "dummy",
-        ),
+        parallelism=config.parallel_config.world_size,
+        model=model_of(config),
         version=str(vllm.__version__),
     )
-
-
-def _bytes(cache_dtype: str, dtype: Any) -> int:
-    """Of one number in the KV cache."""
-    return 1 if cache_dtype.startswith("fp8") else int(dtype.itemsize)

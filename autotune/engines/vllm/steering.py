@@ -13,6 +13,9 @@ Three rules make vLLM schedule as our engine does:
 
 While the KV pool is nearly full, ``growth_reserve`` blocks are kept for each decode, through vLLM's own watermark.
 
+What a step costs here follows what changes in it: decodes that all get their token advance together, and their context is known
+without a look at any.
+
 No vLLM and no torch is imported here: the scheduler is whatever has the attributes in :data:`NEEDED`.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -126,7 +130,8 @@ class Steering:
         self._own_ordering = ordering or ordering_of("priority")
         self.waiting = WaitingQueue(self._own_ordering)
         self.prefills: dict[Sequence, None] = {}
-        self.decodes: dict[Sequence, None] = {}
+        self.decodes: dict[Sequence, int] = {}
+        """With each its tokens computed, less ``_advanced``."""
         self._admission: Admission | None = None
         self._expiries: Expiries[Sequence] = Expiries(lambda sequence: sequence.state == "finished")
         self.coming: Request | None = None
@@ -151,6 +156,8 @@ class Steering:
         self._aborted: list[Aborted] = []
         self._tokens: list[Token] | None = [] if tokens else None
         self._step = 0  # that have landed with decodes
+        self._advanced = 0  # steps planned in which every decode got its token
+        self._offsets = 0  # sum of the values of ``decodes``
         self._order = 0  # in which sequences began
         self._last_end = -inf
         self._prepared = False  # for the coming step
@@ -251,13 +258,17 @@ class Steering:
         sequence.state = "finished"
         if state == "waiting":
             self.waiting.removed(sequence)
-        self.prefills.pop(sequence, None)
-        self.decodes.pop(sequence, None)
-        self.slack.left(sequence)
+        self._leave(sequence)
         sequence.generated = len(sequence.token_times)
         sequence.cause = cause
         del self._by_name[sequence.data.request_id]
         return sequence.record(reason, now, self.settings.current[0])
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It runs no longer."""
+        self.prefills.pop(sequence, None)
+        self._offsets -= self.decodes.pop(sequence, 0)
+        self.slack.left(sequence)
 
     def dropped(self, names: Iterable[str]) -> None:
         """vLLM has ended these requests, or some of them, from outside a step."""
@@ -328,19 +339,22 @@ class Steering:
         return bool(self._by_name or self._aborted)
 
     def view(self, now: float) -> SchedulerView:
-        """As :meth:`runtime.llm.core.EngineCore.view`; it looks at every decode."""
+        """As :meth:`runtime.llm.core.EngineCore.view`."""
         waiting, slack = self.waiting, self.slack
         if not slack.following:
             slack = SlackTracker(slack.slos)
             slack.follow((*waiting, *self.prefills), self.decodes)
         oldest = waiting.oldest()
-        in_progress = tuple([(s.computed, s.target - s.computed) for s in self.prefills])
+        in_progress: tuple[tuple[int, int], ...] = ()
+        if self.prefills:
+            in_progress = tuple([(s.computed, s.target - s.computed) for s in self.prefills])
         deadlines = slack.token_deadlines(now, self._step, self._last_end if self._step else now)
         decode_slack = min([left for _, left in deadlines], default=inf)
+        decodes = len(self.decodes)
         epoch, knobs = self.settings.current
         return SchedulerView(
-            now, len(self.decodes), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
-            sum([s.data.num_computed_tokens for s in self.decodes]), self.free_blocks(), self.total_blocks,
+            now, decodes, len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
+            self._offsets + self._advanced * decodes, self.free_blocks(), self.total_blocks,
             inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
             epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines,
         )  # fmt: skip
@@ -380,9 +394,11 @@ class Steering:
         self.expire(now)
         in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
         running: list[Any] = scheduler.running
-        prompts = sum([r.is_prefill_chunk for r in running])
-        if prompts and any([r.is_prefill_chunk for r in running[:-prompts]]):
-            running.sort(key=_is_prompt)
+        prompts = 0
+        if self.prefills:
+            prompts = sum([s.data.is_prefill_chunk for s in self.prefills])
+            if prompts and not all([r.is_prefill_chunk for r in running[-prompts:]]):
+                running.sort(key=_is_prompt)
         decodes = len(running) - prompts
         asked = knobs.token_budget
         if self.settings.policy is None:
@@ -468,20 +484,25 @@ class Steering:
         preempted = 0
         for name in output.preempted_req_ids or ():
             preempted += self._preempted(name)
-        decodes = context = tokens = prefix = pairs = unfinished = 0
+        scheduled: dict[str, int] = output.num_scheduled_tokens
+        begun = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
+        if begun:  # vLLM plans them last
+            for name in reversed([*islice(reversed(scheduled), begun)]):
+                self._begin(self._by_name[name], scheduled[name], now, epoch)
+        context = tokens = prefix = pairs = unfinished = early = 0
         chunks: list[_Chunk] = []
         limited = LimitedBy.DEMAND
-        by_name = self._by_name
-        for name, count in output.num_scheduled_tokens.items():
-            sequence = by_name[name]
-            end = sequence.data.num_computed_tokens  # vLLM has moved it on already
+        for sequence in self.prefills:
+            request = sequence.data
+            count = scheduled.get(request.request_id)
+            if count is None:
+                continue
+            end = request.num_computed_tokens  # vLLM has moved it on already
             start = end - count
-            if start >= sequence.target:
-                decodes += 1
+            if start >= sequence.target:  # its first token is on its way
+                early += 1
                 context += end
                 continue
-            if sequence.state == "waiting":
-                self._begin(sequence, start, now, epoch)
             chunks.append(_Chunk(sequence, end))
             tokens += count
             prefix += end
@@ -489,7 +510,14 @@ class Steering:
             if end < sequence.target:
                 unfinished += 1
                 limited = LimitedBy.CHUNK if count == knobs.chunk_size else LimitedBy.BUDGET
-        used = output.total_num_scheduled_tokens
+        used: int = output.total_num_scheduled_tokens
+        decodes = len(scheduled) - len(chunks)
+        advancing = decodes - early
+        if advancing == len(self.decodes) and used == tokens + decodes:
+            self._advanced += 1
+            context += self._offsets + self._advanced * advancing
+        else:
+            context += self._some_advance(scheduled)
         if len(chunks) < len(self.prefills):
             limited = LimitedBy.BUDGET
         elif self.waiting.count:
@@ -506,7 +534,21 @@ class Steering:
         )  # fmt: skip
         self._plans.append(_Planned(record, chunks) if used else None)
 
-    def _begin(self, sequence: Sequence, cached: int, now: float, epoch: int) -> None:
+    def _some_advance(self, scheduled: Mapping[str, int]) -> int:
+        """A step in which not every decode gets one token. Returns the context of those that get any."""
+        context = self._offsets = 0
+        for sequence in self.decodes:
+            computed = sequence.data.num_computed_tokens
+            if sequence.data.request_id in scheduled:
+                context += computed
+            self.decodes[sequence] = computed - self._advanced
+            self._offsets += computed - self._advanced
+        return context
+
+    def _begin(self, sequence: Sequence, count: int, now: float, epoch: int) -> None:
+        if sequence.state != "waiting":
+            return
+        cached = sequence.data.num_computed_tokens - count
         self.waiting.take(sequence)
         sequence.state = "prefill"
         sequence.computed = cached
@@ -520,9 +562,7 @@ class Steering:
         sequence = self._by_name.get(name)
         if sequence is None or sequence.state == "waiting":
             return False
-        self.prefills.pop(sequence, None)
-        self.decodes.pop(sequence, None)
-        self.slack.left(sequence)
+        self._leave(sequence)
         sequence.generated = len(sequence.token_times)
         sequence.computed = 0
         sequence.target = sequence.request.prompt_len + sequence.generated
@@ -539,19 +579,29 @@ class Steering:
                 if sequence.state == "prefill":
                     sequence.computed = end
         sampled = failed = 0
-        for out in [out for group in outputs.values() for out in group.outputs]:
-            one = self._by_name.get(out.request_id)
-            if one is None:
-                continue
-            if out.new_token_ids:
-                sampled += len(out.new_token_ids)
-                self._sampled(one, out, now)
-            if out.finish_reason is not None:
-                reason = _reason(out.finish_reason)
-                failed += reason is FinishReason.ERROR
-                ended = self.end(one, reason, now)
-                if ended is not None:
-                    self.ended.append((one, ended))
+        by_name, kept = self._by_name, self._tokens
+        for group in outputs.values():
+            for out in group.outputs:
+                one = by_name.get(out.request_id)
+                if one is None:
+                    continue
+                if new := out.new_token_ids:
+                    if len(new) == 1:
+                        sampled += 1
+                        one.token_times.append(now)
+                    else:
+                        sampled += len(new)
+                        one.token_times += [now] * len(new)
+                    if one.state == "prefill":
+                        self._first_token(one)
+                    if kept is not None:
+                        kept += _tokens(one, out)
+                if out.finish_reason is not None:
+                    reason = _reason(out.finish_reason)
+                    failed += reason is FinishReason.ERROR
+                    ended = self.end(one, reason, now)
+                    if ended is not None:
+                        self.ended.append((one, ended))
         if plan is None:
             return
         record = plan.record._replace(
@@ -563,23 +613,17 @@ class Steering:
         if self._admission is not None:
             self._admission.observe(record)
 
-    def _sampled(self, sequence: Sequence, out: Any, now: float) -> None:
-        new: list[int] = out.new_token_ids
-        if len(new) == 1:
-            sequence.token_times.append(now)
-        else:
-            sequence.token_times += [now] * len(new)
-        if sequence.state == "prefill":
-            del self.prefills[sequence]
-            self.decodes[sequence] = None
-            sequence.state = "decode"
-            sequence.generated = len(sequence.token_times)
-            sequence.joined = self._step
-            self._order += 1
-            sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
-            self.slack.decoding(sequence)
-        if self._tokens is not None:
-            self._tokens += _tokens(sequence, out)
+    def _first_token(self, sequence: Sequence) -> None:
+        """It decodes from now on."""
+        del self.prefills[sequence]
+        self.decodes[sequence] = offset = sequence.data.num_computed_tokens - self._advanced
+        self._offsets += offset
+        sequence.state = "decode"
+        sequence.generated = len(sequence.token_times)
+        sequence.joined = self._step
+        self._order += 1
+        sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
+        self.slack.decoding(sequence)
 
     @property
     def planned_last(self) -> StepRecord | None:

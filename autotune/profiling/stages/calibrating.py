@@ -30,6 +30,6 @@ def calibrate(context: Context[SettingT, SetupT, CostT, SpaceT]) -> SetupT:
     context.keep_time()
     if not again:
         reporter.stage_done(made.amount, made.note)
-        if made.doubts:
-            reporter.note(f"doubtful: {'; '.join(made.doubts)}; is the machine busy?")
+        if made.warnings:
+            reporter.note(f"warning: {'; '.join(made.warnings)}; is the machine busy?")
     return made.setup

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile.parts import KnobsField, Part, Point
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, pareto, point, points
 from autotune.profiling.setup import Setup
-from autotune.profiling.space import NEAR_BEST, VLLM_LABEL, alike, is_baseline
+from autotune.profiling.space import NEAR_BEST, alike, is_baseline
 from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Simulates
 from autotune.profiling.timing import CANDIDATES

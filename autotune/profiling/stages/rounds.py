@@ -44,5 +44,5 @@ def measure_in_rounds(
             if budget is not None:
                 remains = min(remains, max(0.0, budget - meter.spent_s))
             found.validated = done, planned
-            reporter.progress(done / planned, f"{done}/{planned}", f"{share:.1%} in SLO", remains)
+            reporter.progress(done / planned, f"{done}/{planned}", f"{share:.1%} attainment", remains)
     reporter.stage_done(f"{done}/{len(seeds) * len(settings)}", f"windows of {setup.window_s:.3g} s")

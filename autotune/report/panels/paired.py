@@ -14,7 +14,7 @@ from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, l
 from autotune.report.section import Section, absent
 from autotune.report.wording import error, listed, names, number, off, short_setting
 
-KEY, TOPIC = "twins", "Simulated against measured"
+KEY, TOPIC = "paired", "Simulated against measured"
 _FRAME, _ROW, _LINE, _NARROW = 90, 10, 16, 14  # pixels, and the letters in a line of a name where there is least room
 
 

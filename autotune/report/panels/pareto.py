@@ -71,13 +71,13 @@ def section(evidence: Evidence) -> Section:
 
 def _clouds(evidence: Evidence) -> list[_Cloud]:
     """What was tried beside the compared points, the faintest first."""
-    simulated, finalists = evidence.trials("simulation"), evidence.finalists
+    simulated, candidates = evidence.trials("simulation"), evidence.candidates
     found = []
-    if simulated and simulated != finalists:
+    if simulated and simulated != candidates:
         found.append(_Cloud("grey dots", simulated, "@faint", "circle", 0.45, "Grey dots are simulated trials."))
-    if finalists:
+    if candidates:
         said = "Diamonds are what no other simulated setting beats, joined by the dotted line."
-        found.append(_Cloud("diamonds", finalists, "@simulated", "diamond-open", 0.9, said, True))
+        found.append(_Cloud("diamonds", candidates, "@simulated", "diamond-open", 0.9, said, True))
     if evidence.recommended.point.stage != "search" and (searched := evidence.trials("search")):
         said = "Open circles were measured once, in the search."
         found.append(_Cloud("open circles", searched, "@measured", "circle-open", 0.6, said))

@@ -35,11 +35,11 @@ class RunReport:
 def compose(run: Run) -> RunReport:
     """Every section in reading order."""
     sections = (
-        service.kept(run),
+        service.attainment(run),
         turning.knobs(run),
         turning.regimes(run),
         service.latencies(run),
-        service.turned_away(run),
+        service.rejected(run),
         turning.decisions(run),
     )
     return RunReport(run, _head(run, sections), sections)
@@ -51,8 +51,8 @@ def html(report: RunReport) -> str:
 
 def _head(run: Run, sections: tuple[Section, ...]) -> Head:
     first, last = run.decisions[0], run.decisions[-1]
-    kept, knobs, regimes = sections[:3]
-    title = kept.title if kept.absent is None else knobs.title
+    met, knobs, regimes = sections[:3]
+    title = met.title if met.absent is None else knobs.title
     seconds = run.end - run.start
     meaning = (
         f"{number(seconds)} s and {len(run.decisions)} decisions. {knobs.title}. {regimes.title}.",

@@ -17,7 +17,7 @@ _BINS = 60
 _SHORTEST_S = 1.0
 
 
-def kept(run: Run) -> Section:
+def attainment(run: Run) -> Section:
     """Attainment, by when requests came."""
     key, topic = "service", "Attainment"
     if not run.records or not run.slo_periods:
@@ -33,7 +33,7 @@ def kept(run: Run) -> Section:
     y = axis("% of requests", range=[-2, 103], ticksuffix="%")
     labels = [Label(x[-1], share, f"target {share:g}%", "@target") for share in sorted(shares)]
     plot = Plot(
-        "kept",
+        "attainment",
         "Requests within every target, by when they came",
         f"{percent(whole.share)} of {whole.offered} requests met the SLO.",
         [View("", data, layout(axis("s"), y, shapes=[rule(y=share) for share in sorted(shares)]), labels)],
@@ -72,11 +72,11 @@ def latencies(run: Run) -> Section:
         if (made := _latency(run, name, metric, None if len(classes) == 1 else index)) is not None
     ]
     if not plots:
-        return absent(key, topic, "No request that was kept on record has the latencies that the SLO targets.")
+        return absent(key, topic, "No request on record has the latencies that the SLO targets.")
     return Section(key, topic, "Latencies against targets", "Of requests that completed.", tuple(plots))
 
 
-def turned_away(run: Run) -> Section:
+def rejected(run: Run) -> Section:
     """Who was not served, and why."""
     key, topic = "rejected", "Rejected"
     if not run.records:

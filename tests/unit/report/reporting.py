@@ -11,7 +11,7 @@ from autotune.report.section import Section
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 TRIALS = 24
-SECTIONS = ["pareto", "sensitivity", "capacity", "latency", "twins", "steps", "history", "provenance", "points"]
+SECTIONS = ["pareto", "sensitivity", "capacity", "latency", "paired", "steps", "history", "provenance", "points"]
 
 
 class Page(HTMLParser):

@@ -43,7 +43,7 @@ def test_without_the_sidecar_it_says_so_and_goes_on(evidence: Evidence, tmp_path
     assert section(made, "latency").absent and section(made, "history").absent
     steps = section(made, "steps")
     assert steps.tables and not steps.plots and steps.notes, "the errors by region are in the profile itself"
-    assert section(made, "pareto").plots and section(made, "sensitivity").plots and section(made, "twins").plots
+    assert section(made, "pareto").plots and section(made, "sensitivity").plots and section(made, "paired").plots
     Page(html(made))
 
 
@@ -95,7 +95,7 @@ def test_every_section_has_a_finding_and_its_plots(report: Report, evidence: Evi
     assert [s.key for s in report.sections] == SECTIONS
     assert all(s.absent is None and s.title for s in report.sections)
     assert {s.key: len(s.plots) for s in report.sections} == {
-        "pareto": 1, "sensitivity": len(KNOBS), "capacity": 1, "latency": 3, "twins": 4, "steps": 1, "history": 1,
+        "pareto": 1, "sensitivity": len(KNOBS), "capacity": 1, "latency": 3, "paired": 4, "steps": 1, "history": 1,
         "provenance": 0, "points": 0,
     }  # fmt: skip
     goodput = number(evidence.recommended.point.goodput.mean)
@@ -118,8 +118,8 @@ def test_plots_show_the_figures_of_the_profile(report: Report, evidence: Evidenc
     assert sum(len(t["x"]) for t in steps) == len(evidence.steps)
     curve = section(report, "latency").plots[0].views[0].data
     assert {len(t["x"]) for t in curve} == {23, 46}, "a curve at the stored percentiles, and the band around it"
-    twin = section(report, "twins").plots[0].views[0].data
-    assert sorted(twin[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
+    paired = section(report, "paired").plots[0].views[0].data
+    assert sorted(paired[2]["x"]) == sorted(b.goodput.mean for _, b in evidence.pairs())
 
 
 def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:
@@ -209,7 +209,7 @@ def test_trials_at_another_rate_are_shown_as_such(evidence: Evidence) -> None:
     )
     found = replace(evidence, runs=moved)
     assert len(found.trials("simulation")) == TRIALS
-    assert all(t.offered_rate < 25 for t in found.finalists)
+    assert all(t.offered_rate < 25 for t in found.candidates)
     made = pareto.section(found)
     assert any("grey dots met 30.0 req/s" in note for note in made.notes)
     assert not any("30.0 req/s" in note for note in pareto.section(evidence).notes)

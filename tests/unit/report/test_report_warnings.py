@@ -96,8 +96,8 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
         knobs = evidence.recommended.knobs
         measured = next(p for p in evidence.compared if p.knobs == knobs).model_copy(update={"rate": rate})
         goodput = Spread(mean=most * measured.goodput.mean, low=0, high=99, runs=(1.0,))
-        twin = measured.model_copy(update={"stage": "simulation", "label": "twin", "goodput": goodput})
-        points, simulated = (*at.profile.points, measured), (*at.profile.simulated, twin)
+        simulation = measured.model_copy(update={"stage": "simulation", "label": "paired", "goodput": goodput})
+        points, simulated = (*at.profile.points, measured), (*at.profile.simulated, simulation)
         return replace(at, profile=at.profile.model_copy(update={"points": points, "simulated": simulated}))
 
     plain = paired.section(evidence)
@@ -166,19 +166,19 @@ def test_a_limit_that_too_few_requests_tell_of_is_not_stated(evidence: Evidence)
 
 
 def test_warnings_stand_in_the_headline(evidence: Evidence) -> None:
-    class Doubted(Profile):
-        doubts: tuple[str, ...] = ()
+    class Warned(Profile):
+        warnings: tuple[str, ...] = ()
 
-    doubted = Doubted(
-        **{name: getattr(evidence.profile, name) for name in Profile.model_fields if name != "doubts"}
-        | {"cost_model": None, "doubts": ("the <machine> was busy",)}
+    warned = Warned(
+        **{name: getattr(evidence.profile, name) for name in Profile.model_fields if name != "warnings"}
+        | {"cost_model": None, "warnings": ("the <machine> was busy",)}
     )
-    made = compose(replace(evidence, profile=doubted))
+    made = compose(replace(evidence, profile=warned))
     assert made.headline.warnings == ("The <machine> was busy.",)
     words = "".join(Page(html(made)).words)
     assert words.index("The <machine> was busy.") < words.index(made.headline.meaning[0])
     console = Console(width=120, record=True, file=StringIO())
-    table.show(doubted, console)
+    table.show(warned, console)
     assert "The <machine> was busy." in console.export_text()
     assert headline(evidence).warnings == ()
 
@@ -193,7 +193,7 @@ def test_an_older_profile_says_what_it_lacks() -> None:
     )
     made = compose(gather(profile, Path("nowhere") / file.name))
     absent = {s.key: s.absent for s in made.sections if s.absent is not None}
-    assert set(absent) >= {"latency", "twins", "steps"}
+    assert set(absent) >= {"latency", "paired", "steps"}
     assert all(why.endswith(".") and why.count(". ") <= 1 for why in absent.values())
     assert section(made, "pareto").plots and section(made, "capacity").plots
     assert "not worked out" in made.headline.sure
@@ -212,7 +212,7 @@ def test_a_run_stopped_in_the_search(evidence: Evidence) -> None:
     made = compose(Evidence(profile, "p.yaml"))
     assert made.headline.status == "SLO not missed so far (run stopped early)" and made.headline.tone == "unsure"
     assert "Not validated" in made.headline.sure
-    assert {s.key for s in made.sections if s.absent} >= {"capacity", "twins", "steps", "latency"}
+    assert {s.key for s in made.sections if s.absent} >= {"capacity", "paired", "steps", "latency"}
     Page(html(made))
 
 

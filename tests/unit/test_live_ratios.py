@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from autotune.bench import Contender, Outcome, Result, Turn, fixed
-from benchmarks.controller_live.ratios import geometric_mean, ratio
+from benchmarks.live.ratios import geometric_mean, ratio
 from runtime.knobs import Knobs
 from tests.unit.profiles import score
 

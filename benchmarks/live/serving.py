@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from autotune.bench import Contender, Failure, Result, Turn, measure
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.setup import balanced_seeds
-from benchmarks.controller_live.cases import Case
-from benchmarks.controller_live.machine import Machine
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
 from runtime.records import RequestRecord, StepRecord
 
 
@@ -31,16 +31,17 @@ class Midway:
 @contextmanager
 def shift(machine: Machine, case: Case, duration: float) -> Iterator[None]:
     """Take a core away in the middle of the run that is about to begin, if the case says so, and give it back at the end."""
-    if not case.taken:
+    core = machine.core
+    if not case.taken or core is None:
         yield
         return
-    midway = Midway(machine.clock.now() + duration / 2, machine.core.start)
+    midway = Midway(machine.clock.now() + duration / 2, core.start)
     unsubscribe = machine.engine.subscribe(midway)
     try:
         yield
     finally:
         unsubscribe()
-        machine.core.stop()
+        core.stop()
 
 
 def turn(
@@ -78,8 +79,9 @@ def average_seeds(case: Case, seed: int, count: int, duration: float) -> list[in
 class Contest:
     """All rounds of all cases. ``statics``: the fixed settings of each case, best first by what is known of them.
 
-    ``plan``: how many of them take part in each round, the best so far. Every round visits every case, so that what else the
-    machine does meets all alike, and a run that is cut short has something to say of each. ``everywhere``: who takes part in all.
+    ``plan``: how many of them take part in each round, the best so far; as many again of those with admission. Every
+    round visits every case, so that what else the machine does meets all alike, and a run that is cut short has something to say
+    of each. ``everywhere``: who takes part in all.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class Contest:
         """Until all is served, or ``stop`` says so."""
         for number, keep in enumerate(self._plan):
             for case in self._cases:
-                taking_part = [*self._everywhere, *self.leading(case)[:keep]]
+                leading = self.leading(case)
+                plain, admitted = ([c for c in leading if c.control is kind][:keep] for kind in (False, True))
+                taking_part = [*self._everywhere, *plain, *admitted]
                 at = number % len(taking_part)
                 for contender in (*taking_part[at:], *taking_part[:at]):
                     if not self._serve(case, contender, number):

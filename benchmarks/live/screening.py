@@ -7,9 +7,9 @@ from itertools import product
 from typing import NamedTuple
 
 from autotune.bench import Contender, Result, fixed
-from benchmarks.controller_live.cases import Case
-from benchmarks.controller_live.machine import Machine
-from benchmarks.controller_live.serving import average_seeds, turn
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
+from benchmarks.live.serving import average_seeds, turn
 from runtime.knobs import Knobs
 
 GRID = tuple(
@@ -32,12 +32,18 @@ class Screened(NamedTuple):
     share: float
 
 
-def screen(simulation: Simulation, case: Case, duration: float, grid: Sequence[Knobs] = GRID) -> list[Screened]:
-    """The settings of ``grid`` in simulation, best first; of those that came to exactly the same, one."""
+def screen(
+    simulation: Simulation,
+    case: Case,
+    duration: float,
+    grid: Sequence[Knobs] = GRID,
+    held: Callable[[Knobs], Contender] = fixed,
+) -> list[Screened]:
+    """The settings of ``grid``, each as ``held`` has it, in simulation, best first; one of those that came to the same."""
     seeds = average_seeds(case, SEED, ROUNDS, duration)
     found: dict[tuple[tuple[int, float | None], ...], Screened] = {}
     for knobs in grid:
-        contender = fixed(knobs)
+        contender = held(knobs)
         results = serve(simulation, case, contender, duration, seeds)
         alike = tuple((r.score.met, r.score.tpot_ms.p50) for r in results)
         found.setdefault(alike, Screened(contender, share(results)))

@@ -70,3 +70,19 @@ def _by_block(result: Result, duration: float, blocks: int) -> Floats:
     """Requests within the SLO, by when they were due."""
     due = [outcome.due for outcome in result.outcomes if outcome.met]
     return np.histogram(np.clip(due, 0, duration), bins=blocks, range=(0, duration))[0].astype(float)
+
+
+def words(estimate: Estimate) -> str:
+    """``1.07 [0.96–1.29]``."""
+    if math.isnan(estimate.value):
+        return "–"
+    return f"{estimate.value:.3f} [{estimate.low:.2f}–{estimate.high:.2f}]"
+
+
+def number(value: float) -> float | None:
+    """For JSON: None where it is not known."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def interval(estimate: Estimate) -> list[float | None]:
+    return [number(estimate.low), number(estimate.high)]

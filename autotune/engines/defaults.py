@@ -1,0 +1,25 @@
+"""What other engines start with, in our knobs: what is found or controlled here is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from runtime.knobs import Knobs
+
+VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+"""vLLM's own defaults (max-num-seqs 1024, max-num-batched-tokens 8192 in its server, no limit for long prompts)."""
+
+VLLM_LABEL = "vLLM defaults"
+
+OTHER_DEFAULTS: Mapping[str, Knobs] = {
+    # The same function of vLLM (EngineArgs, default sizes by device memory) below 70 GiB and on an A100.
+    "vLLM defaults, small GPU": Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048),
+    # SGLang ServerArgs: chunked-prefill-size 8192 from 35 to 160 GB of device memory, 2048 below; max-running-requests comes
+    # from the size of its KV pool, 2048 to 4096 on such a device.
+    "SGLang defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192 + 2048, chunk_size=8192),
+    "SGLang defaults, small GPU": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=2048 + 2048, chunk_size=2048),
+    # TensorRT-LLM LlmArgs: max_batch_size 2048, max_num_tokens 8192, enable_chunked_prefill off: a prompt goes in whole.
+    "TensorRT-LLM defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192, chunk_size=8192),
+}
+"""Defaults of other engines, as near as our knobs come: SGLang's chunk holds prompts only, so its budget is that and a full
+batch of decodes. Clamped to an engine's limits several of them are one and the same setting."""

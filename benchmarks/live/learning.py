@@ -1,0 +1,49 @@
+"""What steps cost on a machine, and how fast it is while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from autotune.bench import fixed
+from autotune.cost.model import CostModel, fit_cost_model
+from autotune.measure.evaluate import Recorder
+from autotune.profiling.step_driver import samples
+from autotune.profiling.steps import measure_steps
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
+from benchmarks.live.serving import turn
+from runtime.knobs import Knobs
+from runtime.step_model import StepFeatures
+
+_MIDDLING = Knobs(32, 0, 512, 512)
+"""The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
+_SEED = 9000  # of these loads
+_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
+
+
+def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
+    """What steps cost on this machine. Raises :class:`autotune.measure.evaluate.Interrupted` on ``stop``."""
+    points = measure_steps(machine.engine, machine.facts, budget_s=seconds, seed=seed, stop=stop).points
+    return fit_cost_model(points)
+
+
+def served(
+    machine: Machine, cost: CostModel, cases: Iterable[Case], seconds: float, stop: Callable[[], bool]
+) -> CostModel:
+    """``cost`` at the pace at which the machine serves: a process gets faster in its first minutes, and a calibration may have
+    met a slow moment. ``seconds`` of each of ``cases``, and nobody sees how they fare. Raises as :func:`calibrate`."""
+    took = predicted = 0.0
+    for number, case in enumerate(cases):
+        log = Recorder()
+        unsubscribe = machine.engine.subscribe(log)
+        try:
+            turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
+        finally:
+            unsubscribe()
+        idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
+        for record, span in samples(log.steps, idle, whole=True):
+            took += span
+            predicted += cost.predict(StepFeatures.of(record))
+    speed = predicted / took
+    return cost.scaled(compute=speed, bandwidth=speed, overhead=speed)

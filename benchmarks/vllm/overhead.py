@@ -1,0 +1,242 @@
+"""What steering costs the host in a step: CPU time of the thread that steps vLLM, ours beside stock, the model left out.
+
+All serve the same requests by turns, some sequences that all decode:
+
+- *stock*: vLLM's LLMEngine with its own scheduler, stepped in a loop;
+- *scheduler*: the same loop with ``scheduler_cls`` ``autotune.engines.vllm.Scheduler`` and its controller, as in ``vllm
+  serve``: what is more is hooks, budget, decisions and records;
+- *engine*: :class:`~autotune.engines.vllm.VllmEngine` with a controller attached, its whole thread: also the delivery of tokens
+  to streams, which stock leaves to whoever called.
+
+The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's.
+The last line is JSON; ``host_overhead`` is that of *scheduler*, the largest over the numbers of sequences; of *engine* where no
+controller is attached to the scheduler.
+
+Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.vllm.starting import apart, ready, start, start_stock
+from runtime.errors import InputError
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+
+SEQUENCES = (16, 64)
+SCHEDULER = "autotune.engines.vllm.Scheduler"
+_PROMPT = 24
+_LOOSE = SLO(ttft_ms=60_000, tpot_ms=2_000)  # a target that is asked after in every step, and binds nothing
+_SKIP = 5  # steps at either end of a run
+
+
+class Host(NamedTuple):
+    """Of so many sequences: medians over rounds, seconds of CPU a step without the model. ``runner``: of ``stock``, what vLLM's
+    model runner takes to prepare its inputs; ``scheduler``: None where no controller was attached."""
+
+    sequences: int
+    stock: float
+    runner: float
+    scheduler: float | None
+    engine: float
+
+    def share(self, seconds: float) -> float:
+        """What is more than stock, in units of it."""
+        return (seconds - self.stock) / self.stock
+
+    def told(self) -> str:
+        parts = [
+            f"{self.sequences} decodes: stock {1e6 * self.stock:.0f} µs ({1e6 * self.runner:.0f} of it the model runner)"
+        ]
+        for name, seconds in (("scheduler", self.scheduler), ("engine", self.engine)):
+            if seconds is None:
+                parts.append(f"no controller attached to the {name}")
+            else:
+                more = 1e6 * (seconds - self.stock)
+                without = (seconds - self.stock) / (self.stock - self.runner)
+                parts.append(f"{name} {more:+.0f} µs: {self.share(seconds):.3f} (without the runner {without:.3f})")
+        return ", ".join(parts)
+
+
+def shape(found: Sequence[Host]) -> dict[str, Any]:
+    """For the JSON line."""
+    schedulers = [one.share(one.scheduler) for one in found if one.scheduler is not None]
+    engines = [one.share(one.engine) for one in found]
+    attached = len(schedulers) == len(found)
+    return {
+        "host_overhead": round(max(schedulers if attached else engines), 4),
+        "host_overhead_of": "scheduler" if attached else "engine",
+        "hosts": [one._asdict() for one in found],
+    }
+
+
+def measured_apart(folder: Path, *, rounds: int, steps: int) -> list[Host]:
+    """Measure in a process whose computation is one thread's: that is what it times."""
+    arguments = ["--folder", str(folder), "--rounds", str(rounds), "--steps", str(steps)]
+    return [Host(**one) for one in apart(__name__, arguments, threads=1)["hosts"]]
+
+
+class _Model:
+    """CPU time that vLLM's model and its runner have taken, in the thread that steps ``llm``."""
+
+    def __init__(self, llm: Any) -> None:
+        self.forward = self.runner = 0.0
+        core = llm.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        for owner, name in ((runner, "_model_forward"), (runner.model, "compute_logits"), (runner, "_sample")):
+            self._time(owner, name, "forward")
+        for name in ("execute_model", "sample_tokens"):
+            self._time(core.model_executor, name, "runner")
+
+    def _time(self, owner: Any, name: str, total: str) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                setattr(self, total, getattr(self, total) + time.thread_time() - begun)
+
+        object.__setattr__(owner, name, timed)
+
+    def now(self) -> tuple[float, float]:
+        """CPU time of this thread without the model, and without the runner."""
+        at = time.thread_time()
+        return at - self.forward, at - self.runner
+
+
+class _Window:
+    """The ends of the steps in which all decode."""
+
+    def __init__(self, model: _Model, sequences: int) -> None:
+        self._model, self._sequences = model, sequences
+        self.times: list[tuple[float, float]] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.decodes == self._sequences and not record.chunks:
+            self.times.append(self._model.now())
+
+    def on_request(self, record: RequestRecord) -> None:
+        """Steps are enough."""
+
+
+def _a_step(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds a step: without the model, without the runner. Raises ``RuntimeError`` where steps were not as they should be."""
+    inner = times[_SKIP:-_SKIP]
+    if len(inner) < 10:
+        raise RuntimeError(f"only {len(times)} steps held all sequences and nothing else; too few to time")
+    (first, without), (last, end) = inner[0], inner[-1]
+    return (last - first) / (len(inner) - 1), (end - without) / (len(inner) - 1)
+
+
+def _prompts(sequences: int) -> list[list[int]]:
+    return [[2 + (31 * n + 7 * i) % 7000 for i in range(_PROMPT)] for n in range(sequences)]
+
+
+def _loop(llm: Any, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(_prompts(sequences)):
+        llm.add_request(f"{sequences}-{number}", {"prompt_token_ids": prompt}, params)
+    times = []
+    while llm.has_unfinished_requests():
+        llm.step()
+        times.append(model.now())
+    return _a_step(times)
+
+
+def _engine(engine: Any, model: _Model, sequences: int, steps: int) -> tuple[float, float]:
+    import autotune
+
+    window = _Window(model, sequences)
+    with autotune.control(engine, slo=_LOOSE, admission=True) as control:
+        forget = engine.subscribe(window)
+        for stream in [engine.submit(p, max_tokens=steps, ignore_eos=True) for p in _prompts(sequences)]:
+            stream.result()
+        forget()
+        if control.status().ended:
+            raise RuntimeError("the controller ended while its cost was measured")
+    return _a_step(window.times)
+
+
+def measure(folder: Path, *, rounds: int, steps: int, say: Callable[[str], None]) -> list[Host]:
+    """Each of :data:`SEQUENCES`: the three by turns for ``rounds`` rounds of ``steps`` steps."""
+    stock = start_stock(folder)
+    with tempfile.TemporaryDirectory() as kept:
+        decisions = Path(kept) / "decisions.jsonl"
+        settings = {"AUTOTUNE_SLO": str(_LOOSE), "AUTOTUNE_REJECT_LATE": "1", "AUTOTUNE_LOG": str(decisions)}
+        os.environ |= settings
+        try:
+            tuned = start_stock(folder, scheduler_cls=SCHEDULER)
+        finally:
+            for name in settings:
+                del os.environ[name]
+        with start(folder) as engine:
+            models = [_Model(llm) for llm in (stock, tuned, engine._core._llm)]
+            found = []
+            for sequences in SEQUENCES:
+                took: list[list[tuple[float, float]]] = [[], [], []]
+                for number in range(rounds + 1):
+                    run = (
+                        _loop(stock, models[0], sequences, steps),
+                        _loop(tuned, models[1], sequences, steps),
+                        _engine(engine, models[2], sequences, steps),
+                    )
+                    if number:  # the first warms up
+                        for kind, one in zip(took, run, strict=True):
+                            kind.append(one)
+                attached = decisions.exists() and decisions.stat().st_size > 0
+                plain, scheduler, whole = (statistics.median(t for t, _ in kind) for kind in took)
+                runner = statistics.median(t - without for t, without in took[0])
+                found.append(Host(sequences, plain, runner, scheduler if attached else None, whole))
+                say(found[-1].told())
+        for llm in (stock, tuned):
+            llm.engine_core.shutdown()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (7)")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a turn (150)")
+    parser.add_argument(
+        "--folder", type=Path, help="a model directory (default: one of random weights, 57M parameters)"
+    )
+    args = parser.parse_args(argv)
+    if args.rounds < 1 or args.steps < 40:
+        parser.error(f"--rounds is {args.rounds} and --steps {args.steps}; they must be at least 1 and 40")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ready()
+    except InputError as error:
+        parser.error(str(error))
+
+    from benchmarks.vllm.model import model_folder
+
+    with tempfile.TemporaryDirectory() as kept:
+        folder = args.folder or model_folder(Path(kept) / "model")
+        found = measure(
+            folder, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, file=sys.stderr, flush=True)
+        )
+    print(json.dumps(shape(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

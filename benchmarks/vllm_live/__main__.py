@@ -1,0 +1,267 @@
+"""Our controller on live vLLM, against its defaults and the best fixed settings.
+
+vLLM's CPU build serves a model of random weights (57M parameters). Four loads (:mod:`.loads`): a conversation at 0.8, 1.0 and
+1.2 of what vLLM completes when it is kept full, and one in which code completions with their long prompts join in mid-run.
+
+- *ours* starts cold from the defaults in every turn and has all it can do: knobs, budgets of single steps, early rejection,
+  deadline order. *knobs only* turns knobs and nothing else.
+- *defaults* are those of ``vllm serve`` on a CPU, 128 sequences and 2048 tokens.
+- *the best static*: a grid of 51 fixed settings is simulated on calibrated step times, the best few are measured, and the best of
+  these by what was measured, known only afterwards, is what ours is compared with: of each load its own. Once as it is, and once
+  *with admission*: the same early rejection and deadline order as ours. From round to round the weaker ones are left out.
+
+Turns alternate in rounds that share their arrivals. The load at 1.0 is also sent by ``vllm bench serve`` to two servers of ``vllm
+serve``, with and without our scheduler (:mod:`.client`).
+
+Before the contest: whether the steered engine's greedy outputs are those of stock vLLM, whatever its knobs, and that it loses
+no request (:mod:`.agreement`); and what steering costs the host in a step (:mod:`benchmarks.vllm.overhead`).
+
+The last line is JSON: goodput ratios, geometric means over the loads that do not shift (``vs_defaults``: over all), with their
+95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the larger.
+
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 80 minutes; ``--quick``: fifteen). Ctrl-C ends it
+with what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autotune.bench import Contender, Result
+from autotune.cost.model import CostModel
+from autotune.measure.evaluate import Interrupted
+from autotune.writing import write_whole
+from benchmarks.live.contenders import admitted
+from benchmarks.live.learning import calibrate, served
+from benchmarks.live.loads import Case
+from benchmarks.live.machine import Machine
+from benchmarks.live.ratios import interval, number, words
+from benchmarks.live.screening import expected, screen
+from benchmarks.live.serving import Contest
+from benchmarks.vllm import overhead
+from benchmarks.vllm.machine import live, simulated
+from benchmarks.vllm.model import PRESET, SMALL, model_folder
+from benchmarks.vllm.starting import ready
+from benchmarks.vllm_live import agreement, client
+from benchmarks.vllm_live.contenders import GRID, KNOBS_ONLY, OURS, STOCK
+from benchmarks.vllm_live.loads import NAMES, cases
+from benchmarks.vllm_live.summary import compared, report, summary
+from runtime.errors import InputError
+
+INTERRUPTED, FAILED = 130, 1
+PARTS = ("agreement", "overhead", "contest", "client")
+
+
+class Plan(NamedTuple):
+    """``keep``: fixed settings of either kind in each round. Seconds of arrivals in a turn, and of calibration."""
+
+    keep: tuple[int, ...]
+    duration: float
+    calibration: float
+    rounds: int
+
+
+FULL = Plan((4, 3, 2, 2, 1, 1), 15.0, 75.0, 6)
+QUICK = Plan((2, 1), 8.0, 30.0, 2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two rounds, shorter turns, two fixed settings of a kind")
+    parser.add_argument("--rounds", type=_count, help="rounds of each load (default: 6, quick 2)")
+    parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 15, quick 8)")
+    parser.add_argument("--calibrate", type=_seconds, help="seconds of calibration (default: 75, quick 30)")
+    parser.add_argument(
+        "--case", action="append", choices=NAMES, help="one of the loads alone; may be given several times"
+    )
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="one of the parts alone; may be given several times"
+    )
+    parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
+    parser.add_argument(
+        "--threads",
+        type=_count,
+        default=max(1, (os.cpu_count() or 1) - 1),
+        help="of vLLM's computation (default: all cores but one)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
+    parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    try:
+        ready()
+    except InputError as error:
+        parser.error(str(error))
+    given = QUICK if args.quick else FULL
+    rounds = args.rounds or given.rounds
+    keep = (*given.keep, *[given.keep[-1]] * rounds)[:rounds]
+    plan = Plan(keep, args.duration or given.duration, args.calibrate or given.calibration, rounds)
+    parts = tuple(args.part or PARTS)
+
+    from autotune.cli.interrupt import stop_on_interrupt
+
+    begun, shape, failures = time.monotonic(), dict[str, Any](), list[str]()
+    preset = SMALL if args.small else PRESET
+    with tempfile.TemporaryDirectory(prefix="vllm-live-") as kept, stop_on_interrupt() as stop:
+        folder = model_folder(Path(kept) / preset, preset)
+        if "overhead" in parts:
+            shape |= _overhead(folder, args.quick)
+        if "agreement" in parts:
+            shape |= _agreement(folder, rounds, args.threads, failures)
+        lengths: client.Lengths | None = None
+        if {"contest", "client"} & set(parts) and not stop.is_set():
+            with live(folder, preset) as machine:
+                try:
+                    figures, lengths = _contest(machine, plan, args, parts, stop.is_set)
+                    shape |= figures
+                except Interrupted:
+                    say("stopped before anything was measured")
+        if "client" in parts and lengths is not None and not stop.is_set():
+            shape |= _client(folder, lengths, plan, stop.is_set)
+        stopped = stop.is_set()
+    print(f"took {time.monotonic() - begun:.0f} s{', stopped early' if stopped else ''}")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    print(json.dumps(shape))
+    return INTERRUPTED if stopped else FAILED if failures else 0
+
+
+def _overhead(folder: Path, quick: bool) -> dict[str, Any]:
+    say("what steering costs the host in a step")
+    found = overhead.measured_apart(folder, rounds=3 if quick else 7, steps=80 if quick else 150)
+    for one in found:
+        say(f"  {one.told()}")
+    return overhead.shape(found)
+
+
+def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> dict[str, Any]:
+    found = agreement.compared_apart(folder, rounds=rounds, threads=threads)
+    say(
+        f"beside stock vLLM: {found.served} requests, {found.differing} answered otherwise, {found.lost} lost; at the same knobs "
+        f"{found.speed:.3f} of its speed"
+    )
+    if found.differing or found.lost:
+        failures.append(
+            f"{found.differing} greedy outputs are not those of stock vLLM, {found.lost} requests were lost"
+        )
+    return {"agreement": found._asdict()}
+
+
+def _contest(
+    machine: Machine, plan: Plan, args: argparse.Namespace, parts: tuple[str, ...], stop: Callable[[], bool]
+) -> tuple[dict[str, Any], client.Lengths]:
+    say(f"calibration, {plan.calibration:g} s")
+    cost = calibrate(machine, plan.calibration, args.seed, stop)
+    cost = served(
+        machine, cost, [c for c in cases(machine, cost, plan.duration) if not c.shifts][:1], plan.duration, stop
+    )
+    every = cases(machine, cost, plan.duration)
+    drawn = list(every[0].workload.arrivals(1, limit=2000))
+    lengths = client.Lengths(
+        round(statistics.fmean(a.prompt_tokens for a in drawn)), round(statistics.fmean(a.output_tokens for a in drawn))
+    )
+    if "contest" not in parts:
+        return {}, lengths
+    chosen = [case for case in every if not args.case or case.name in args.case]
+    statics = {case.name: _screened(machine, cost, case, plan) for case in chosen}
+    contest = Contest(
+        machine, chosen, [STOCK, OURS, KNOBS_ONLY], statics, plan.keep, seed=args.seed, duration=plan.duration, stop=stop,
+        tell=_tell, fail=_failed,
+    )  # fmt: skip
+    contest.run()
+    found = compared(contest, chosen, plan.duration)
+    report(found, print)
+    if args.log is not None:
+        mine = [r for case in chosen for r in contest.results(case) if r.turn.contender == OURS]
+        write_whole(args.log, "".join(d.as_json() + "\n" for r in mine for d in r.decisions))
+    return {**summary(found), "failed_turns": contest.failures, "threads": args.threads}, lengths
+
+
+def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> list[Contender]:
+    """The fixed settings that will take part, best first by the simulation."""
+    say(f"{case.name}: {case.said}; SLO {case.slo}")
+    simulation = partial(simulated, cost, machine)
+    plain = screen(simulation, case, plan.duration, GRID)[: max(plan.keep)]
+    late = screen(simulation, case, plan.duration, GRID, admitted)[: max(plan.keep)]
+    told = [(c.name, expected(simulation, case, c, plan.duration)) for c in (STOCK, OURS, KNOBS_ONLY)]
+    told += [(s.contender.name, s.share) for s in (*plain, *late)]
+    say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in told))
+    return [s.contender for s in (*plain, *late)]
+
+
+def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[], bool]) -> dict[str, Any]:
+    say(f"vllm bench serve, prompts of about {lengths.prompt} tokens and outputs of about {lengths.output}")
+    found = client.contest(
+        folder, lengths, share=1.0, rounds=plan.rounds, seconds=2 * plan.duration, say=say, stop=stop
+    )
+    if not found.attached:
+        print(
+            "vllm bench serve: NO CONTROLLER was attached to the server with our scheduler (it wrote no decision): its "
+            "figures are those of the steered scheduler alone"
+        )
+    print(f"vllm bench serve: requests within {found.slo}, self-tuning ÷ stock: {words(found.ratio)}")
+    return {
+        "client": {
+            "vs_defaults": number(found.ratio.value),
+            "interval": interval(found.ratio),
+            "controller_attached": found.attached,
+            "rate": round(found.rate, 2),
+            "slo": str(found.slo),
+            "good": {"stock": [r.good for r in found.stock], "ours": [r.good for r in found.ours]},
+            "sent": [r.sent for r in found.stock],
+        }
+    }
+
+
+def _tell(case: Case, result: Result) -> None:
+    s = result.score
+    say(
+        f"  round {result.turn.round} {case.name:<8} {result.turn.contender.name:<26} {s.attainment:6.1%} of {s.offered:4} "
+        f"TTFT {s.ttft_ms.p50 or 0:5.0f}/{s.ttft_ms.p99 or 0:5.0f} TPOT {s.tpot_ms.p50 or 0:5.1f}/{s.tpot_ms.p99 or 0:6.1f} "
+        f"missed {s.violations}, steps {s.steps.mean_ms:.1f} ms"
+    )
+
+
+def _failed(case: Case, contender: Contender, cause: str) -> None:
+    say(f"  {case.name}: the turn of {contender.name} is left out: {cause}")
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} s; it must be 1 to 3600")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}; it must be a whole number from 1 to 100")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

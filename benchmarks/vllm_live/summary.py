@@ -1,0 +1,102 @@
+"""What came of a contest: a table for people, and the figures of the JSON line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from autotune.bench import Comparison, Contender, Estimate, compare
+from autotune.bench.table import show
+from benchmarks.live.loads import Case
+from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
+from benchmarks.live.serving import Contest
+from benchmarks.vllm_live.contenders import KNOBS_ONLY, OURS, STOCK
+
+BEST, ADMITTED = "best static", "best static with admission"
+"""In hindsight, of each load its own."""
+
+
+class Compared(NamedTuple):
+    """One load: the rivals it had, by what they are called, and what ours and ours with knobs alone are to each."""
+
+    case: Case
+    comparison: Comparison
+    rivals: dict[str, Contender]
+    ours: dict[str, Ratio]
+    knobs_only: dict[str, Ratio]
+
+
+def compared(contest: Contest, cases: Sequence[Case], duration: float) -> list[Compared]:
+    """Of each load that has a whole round."""
+    found = []
+    for index, case in enumerate(cases):
+        results, leading = contest.results(case), contest.leading(case)
+        best = {
+            name: next((c for c in leading if c.control is kind), None)
+            for name, kind in ((BEST, False), (ADMITTED, True))
+        }
+        if not results:
+            continue
+        rivals = {STOCK.name: STOCK} | {name: c for name, c in best.items() if c is not None}
+        mine, knobs = (
+            {name: ratio(results, who, c, duration, seed=4 * index + at) for at, (name, c) in enumerate(rivals.items())}
+            for who in (OURS, KNOBS_ONLY)
+        )
+        found.append(Compared(case, compare(results, duration), rivals, mine, knobs))
+    return found
+
+
+def figures(found: Sequence[Compared]) -> dict[str, Estimate]:
+    """Geometric means of goodput ratios: over the loads that do not shift, and of the one that does."""
+
+    def mean(rival: str, *, shifts: bool | None = False, knobs: bool = False) -> Estimate:
+        chosen = [c for c in found if shifts is None or c.case.shifts is shifts]
+        return geometric_mean([r for c in chosen if (r := (c.knobs_only if knobs else c.ours).get(rival)) is not None])
+
+    return {
+        "vs_defaults": mean(STOCK.name, shifts=None),
+        "vs_best_static": mean(BEST),
+        "vs_best_static_with_admission": mean(ADMITTED),
+        "shift_vs_best_static": mean(BEST, shifts=True),
+        "shift_vs_best_static_with_admission": mean(ADMITTED, shifts=True),
+        "knobs_only_vs_defaults": mean(STOCK.name, shifts=None, knobs=True),
+        "knobs_only_vs_best_static": mean(BEST, knobs=True),
+    }
+
+
+def summary(found: Sequence[Compared]) -> dict[str, Any]:
+    """For the JSON line: each figure, its 95% interval, and each load."""
+    made = figures(found)
+    shape: dict[str, Any] = {name: number(estimate.value) for name, estimate in made.items()}
+    shape["intervals"] = {name: interval(estimate) for name, estimate in made.items()}
+    shape["cases"] = {c.case.name: _of_case(c) for c in found}
+    return shape
+
+
+def _of_case(c: Compared) -> dict[str, Any]:
+    shape: dict[str, Any] = {"slo": str(c.case.slo), "rate": round(c.case.workload.rate, 2)}
+    for name, contender in {"ours": OURS, "ours, knobs only": KNOBS_ONLY, **c.rivals}.items():
+        standing = c.comparison.standing(contender)
+        shape[name] = {
+            "name": contender.name,
+            "attainment": number(standing.attainment.value),
+            "goodput": number(standing.goodput.value),
+            "goodput_interval": interval(standing.goodput),
+            "offered": standing.offered,
+            "rounds": standing.rounds,
+        }
+    shape["ratios"] = {name: [number(e.value), *interval(e)] for name, r in c.ours.items() for e in [r.estimate()]}
+    return shape
+
+
+def report(found: Sequence[Compared], say: Callable[[str], None]) -> None:
+    from autotune.cli.display import make_console
+
+    console = make_console()
+    console.width = max(console.width, 200)
+    for c in found:
+        say(f"\n{c.case.name}: {c.case.said}")
+        show(c.comparison, c.case.slo, console, baseline=STOCK)
+        for who, ratios in ((OURS, c.ours), (KNOBS_ONLY, c.knobs_only)):
+            each = "; ".join(f"{name} ({c.rivals[name].name}) {words(r.estimate())}" for name, r in ratios.items())
+            say(f"{who.name}, goodput ÷ that of: {each}")

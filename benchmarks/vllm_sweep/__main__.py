@@ -1,0 +1,260 @@
+"""What profiling finds on live vLLM, and for how much of its time, against other ways to look for a setting.
+
+vLLM's CPU build serves a model of random weights (57M parameters): a conversation at 90% of what it completes when it is kept
+full, under the SLO of :mod:`benchmarks.live.loads`. Contenders take the engine in turns, and measure with the same function:
+
+- **grid**: every cell of 6 × 8 settings, once. What that takes is the unit of time.
+- **ours**: a whole :class:`autotune.profiling.session.Session` on the running engine: calibrate, simulate, validate, choose.
+  One start of vLLM is added to its time.
+- **auto_tune**: the procedure of vLLM's ``benchmarks/auto_tune``, by a driver of our own
+  (:func:`benchmarks.sweep.rivals.auto_tune`): a server for each pair of max-num-seqs and max-num-batched-tokens, requests all at
+  once, then falling rates until the p99 of E2E meets its limit; the pair of the highest throughput. As much time as ours took.
+- **tpe**: Optuna's TPE over a load generator's runs, as ``auto-tuning-vllm`` does it, by a driver of our own: a server and a run
+  of the load for each trial. As much time as ours took. Either also without the time that restarts take.
+
+A restart counts as long as this engine took to start; it is not waited for, as the knobs are live.
+
+The *truth*: the best cells of the grid and all that was chosen take turns, in rounds that share their arrivals; goodput is
+the mean over rounds. Regret is what ours falls short of the best of them, as a share of it. Who finds nothing keeps vLLM's
+defaults.
+
+The last line is JSON: ``regret`` (mean over seeds), ``time_share_of_grid``, ``vs_auto_tune`` and ``vs_tpe``: our true goodput
+over theirs, geometric means over seeds.
+
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_sweep`` (about 80 minutes; ``--quick``: fifteen).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from autotune.measure.evaluate import Interrupted
+from autotune.profiling.findings import Question
+from autotune.profiling.reporting import Silent
+from autotune.profiling.session import Session
+from autotune.profiling.setup import LOAD
+from autotune.profiling.space import make_space
+from autotune.profiling.study import open_study
+from benchmarks.live import loads
+from benchmarks.live.learning import calibrate, served
+from benchmarks.live.machine import Machine
+from benchmarks.sweep.cases import Grid
+from benchmarks.sweep.rivals import Choice, auto_tune, exhaustive, load_seed, tpe
+from benchmarks.vllm.machine import live
+from benchmarks.vllm.model import PRESET, SMALL, model_folder
+from benchmarks.vllm.starting import DEFAULTS, LIMITS, ready
+from benchmarks.vllm_sweep.rig import Case, LiveRig
+from runtime.errors import InputError
+from runtime.knobs import Knobs
+
+INTERRUPTED = 130
+OURS, AUTO_TUNE, TPE = "ours", "auto_tune", "tpe"
+FREE = "no restarts"
+_TRUTH_SEED = 900_000_007  # the truth's requests; contenders' begin elsewhere
+_LEAST = 1e-3  # of the best: what a choice that serves nothing counts as in a ratio
+
+
+class Plan(NamedTuple):
+    """Seconds of calibration, of a window and its warm-up, and ours'; cells and rounds of the truth; requests that auto_tune
+    sends at once."""
+
+    grid: Grid
+    calibration: float
+    window: float
+    warmup: float
+    budget: float
+    seeds: int
+    cells: int
+    rounds: int
+    burst: int
+
+
+FULL = Plan(
+    Grid((4, 8, 16, 32, 64, 128), (24, 32, 64, 128, 256, 512, 1024, 2048), ()), 75.0, 20.0, 3.0, 170.0, 2, 5, 4, 200
+)
+QUICK = Plan(Grid((4, 16, 128), (32, 128, 512, 2048), ()), 30.0, 8.0, 1.0, 45.0, 1, 2, 1, 60)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one search chose under one seed."""
+
+    contender: str
+    seed: int
+    choice: Choice
+
+    @property
+    def knobs(self) -> Knobs:
+        return DEFAULTS if self.choice.knobs is None else self.choice.knobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="12 cells, one seed, short windows")
+    parser.add_argument("--budget", type=_seconds, help="seconds that ours may take (default: 170, quick 45)")
+    parser.add_argument("--seeds", type=int, choices=range(1, 11), help="of the searches (default: 2, quick 1)")
+    parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
+    parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="of vLLM's computation")
+    args = parser.parse_args(argv)
+    if args.threads < 1:
+        parser.error(f"--threads is {args.threads}; it must be at least 1")
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    try:
+        ready()
+    except InputError as error:
+        parser.error(str(error))
+    given = QUICK if args.quick else FULL
+    plan = given._replace(
+        budget=args.budget or given.budget, seeds=args.seeds or given.seeds, rounds=args.rounds or given.rounds
+    )
+
+    from autotune.cli.interrupt import stop_on_interrupt
+
+    begun, preset = time.monotonic(), SMALL if args.small else PRESET
+    with tempfile.TemporaryDirectory(prefix="vllm-sweep-") as kept, stop_on_interrupt() as stop:
+        folder = model_folder(Path(kept) / preset, preset)
+        with live(folder, preset) as machine:
+            start_s = time.monotonic() - begun
+            try:
+                shape = _contest(machine, plan, start_s, stop.is_set)
+            except Interrupted:
+                say("stopped before all was measured")
+                return INTERRUPTED
+    print(f"took {time.monotonic() - begun:.0f} s")
+    print(json.dumps(shape | {"threads": args.threads}))
+    return 0
+
+
+def _contest(machine: Machine, plan: Plan, start_s: float, stop: Callable[[], bool]) -> dict[str, object]:
+    say(f"vLLM started in {start_s:.0f} s; calibration, {plan.calibration:g} s")
+    cost = calibrate(machine, plan.calibration, 0, stop)
+    asked = partial(loads.steady, "conversation", loads.CONVERSATION, machine)
+    cost = served(machine, cost, [asked(cost, LOAD)], plan.window, stop)
+    found = asked(cost, LOAD)
+    case = Case(found.workload, found.slo, plan.grid, plan.window, plan.warmup)
+    say(f"{found.said}; SLO {found.slo}")
+
+    rig = LiveRig(machine, case, stop)
+    ((grid, cells),) = exhaustive(rig, 1, load_seed(0))
+    say(f"the grid of {len(cells)} took {grid.spent_s:.0f} s; its best {grid.knobs}")
+    results = []
+    for seed in range(1, plan.seeds + 1):
+        mine = ours(LiveRig(machine, case, stop), plan.budget, seed, start_s, stop)
+        results.append(Result(OURS, seed, mine))
+        say(f"ours, seed {seed}: {mine.spent_s:.0f} s, {mine.runs} runs: {mine.knobs}")
+        searches: dict[str, Callable[[LiveRig, float, int], Choice]] = {
+            AUTO_TUNE: partial(auto_tune, restart_s=start_s, burst=plan.burst),
+            f"{AUTO_TUNE}, {FREE}": partial(auto_tune, restart_s=0.0, burst=plan.burst),
+            TPE: partial(tpe, restart_s=start_s),
+            f"{TPE}, {FREE}": tpe,
+        }
+        for name, search in searches.items():
+            choice = search(LiveRig(machine, case, stop), mine.spent_s, seed)
+            results.append(Result(name, seed, choice))
+            say(f"{name}, seed {seed}: {choice.spent_s:.0f} s, {choice.runs} runs: {choice.knobs}")
+    best = sorted(cells, key=lambda knobs: cells[knobs], reverse=True)[: plan.cells]
+    shares = truth(LiveRig(machine, case, stop), [*best, *(r.knobs for r in results), DEFAULTS], plan.rounds)
+    report(results, shares, grid.spent_s)
+    return summary(results, shares, grid.spent_s)
+
+
+def ours(rig: LiveRig, budget_s: float, seed: int, start_s: float, stop: Callable[[], bool]) -> Choice:
+    """The stages of ``autotune profile --budget … --rate … --slo …``, on the running engine."""
+    case = rig.case
+    rig.rest(start_s)
+    question = Question(
+        workload=case.workload, slo=case.slo, rate=case.workload.rate, seed=load_seed(seed), trials=None,
+        budget_s=budget_s - start_s, space=make_space(LIMITS, pins=["max_wait_ms=0"]),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, open_study(Path(folder) / "journal", {"seed": seed}) as study:
+        found = Session(rig.engine, rig.facts, question, study, Silent(), stop=stop).run()
+    if found.stopped and stop():
+        raise Interrupted("interrupted")
+    settings = found.settings()
+    knobs = settings["balanced"].knobs if settings else None
+    return Choice(knobs, rig.spent_s, len(found.runs), len(found.runs))
+
+
+def truth(rig: LiveRig, candidates: Sequence[Knobs], rounds: int) -> dict[Knobs, float]:
+    """Mean goodput of each of ``candidates``, by turns, in rounds that share their arrivals."""
+    each = list(dict.fromkeys(rig.limits.clamp(knobs) for knobs in candidates))
+    found: dict[Knobs, list[float]] = {knobs: [] for knobs in each}
+    for number in range(rounds):
+        at = number % len(each)
+        for knobs in (*each[at:], *each[:at]):
+            found[knobs].append(rig.measure(knobs, _TRUTH_SEED + number).goodput)
+            say(f"  truth, round {number}: {knobs} {found[knobs][-1]:.2f} requests/s within the SLO")
+    return {knobs: statistics.fmean(values) for knobs, values in found.items()}
+
+
+def regret(result: Result, shares: dict[Knobs, float]) -> float:
+    best = max(shares.values())
+    return 1 - shares[LIMITS.clamp(result.knobs)] / best if best else 0.0
+
+
+def ratio(results: Sequence[Result], shares: dict[Knobs, float], rival: str) -> float:
+    """Our true goodput over the rival's: geometric mean over seeds."""
+    worth = {(r.contender, r.seed): max(1 - regret(r, shares), _LEAST) for r in results}
+    seeds = sorted({r.seed for r in results})
+    return math.exp(statistics.fmean(math.log(worth[OURS, seed] / worth[rival, seed]) for seed in seeds))
+
+
+def summary(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float) -> dict[str, object]:
+    """The JSON line."""
+    mine = [r for r in results if r.contender == OURS]
+    rivals = list(dict.fromkeys(r.contender for r in results if r.contender != OURS))
+    return {
+        "regret": round(statistics.fmean(regret(r, shares) for r in mine), 4),
+        "time_share_of_grid": round(statistics.fmean(r.choice.spent_s for r in mine) / grid_s, 4),
+        **{
+            f"vs_{name.replace(', ', '_').replace(' ', '_')}": round(ratio(results, shares, name), 3) for name in rivals
+        },
+        "grid_s": round(grid_s, 1),
+        "defaults_share": round(shares[DEFAULTS] / max(shares.values()), 4) if max(shares.values()) else None,
+    }
+
+
+def report(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float) -> None:
+    for knobs, goodput in sorted(shares.items(), key=lambda one: one[1], reverse=True):
+        print(f"{goodput:7.2f} requests/s within the SLO: {knobs}")
+    for r in results:
+        print(
+            f"{r.contender:24s} seed {r.seed}  regret {regret(r, shares):7.1%}  time {r.choice.spent_s / grid_s:6.3f} of the "
+            f"grid's  {r.choice.runs:3} runs  {r.choice.knobs or 'nothing found'}"
+        )
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 30 <= value <= 36000:
+        raise argparse.ArgumentTypeError(f"{text} s; it must be 30 to 36000")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
