@@ -76,8 +76,13 @@ class VllmServer:
 
     @property
     def engine_core(self) -> psutil.Process:
-        (found,) = (one for one in self._all if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline()))
-        return found
+        found = []
+        for one in self._all:
+            with suppress(psutil.NoSuchProcess):
+                if "EngineCore" in " ".join(one.cmdline()):
+                    found.append(one)
+        (core,) = found
+        return core
 
     def health(self) -> int:
         return self.get("/health")[0]
