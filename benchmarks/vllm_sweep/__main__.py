@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="12 cells, one seed, short windows")
-    parser.add_argument("--budget", type=_seconds, help="that ours is given, s, beside a start of vLLM (default: 140, quick 45)")
+    parser.add_argument(
+        "--budget", type=_seconds, help="that ours is given, s, beside a start of vLLM (default: 140, quick 45)"
+    )
     parser.add_argument("--seeds", type=int, choices=range(1, 11), help="of the searches (default: 2, quick 1)")
     parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
     parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
