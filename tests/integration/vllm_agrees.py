@@ -20,7 +20,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.engines.vllm import Scheduler
+from autotune.engines.vllm.scheduler import picked, steered
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.clock import VirtualClock
@@ -162,7 +162,7 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        return Scheduler(
+        return steered(picked(config.scheduler_config))(
             vllm_config=config,
             kv_cache_config=pool,
             block_size=BLOCK,

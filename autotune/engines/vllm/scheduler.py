@@ -17,7 +17,7 @@ from runtime.ordering.priority import Priority
 
 log = logging.getLogger(__name__)
 
-VERSIONS: Final = ((0, 32), (0, 32))
+VERSIONS: Final = ((0, 31), (0, 33))
 """The first and the last version of vLLM that this has been run with."""
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
 
