@@ -72,7 +72,8 @@ def model_lines(profile: Profile) -> list[str]:
         if (jitter := cost.jitter) is not None:
             low, high = jitter.four_in_five()
             lines.append(
-                f"served, a step takes {cost.excess_s * 1e3:.2g} ms more; four in five are within {low:.2f} to {high:.2f} of that"
+                f"served, a step takes {cost.serving_overhead_s * 1e3:.2g} ms more; four in five are within {low:.2f} to "
+                f"{high:.2f} of that"
             )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error

@@ -245,7 +245,7 @@ def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:
 
 def _as_served(cost: CostFacts) -> str:
     """What steps take and how they scatter beyond the fit, a clause."""
-    more = f", {cost.excess_s * 1e3:.2g} ms more in service" if cost.excess_s else ""
+    more = f", {cost.serving_overhead_s * 1e3:.2g} ms more in service" if cost.serving_overhead_s else ""
     return more + (", scattered as served steps were" if cost.jitter is not None else "")
 
 

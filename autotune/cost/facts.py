@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
 from autotune.cost.shape import EXPERT_TOKENS, Shape
@@ -117,8 +117,11 @@ class CostFacts(Part):
         default=None,
         description="the same fitted to planned steps alone, which cost less than served ones: what `autotune check` goes by",
     )
-    excess_s: float = Field(
+    serving_overhead_s: float = Field(
         default=0.0,
+        validation_alias=AliasChoices(
+            "serving_overhead_s", "excess_s"
+        ),  # as profiles and studies before version 3 call it
         ge=0,
         le=1e3,
         description="that serving adds to a step beyond what the coefficients say, as short steps tell it, s",

@@ -131,11 +131,11 @@ class CostModel:
         return [outside + root(root(a * a + b * b)) for a, b in squares]
 
     def serving(self) -> CostModel:
-        """What a step takes while requests come and go: ``facts.excess_s`` more than when nothing does."""
-        if not self.facts.excess_s:
+        """What a step takes while requests come and go: ``facts.serving_overhead_s`` more than when nothing does."""
+        if not self.facts.serving_overhead_s:
             return self
-        coefficients = self._values | {"overhead_s": self._overhead + self.facts.excess_s}
-        return CostModel(self.facts.model_copy(update={"coefficients": coefficients, "excess_s": 0.0}))
+        coefficients = self._values | {"overhead_s": self._overhead + self.facts.serving_overhead_s}
+        return CostModel(self.facts.model_copy(update={"coefficients": coefficients, "serving_overhead_s": 0.0}))
 
     def even(self) -> CostModel:
         """The same machine without its jitter: for comparing settings, whose steps would draw unlike factors."""
@@ -159,7 +159,7 @@ class CostModel:
             for row, a in zip(self.facts.covariance, factors, strict=True)
         )
         update: dict[str, object] = {"coefficients": coefficients, "covariance": covariance, "learner": None}
-        update["excess_s"] = self.facts.excess_s / overhead
+        update["serving_overhead_s"] = self.facts.serving_overhead_s / overhead
         if (planned := self.facts.planned) is not None:
             faster = CostModel(planned).scaled(compute=compute, bandwidth=bandwidth, overhead=overhead)
             update["planned"] = faster.facts
@@ -180,17 +180,21 @@ class CostModel:
 
 
 def fit_cost_model(
-    points: Sequence[StepPoint], *, seconds: float = 0.0, excess_s: float = 0.0, jitter: JitterFacts | None = None
+    points: Sequence[StepPoint],
+    *,
+    seconds: float = 0.0,
+    serving_overhead_s: float = 0.0,
+    jitter: JitterFacts | None = None,
 ) -> CostModel:
     """The cost model of measured ``points``, its shape chosen by cross-validation.
 
-    ``seconds``: what measuring them took; ``excess_s``, ``jitter``: by how much served steps take longer, and how they scatter;
-    both are kept with it. Raises ``ValueError`` for too few points to tell anything.
+    ``seconds``: what measuring them took; ``serving_overhead_s``, ``jitter``: by how much served steps take longer, and how they
+    scatter; both are kept with it. Raises ``ValueError`` for too few points to tell anything.
     """
     planned = [p for p in points if p.region != SERVED]
     of_planned = _fit(planned, seconds, None).facts if FEWEST <= len(planned) < len(points) else None
     found = _fit(points, seconds, of_planned)
-    return CostModel(found.facts.model_copy(update={"excess_s": excess_s, "jitter": jitter}))
+    return CostModel(found.facts.model_copy(update={"serving_overhead_s": serving_overhead_s, "jitter": jitter}))
 
 
 def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None) -> CostModel:

@@ -56,5 +56,5 @@ class SimulationFacts(Part):
         default=1.0,
         ge=1e-3,
         le=1e3,
-        description="of the machine while it served, in units of what cost model and excess_s say; simulations go by it",
+        description="while it served, in units of what cost model and serving_overhead_s say; simulations go by it",
     )

@@ -8,7 +8,7 @@ from runtime.step_model import Knowledge, StepFeatures
 
 
 def serving_speed(profile: Profile) -> float:
-    """How fast the profile's machine was while it served, in units of what its cost model and ``excess_s`` say."""
+    """How fast the profile's machine was while it served, in units of what its cost model and ``serving_overhead_s`` say."""
     return 1.0 if profile.simulation is None else profile.simulation.speed
 
 
@@ -36,7 +36,7 @@ def serving_knowledge(profile: Profile) -> Knowledge | None:
     """What the online learner begins with: that and what serving adds, at :func:`serving_speed`; None when nothing is known."""
     if profile.cost_model is None or (facts := profile.cost_model.learner) is None:
         return None
-    more = profile.cost_model.excess_s / facts.unit_s
+    more = profile.cost_model.serving_overhead_s / facts.unit_s
     decode, mixed = ((row[0] + more, *row[1:]) if any(row) else row for row in (facts.decode, facts.mixed))
     unit = facts.unit_s / serving_speed(profile)
     return Knowledge(unit, decode, facts.decode_covariance, mixed, facts.mixed_covariance)

@@ -77,7 +77,7 @@ def _fitted(cost: CostModel, steps: Sequence[StepPoint], served: Sequence[StepPo
     facts = cost.facts
     fitted = fit_cost_model([*steps, *served], seconds=facts.seconds, jitter=facts.jitter)
     load = [(fitted.predict(features_of(p)), p.seconds) for p in served for _ in range(p.repeats)]
-    return CostModel(fitted.facts.model_copy(update={"excess_s": overhead_of([load])}))
+    return CostModel(fitted.facts.model_copy(update={"serving_overhead_s": overhead_of([load])}))
 
 
 def unlike(cost: CostModel, runs: Sequence[Run]) -> float:
@@ -109,5 +109,5 @@ def _mean(points: Sequence[StepPoint]) -> StepPoint:
 
 def cost_name(cost: CostModel) -> str:
     """Equal for equal cost models: what is simulated by one is kept in the study under its name."""
-    facts = json.dumps([cost.facts.coefficients, cost.facts.excess_s], sort_keys=True)
+    facts = json.dumps([cost.facts.coefficients, cost.facts.serving_overhead_s], sort_keys=True)
     return f"{cost.facts.family} {hashlib.sha256(facts.encode()).hexdigest()[:12]}"

@@ -70,20 +70,22 @@ class MeasuredSteps(NamedTuple):
     """``points``: one for each kind of step, at the usual speed. ``unevenness``: the slowest reference over the fastest.
 
     ``seconds``: on the engine's clock. ``served``: what the steps of served loads took together, stalls and all, over what a
-    model fitted to the points says; 1 where none were served. ``excess_s``: what serving adds to each, as short ones tell it;
-    ``jitter``: how they scattered around that, None if there were too few.
+    model fitted to the points says; 1 where none were served. ``serving_overhead_s``: what serving adds to each, as short ones
+    tell it; ``jitter``: how they scattered around that, None if there were too few.
     """
 
     points: list[StepPoint]
     unevenness: float
     seconds: float
     served: float
-    excess_s: float
+    serving_overhead_s: float
     jitter: JitterFacts | None
 
     def cost(self, seconds: float) -> CostModel:
         """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost.model.fit_cost_model`."""
-        return fit_cost_model(self.points, seconds=seconds, excess_s=self.excess_s, jitter=self.jitter)
+        return fit_cost_model(
+            self.points, seconds=seconds, serving_overhead_s=self.serving_overhead_s, jitter=self.jitter
+        )
 
 
 def measure_steps(

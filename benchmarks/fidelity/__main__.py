@@ -137,7 +137,8 @@ class Bench:
             f"{facts.error:.1%} ({', '.join(f'{r.region} {r.median:.1%}' for r in facts.regions)}); "
             f"the machine's pace {self.roomy.since(looked)}, "
             f"its own reference steps differed by up to {found.unevenness - 1:.0%}; "
-            f"served, steps took {found.served - 1:+.1%}, serving adds {facts.excess_s * 1e3:.2f} ms to each{_scatter(cost)}",
+            f"served, steps took {found.served - 1:+.1%}, "
+            f"serving adds {facts.serving_overhead_s * 1e3:.2f} ms to each{_scatter(cost)}",
             flush=True,
         )
         self.costs.append(Costs(cost, cost.serving()))

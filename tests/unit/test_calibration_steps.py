@@ -109,12 +109,12 @@ def test_what_served_loads_take_is_told_with_their_stalls() -> None:
         return measure_steps(engine, facts(), budget_s=60.0, seed=3)
 
     clean, stalling = found(Formula()), found(Formula(stalls=0.02))  # 2% of the steps take six times as long
-    assert clean.served == pytest.approx(1.0, abs=0.01) and clean.excess_s < 2e-4
-    assert stalling.served == pytest.approx(1.1, abs=0.04) and stalling.excess_s > 4e-4
+    assert clean.served == pytest.approx(1.0, abs=0.01) and clean.serving_overhead_s < 2e-4
+    assert stalling.served == pytest.approx(1.1, abs=0.04) and stalling.serving_overhead_s > 4e-4
     assert clean.jitter is not None and clean.jitter.quantiles[-1] < 1.2
     assert stalling.jitter is not None and stalling.jitter.quantiles[-1] > 2
     kept = stalling.cost(9.0).facts
-    assert (kept.excess_s, kept.jitter, kept.seconds) == (stalling.excess_s, stalling.jitter, 9.0)
+    assert (kept.serving_overhead_s, kept.jitter, kept.seconds) == (stalling.serving_overhead_s, stalling.jitter, 9.0)
 
 
 class Cold(Formula):

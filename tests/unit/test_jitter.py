@@ -133,11 +133,11 @@ def test_a_model_that_is_off_on_long_steps_says_little_of_what_serving_adds() ->
 
 
 def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
-    model = CostModel(h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS}))
+    model = CostModel(h200().facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS}))
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
     served = model.serving()
     assert served.predict(step) == pytest.approx(model.predict(step) + 2e-3)
-    assert served.facts.excess_s == 0 and served.serving().predict(step) == served.predict(step)
+    assert served.facts.serving_overhead_s == 0 and served.serving().predict(step) == served.predict(step)
     assert served.facts.jitter == STALLS
     slow = model.scaled(compute=0.5, bandwidth=0.5, overhead=0.5)
     assert slow.serving().predict(step) == pytest.approx(2 * served.predict(step))
@@ -152,17 +152,21 @@ def test_long_autocorrelation_is_found_in_few_steps() -> None:
 
 
 def test_show_says_what_serving_adds_and_how_steps_scatter() -> None:
-    facts = h200().facts.model_copy(update={"excess_s": 4e-4, "jitter": STALLS})
+    facts = h200().facts.model_copy(update={"serving_overhead_s": 4e-4, "jitter": STALLS})
     told = model_lines(sample_profile(cost_model=facts))
     assert "served, a step takes 0.4 ms more; four in five are within 0.90 to 0.90 of that" in told
     assert not any(line.startswith("served") for line in model_lines(sample_profile(cost_model=h200().facts)))
 
 
 def test_settings_are_compared_without_jitter_and_with_the_excess() -> None:
-    model = CostModel(h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS}))
+    model = CostModel(h200().facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS}))
     even = model.even()
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
-    assert even.facts.jitter is None and even.facts.excess_s == 2e-3 and even.predict(step) == model.predict(step)
+    assert (
+        even.facts.jitter is None
+        and even.facts.serving_overhead_s == 2e-3
+        and even.predict(step) == model.predict(step)
+    )
 
 
 # -- slow stretches at the same times -----------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ BALANCED = ("settings", "balanced")
          "cost_model.jitter.quantiles have a mean of 0.75; it must be 1"),
         (("cost_model", "jitter"), {"quantiles": [0.5, 1.5], "persistent": 1.5, "memory": 0.5},
          "cost_model.jitter.persistent is 1.5; "),
-        (("cost_model", "excess_s"), -1.0, "cost_model.excess_s is -1"),
+        (("cost_model", "serving_overhead_s"), -1.0, "cost_model.serving_overhead_s is -1"),
         # dates and files
         (("created",), "yesterday", "created is 'yesterday'; it must be a date and time such as "),
         (("created",), "2026-13-45", "created is '2026-13-45'; it must be a date and time such as "),

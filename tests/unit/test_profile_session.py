@@ -68,7 +68,7 @@ def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told],
     assert told.stages == ["calibrating", "simulating", "validating", "capacity"]
     assert found.cost is not None and found.cost.facts.error < 0.1 and len(found.steps) == found.cost.facts.points
     kept = found.cost.facts
-    assert kept.jitter is not None and len(kept.jitter.quantiles) == 32 and 0 <= kept.excess_s < 1e-3
+    assert kept.jitter is not None and len(kept.jitter.quantiles) == 32 and 0 <= kept.serving_overhead_s < 1e-3
     assert [run.trial for run in found.simulated] == list(range(24))
     assert found.simulated[0].knobs == VLLM and found.simulated[0].label == VLLM_LABEL
     validated = [r for r in found.runs if r.stage == "validation"]

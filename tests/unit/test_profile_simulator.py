@@ -58,7 +58,7 @@ def test_step_times_scatter_in_the_search_and_in_paired_simulations() -> None:
 
 
 def test_what_serving_adds_to_each_step_is_in_the_search_and_in_paired_simulations() -> None:
-    facts = h200().facts.model_copy(update={"excess_s": 5e-3})
+    facts = h200().facts.model_copy(update={"serving_overhead_s": 5e-3})
     more, less = (Simulator.of(type(h200())(f), machine(), question().workload, setup()) for f in (facts, h200().facts))
     measured = run(SMALL, 40)
     for longer, shorter in (

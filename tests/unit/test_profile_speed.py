@@ -157,7 +157,11 @@ def test_where_measurements_change_the_cost_model_the_settings_are_searched_for_
         return real(objective, *given, **options)
 
     def refitted(cost: CostModel, *_: object) -> CostModel:
-        return cost if cost.facts.excess_s else CostModel(cost.facts.model_copy(update={"excess_s": 2e-4}))
+        return (
+            cost
+            if cost.facts.serving_overhead_s
+            else CostModel(cost.facts.model_copy(update={"serving_overhead_s": 2e-4}))
+        )
 
     monkeypatch.setattr(simulating, "search", search)
     monkeypatch.setattr("autotune.profiling.stages.validation.refitted", refitted)

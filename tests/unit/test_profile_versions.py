@@ -22,13 +22,16 @@ from tests.sample_profile import sample_profile
 
 LATER = {spec.name for spec in KNOBS if not spec.required} | {"growth_reserve", "options"}
 DATA = Path(__file__).parent / "data"
+RENAMED = {"excess_s": "serving_overhead_s"}
 ROOT = Path(__file__).parents[2]
 
 
 def measured(data: Any) -> Any:
-    """``data`` without labels, and without the knobs and the facts of an engine that came later than it may be."""
+    """``data`` under its present names, without labels, and without what came later than it may be."""
     if isinstance(data, dict):
-        return {name: measured(value) for name, value in data.items() if name not in LATER | {"label"}}
+        return {
+            RENAMED.get(name, name): measured(value) for name, value in data.items() if name not in LATER | {"label"}
+        }
     return [measured(value) for value in data] if isinstance(data, list) else data
 
 
@@ -63,6 +66,7 @@ def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
     assert [point["label"] for point in old["simulated"]] == ["twin"]
     assert [point.label for point in found.simulated] == ["paired"]
     assert found.cost_model is not None and found.cost_model.coefficients == old["cost_model"]["coefficients"]
+    assert found.cost_model.serving_overhead_s == old["cost_model"]["excess_s"] > 0
 
 
 def test_an_engine_of_before_kept_one_block_for_each_decode_and_had_no_options() -> None:

@@ -143,12 +143,15 @@ def test_no_request_is_larger_than_the_blocks_of_a_small_pool(tokens: int) -> No
 
 def stalling() -> Scenario:
     """A machine whose served steps take longer than the fit and scatter."""
-    facts = h200().facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS})
+    facts = h200().facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS})
     return Scenario.of(profiled(cost_model=facts), workload=EVEN)
 
 
 def test_what_serving_adds_is_in_every_step_once() -> None:
-    step, facts = StepFeatures(8, 9000, 300, 500, 60_000, 2), h200().facts.model_copy(update={"excess_s": 2e-3})
+    step, facts = (
+        StepFeatures(8, 9000, 300, 500, 60_000, 2),
+        h200().facts.model_copy(update={"serving_overhead_s": 2e-3}),
+    )
     plain = h200().predict(step)
     assert stalling().cost.predict(step) == pytest.approx(plain + 2e-3)
     assert stalling().cost.serving().predict(step) == pytest.approx(plain + 2e-3)

@@ -35,7 +35,7 @@ def test_simulate_shows_the_profiles_settings(path: str, capsys: pytest.CaptureF
 
 def test_the_head_says_what_serving_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, facts = tmp_path / "p.yaml", h200().facts
-    save_profile(profiled(cost_model=facts.model_copy(update={"excess_s": 2e-3, "jitter": STALLS})), file)
+    save_profile(profiled(cost_model=facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS})), file)
     for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
         run([*verb, "--token-budget", "512", "--workload", EVEN, *QUICK])
         assert "error 0.0%, 2 ms more in service, scattered as served steps were" in flat(capsys.readouterr().out)

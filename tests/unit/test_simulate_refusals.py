@@ -146,7 +146,7 @@ def test_the_slowest_machine_a_profile_can_hold_is_simulated(
     each = {"decode_kv_s": 1e-3, "prefill_kv_s": 1e-3, "pair_s": 1e-3, "token_s@0": 1.0}
     most = {name: each.get(name, 1e3) for name in facts.coefficients}
     file = tmp_path / "p.yaml"
-    save_profile(profiled(cost_model=facts.model_copy(update={"coefficients": most, "excess_s": 1e3})), file)
+    save_profile(profiled(cost_model=facts.model_copy(update={"coefficients": most, "serving_overhead_s": 1e3})), file)
     assert load_profile(file).cost_model is not None
     for verb in (["simulate", "--rate", "5", "--profile", str(file)], ["capacity", str(file)]):
         found = told(capsys, *verb, "--workload", EVEN, "--scale", scale, "--price", "1/h", code=1)

@@ -154,7 +154,7 @@ def test_a_machine_found_faster_while_it_served_is_predicted_faster(tmp_path: Pa
         assert slow is not None and fast is not None
         assert slow.predict(step) == pytest.approx(2 * fast.predict(step))
     assert quick.cost_model is not None
-    more = quick.model_copy(update={"cost_model": quick.cost_model.model_copy(update={"excess_s": 4e-3})})
+    more = quick.model_copy(update={"cost_model": quick.cost_model.model_copy(update={"serving_overhead_s": 4e-3})})
     for step in (StepFeatures(16, 16_000, 0, 0, 0, 0), StepFeatures(16, 16_000, 500, 500, 125_250, 1)):
         known, known_more = warm_model(quick), warm_model(more)
         assert known is not None and known_more is not None
