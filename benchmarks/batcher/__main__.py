@@ -11,8 +11,8 @@ their descriptions (:mod:`benchmarks.batcher.rules`). Exact, and the same on any
 
 Run ``python -m benchmarks.batcher``; ``--quick`` takes one short round; ``--only virtual`` needs no peers. The last line is JSON:
 
-- ``in_slo_vs_best_peer_min``: least difference, over the loads, of our share in time and the best peer's;
-- ``in_slo_at_0.9``: our least share in time at the loads up to 0.9;
+- ``attainment_vs_best_peer_min``: least difference, over the loads, of our attainment and the best peer's;
+- ``attainment_at_0.9``: our least attainment at the loads up to 0.9;
 - ``overload_vs_ideal_min``: our share in time ÷ (capacity ÷ load), at 1.05 and 1.3, the lesser;
 - ``idle_p50_ratio``: our p50 at 0.05 ÷ the bare 22 ms; over HTTP, HTTP included;
 - ``burst_recovery_s``: from the end of the burst until p50 is within 10% of what it was before it;
@@ -149,8 +149,8 @@ def summary(kept: dict[str, dict[float, float]], idle_p50: float, bursts: dict[s
     ours = kept["ours"]
     others = [name for name in kept if name != "ours"]
     return {
-        "in_slo_vs_best_peer_min": min(ours[load] - max(kept[name][load] for name in others) for load in ours),
-        "in_slo_at_0.9": min(share for load, share in ours.items() if load <= 0.9),
+        "attainment_vs_best_peer_min": min(ours[load] - max(kept[name][load] for name in others) for load in ours),
+        "attainment_at_0.9": min(share for load, share in ours.items() if load <= 0.9),
         "overload_vs_ideal_min": min(ours[load] * load for load in ours if load > 1),
         "idle_p50_ratio": idle_p50 / BARE_S,
         "burst_recovery_s": bursts["ours"].recovery_s,

@@ -1,7 +1,7 @@
 """Run by the Python of an environment with vLLM: its own scheduler in virtual time, steered, against the simulated engine.
 
-``vllm_agrees.py LOADS`` makes LOADS random loads under random knobs, serves each by both, and prints one JSON object: what the
-loads were, and for each the first step or request that differs ("" if none does). No model is loaded.
+``vllm_agrees.py LOADS SEED`` makes LOADS random loads under random knobs, serves each by both, and prints a JSON list: what each
+load was, and the first step or request that differs ("" if none does). No model is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -20,15 +21,16 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.engines import vllm as ours
+from autotune.engines.vllm.scheduler import picked, steered
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.ordering import ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from runtime.tunable import SchedulerView
 
@@ -37,7 +39,13 @@ LIMITS = KnobLimits(max_batch_size=64, max_wait_ms=500, token_budget=1024, chunk
 PREEMPTS = "vLLM preempts later"
 """The known difference. vLLM hands a prompt its KV blocks chunk by chunk, the simulated engine when it begins: where the pool
 is full of prompts in progress, a decode of vLLM's still finds a block, and one of the simulated engine's preempts a prompt."""
+SHARES = "vLLM shares within a step"
+"""The other. A prompt that begins in the same step as another with the same beginning finds its blocks in vLLM, which names them
+when it plans them; the simulated engine names them when they have been computed."""
 TARGET = SLO(ttft_ms=800, tpot_ms=60)
+CLASSES = (RequestClass("default", TARGET), RequestClass("batch", SLO(ttft_ms=4000), weight=0.25))
+SLOS = {each.name: each.slo for each in CLASSES}
+WEIGHTS = {each.name: each.weight for each in CLASSES}
 
 
 class Cost:
@@ -48,6 +56,20 @@ class Cost:
             0.00613 + 0.000171 * step.decodes + 0.000053 * step.prefill_tokens + 1.1e-7 * step.decode_context
             + 2.3e-8 * step.prefill_attention
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    number: int
+    arrival: Arrival
+    priority: int
+    expires: float | None
+
+    def tokens(self) -> list[int]:
+        """Its prompt: a segment has the same tokens wherever it is."""
+        return [1000 * seed + at for seed, length in self.arrival.segments for at in range(length)]
 
 
 @dataclass(frozen=True)
@@ -62,20 +84,36 @@ class Load:
     budget: str  # "", or the name of a step policy
     admission: bool
     turns: tuple[tuple[float, Knobs], ...]
+    ordering: str
+    mixed: bool  # of two classes and priorities, and some have a timeout
+    cancels: bool
+    prefix_cache: bool
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[Asked]:
         draw = random.Random(self.seed)
         now, found = 0.0, []
         for number in range(self.requests):
             now += draw.expovariate(self.rate)
             prompt = min(900, max(1, int(draw.lognormvariate(4.6, 1.0))))
-            found.append(Arrival(now, prompt, draw.randint(1, 60 if draw.random() < 0.8 else 180), ((number, prompt),)))
+            output = draw.randint(1, 60 if draw.random() < 0.8 else 180)
+            segments: tuple[tuple[int, int], ...] = ((number, prompt),)
+            if self.prefix_cache and draw.random() < 0.7:
+                kind = draw.randrange(4)
+                segments = ((1000 + kind, 24 + 100 * kind), (number, min(prompt, 500)))
+            name = "batch" if self.mixed and draw.random() < 0.4 else "default"
+            arrival = Arrival(now, sum(length for _, length in segments), output, segments, name)
+            expires = now + draw.uniform(0.05, 6) if self.mixed and draw.random() < 0.2 else None
+            found.append(Asked(number, arrival, draw.randrange(3) if self.mixed else 0, expires))
         return found
 
-    def events(self) -> list[tuple[float, Knobs | tuple[int, Arrival]]]:
-        """Arrivals and turns of the knobs, in order of time."""
-        arrivals = [(arrival.time, (number, arrival)) for number, arrival in enumerate(self.arrivals())]
-        return sorted([*arrivals, *self.turns], key=lambda event: event[0])
+    def events(self) -> list[tuple[float, Knobs | Asked | int]]:
+        """Arrivals, turns of the knobs, and the numbers of requests that are cancelled, in order of time."""
+        asked = self.arrivals()
+        found: list[tuple[float, Knobs | Asked | int]] = [(one.arrival.time, one) for one in asked]
+        if self.cancels:
+            draw = random.Random(self.seed + 1)
+            found += [(one.arrival.time + draw.expovariate(1.0), one.number) for one in asked if draw.random() < 0.25]
+        return sorted([*found, *self.turns], key=lambda event: event[0])
 
 
 class Budget:
@@ -90,6 +128,7 @@ class Heard:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []
+        self.shared: set[int] = set()  # numbers of steps in which a prompt found blocks that the step itself computes
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -100,8 +139,8 @@ class Heard:
 
 def simulated(load: Load) -> Heard:
     engine = SimulatedEngine(
-        Cost(), kv_tokens=load.blocks * BLOCK, block_size=BLOCK, limits=LIMITS, knobs=load.knobs, slo=TARGET,
-        prefix_cache=False, fast_forward=False,
+        Cost(), kv_tokens=load.blocks * BLOCK, block_size=BLOCK, limits=LIMITS, knobs=load.knobs, classes=CLASSES,
+        ordering=load.ordering, prefix_cache=load.prefix_cache, fast_forward=False,
     )  # fmt: skip
     heard = Heard()
     engine.subscribe(heard)
@@ -109,14 +148,20 @@ def simulated(load: Load) -> Heard:
         engine.set_step_policy(Budget())
     if load.admission:
         engine.set_admission(AdmissionPolicy())
+    offered: dict[int, Any] = {}
     for when, what in load.events():
         if engine.clock.now() < when:
             engine.run_until(when)
         if isinstance(what, Knobs):
             engine.set_knobs(what)
+        elif isinstance(what, int):
+            if offered[what] is not None:
+                engine.end(offered[what], FinishReason.CANCELLED, "")
         else:
-            number, arrival = what
-            engine.offer(arrival, str(number), due=when, shared=False)
+            offered[what.number] = engine.offer(
+                what.arrival, str(what.number), due=when, shared=load.prefix_cache, priority=what.priority,
+                expires=what.expires,
+            )  # fmt: skip
     engine.run()
     return heard
 
@@ -126,6 +171,8 @@ class Stock:
 
     def __init__(self, folder: Path) -> None:
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, VllmConfig
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import init_none_hash
 
         about = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
@@ -135,17 +182,18 @@ class Stock:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")
         (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+        init_none_hash(sha256)
         self._model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
         self._parts = VllmConfig, CacheConfig, DeviceConfig
 
-    def scheduler(self, blocks: int) -> Any:
+    def scheduler(self, blocks: int, prefix_cache: bool) -> Any:
         import torch
         from vllm.config import SchedulerConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         config_of, cache_of, device_of = self._parts
-        cache = cache_of(block_size=BLOCK, enable_prefix_caching=False)
+        cache = cache_of(block_size=BLOCK, enable_prefix_caching=prefix_cache)
         config = config_of(
             scheduler_config=SchedulerConfig.default_factory(
                 max_num_seqs=LIMITS.max_batch_size,
@@ -162,7 +210,7 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        return ours.Steered(
+        return steered(picked(config.scheduler_config))(
             vllm_config=config,
             kv_cache_config=pool,
             block_size=BLOCK,
@@ -175,21 +223,39 @@ class Steered:
 
     def __init__(self, scheduler: Any, load: Load) -> None:
         self.scheduler, self.clock, self.cost, self.heard = scheduler, VirtualClock(), Cost(), Heard()
-        self.steering = scheduler.steer(self.clock, knobs=load.knobs, limits=LIMITS, slos={"default": TARGET})
+        self.steering = scheduler.steer(
+            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
+        )
+        self._sampled = 10**7  # no token is sampled twice, so that no answer is found in the prefix cache
+
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+        self._hasher = get_request_block_hasher(BLOCK, sha256) if load.prefix_cache else None
 
     def tell(self) -> None:
         self.heard.steps += self.steering.take_steps()
         self.heard.requests += [record for _, record in self.steering.take_ended()]
 
-    def offer(self, number: int, arrival: Arrival, due: float) -> None:
+    def offer(self, asked: Asked, due: float) -> None:
         from vllm.sampling_params import SamplingParams as Theirs
-        from vllm.v1.request import Request as Asked
+        from vllm.v1.request import Request as TheirRequest
 
+        name, arrival = str(asked.number), asked.arrival
         self.steering.coming = Request(
-            str(number), (), SamplingParams(), arrival.output_tokens, due, prompt_len=arrival.prompt_tokens
-        )
+            name, (), SamplingParams(), arrival.output_tokens, due, asked.priority, "", arrival.request_class,
+            expires=asked.expires, prompt_len=arrival.prompt_tokens,
+        )  # fmt: skip
         params = Theirs(max_tokens=arrival.output_tokens, ignore_eos=True)
-        self.scheduler.add_request(Asked(str(number), [7] * arrival.prompt_tokens, params, None, arrival_time=due))
+        self.scheduler.add_request(
+            TheirRequest(name, asked.tokens(), params, None, arrival_time=due, block_hasher=self._hasher)
+        )
+        self.tell()
+
+    def cancel(self, number: int) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
         self.tell()
 
     def run(self, until: float = inf) -> None:
@@ -199,12 +265,16 @@ class Steered:
         while clock.now() < until and scheduler.has_requests():
             now = clock.now()
             held = steering.prepare()
+            cached = self._cached()
             output = None if held > now else scheduler.schedule()
             if output is not None:
                 names = list(output.num_scheduled_tokens)
                 if names:
+                    found = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+                    if any(found[name] > cached[name] for name in found):
+                        self.heard.shared.add(len(self.heard.steps))
                     clock.advance(self.cost.predict(StepFeatures.of(steering.planned_last)))
-                sampled = [[9] if self._samples(name) else [] for name in names]
+                sampled = [[self._next()] if self._samples(name) else [] for name in names]
                 made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
                 scheduler.update_from_output(output, made)
                 self.tell()
@@ -215,6 +285,17 @@ class Steered:
         if until < inf:
             clock.advance_to(until)
 
+    def _cached(self) -> dict[str, int]:
+        """Tokens in the prefix cache for each request that waits."""
+        if self._hasher is None:
+            return {str(request.request_id): 0 for request in self.scheduler.waiting}
+        look = self.scheduler.kv_cache_manager.get_computed_blocks
+        return {str(request.request_id): int(look(request)[1]) for request in self.scheduler.waiting}
+
+    def _next(self) -> int:
+        self._sampled += 1
+        return self._sampled
+
     def _samples(self, name: str) -> bool:
         request = self.scheduler.requests[name]
         return bool(request.num_computed_tokens >= request.num_tokens)
@@ -224,7 +305,9 @@ def first_difference(ours: Heard, theirs: Heard) -> str:
     """What differs first; empty if nothing does. It begins with the name of the difference where that is known."""
     for number, (a, b) in enumerate(zip(ours.steps, theirs.steps, strict=False)):
         if a != b:
-            name = PREEMPTS if a.preemptions != b.preemptions else "unknown"
+            name = (
+                SHARES if number in theirs.shared else PREEMPTS if a.preemptions > b.preemptions else "unknown"
+            )  # fmt: skip
             fields = [name for name in StepRecord._fields if getattr(a, name) != getattr(b, name)]
             told = ", ".join(f"{name} {getattr(a, name)} and {getattr(b, name)}" for name in fields)
             return f"{name}: step {number} of {len(ours.steps)} at {a.start:.4f} s: {told}"
@@ -240,6 +323,15 @@ def first_difference(ours: Heard, theirs: Heard) -> str:
 
 def _plain(record: RequestRecord) -> RequestRecord:
     return record._replace(token_times=tuple(record.token_times))
+
+
+def _mean_e2e(heard: Heard) -> float:
+    ended = [record.finished - record.arrival for record in heard.requests if record.reason is FinishReason.LENGTH]
+    return sum(ended) / len(ended)
+
+
+def _reasons(heard: Heard) -> dict[str, int]:
+    return Counter(str(record.reason) for record in heard.requests)
 
 
 def loads(count: int, seed: int) -> list[Load]:
@@ -264,6 +356,10 @@ def loads(count: int, seed: int) -> list[Load]:
             budget=draw.choice(["", "", "by view"]),
             admission=draw.random() < 0.35,
             turns=tuple((draw.uniform(0, 8), knobs()) for _ in range(draw.choice([0, 0, 3]))),
+            ordering=draw.choice(["priority", "priority", "fcfs", "deadline", "shortest", "fair"]),
+            mixed=draw.random() < 0.5,
+            cancels=draw.random() < 0.3,
+            prefix_cache=draw.random() < 0.3,
         )
         for _ in range(count)
     ]
@@ -272,30 +368,36 @@ def loads(count: int, seed: int) -> list[Load]:
 def compare(load: Load, stock: Stock) -> dict[str, Any]:
     """Serve ``load`` by both."""
     ours = simulated(load)
-    world = Steered(stock.scheduler(load.blocks), load)
+    world = Steered(stock.scheduler(load.blocks, load.prefix_cache), load)
     steering = world.steering
     if load.budget:
         steering.settings.set_policy(Budget())
     if load.admission:
-        steering.set_admission(AdmissionPolicy())
+        steering.set_admission(AdmissionPolicy(), weights=WEIGHTS)
     for when, what in load.events():
         if world.clock.now() < when:
             world.run(when)
         if isinstance(what, Knobs):
             steering.settings.set_knobs(what)
+        elif isinstance(what, int):
+            world.cancel(what)
         else:
-            world.offer(*what, due=when)
+            world.offer(what, due=when)
     world.run()
     left = steering.total_blocks - steering.free_blocks()
     return {
         "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} admission={load.admission} "
-        f"turns={len(load.turns)} seed={load.seed}",
+        f"turns={len(load.turns)} ordering={load.ordering} mixed={load.mixed} cancels={load.cancels} "
+        f"prefix_cache={load.prefix_cache} seed={load.seed}",
         "differs": first_difference(ours, world.heard),
         "steps": len(ours.steps),
         "requests": len(world.heard.requests),
         "preempted": sum(step.preemptions for step in world.heard.steps),
         "rejected": sum(record.reason is FinishReason.REJECTED for record in ours.requests),
         "blocks_left": left,
+        "seconds": [world.heard.steps[-1].end, ours.steps[-1].end],
+        "e2e": [_mean_e2e(world.heard), _mean_e2e(ours)],
+        "reasons": [_reasons(world.heard), _reasons(ours)],
     }
 
 

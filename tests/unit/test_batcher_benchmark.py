@@ -123,8 +123,8 @@ def test_the_figures_are_what_they_are_called() -> None:
     }
     found = summary(kept, 0.0231, {"ours": Burst(0.022, 0.7, 0.3)})
     assert found == {
-        "in_slo_vs_best_peer_min": pytest.approx(-0.001),
-        "in_slo_at_0.9": 0.998,
+        "attainment_vs_best_peer_min": pytest.approx(-0.001),
+        "attainment_at_0.9": 0.998,
         "overload_vs_ideal_min": pytest.approx(0.988),
         "idle_p50_ratio": pytest.approx(1.05),
         "burst_recovery_s": 0.3,

@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def measured(data: Any) -> Any:
-    """``data`` without the knobs and the facts of an engine that came later than it may be."""
+    """``data`` without labels, and without the knobs and the facts of an engine that came later than it may be."""
     if isinstance(data, dict):
-        return {name: measured(value) for name, value in data.items() if name not in LATER}
+        return {name: measured(value) for name, value in data.items() if name not in LATER | {"label"}}
     return [measured(value) for value in data] if isinstance(data, list) else data
 
 
@@ -56,10 +56,12 @@ def test_version_1_loses_only_the_field_that_was_never_filled() -> None:
     assert (found.cost_model, found.simulation, found.simulated, found.confidence) == (None, None, (), None)
 
 
-def test_version_2_called_its_warnings_otherwise() -> None:
+def test_version_2_called_warnings_and_paired_simulations_otherwise() -> None:
     old = yaml.safe_load((DATA / "profile-version-2.yaml").read_text())
     found = load_profile(DATA / "profile-version-2.yaml")
     assert found.warnings == tuple(old["doubts"]) != ()
+    assert [point["label"] for point in old["simulated"]] == ["twin"]
+    assert [point.label for point in found.simulated] == ["paired"]
     assert found.cost_model is not None and found.cost_model.coefficients == old["cost_model"]["coefficients"]
 
 

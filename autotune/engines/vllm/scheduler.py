@@ -18,7 +18,7 @@ from runtime.ordering.priority import Priority
 
 log = logging.getLogger("vllm.autotune")  # where vLLM's own lines go
 
-VERSIONS: Final = ((0, 32), (0, 32))
+VERSIONS: Final = ((0, 31), (0, 33))
 """The first and the last version of vLLM that this has been run with."""
 REJECTED: Final = "autotune: "
 """How the ``stop_reason`` of a request begins that was ended here; after it come the seconds to retry in, and why."""

@@ -47,8 +47,8 @@ from runtime.tunable import SchedulerView
 NEEDED: Final = (
     "running", "waiting", "requests", "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens",
     "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "scheduler_config.policy",
-    "kv_cache_manager.watermark_blocks", "kv_cache_manager.block_pool.get_num_free_blocks",
-    "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
+    "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
+    "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
 )  # fmt: skip
 """What a scheduler must have to be steered."""
 GROWTH_RESERVE: Final = 1
@@ -145,6 +145,8 @@ class Steering:
         """The same of steps."""
         self._scheduler, self._drop = scheduler, drop
         self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
+        self._computed_blocks: Callable[[Any], Any] = scheduler.kv_cache_manager.get_computed_blocks
+        self._caches: bool = scheduler.kv_cache_manager.enable_caching
         self._watermark: int = scheduler.kv_cache_manager.watermark_blocks
         self._stock = (
             scheduler.max_num_active_reqs,
@@ -226,9 +228,15 @@ class Steering:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = sequence.target
+        sequence.pending = sequence.target - self._in_cache(sequence)[0]
         self.waiting.push(sequence)
         self.slack.queued(sequence)
+
+    def _in_cache(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens of ``sequence`` in vLLM's prefix cache, and how many of their blocks nobody holds."""
+        found = self._computed_blocks(sequence.data)
+        cached = int(found[1])
+        return cached, sum([block.ref_cnt == 0 for block in found[0].blocks[0]]) if cached else 0
 
     def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
         sequence.retry_after = verdict.retry_after_s
@@ -460,7 +468,7 @@ class Steering:
         cached; but it would begin others before the first has all of its blocks.
         """
         admission = self._admission
-        if admission is None and spare >= self._blocks(self.waiting.tokens) + self.waiting.count:
+        if admission is None and not self._caches and spare >= self._blocks(self.waiting.tokens) + self.waiting.count:
             return slots
         begun = 0
         for head in self.waiting.in_order():
@@ -469,12 +477,14 @@ class Steering:
             if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
                 self._turn_away(head, verdict, now)
                 continue
-            spare -= self._blocks(head.pending)
+            cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
+            pending = head.target - cached
+            spare -= self._blocks(pending) + idle
             if spare < 0:
                 return max(1, begun)
-            in_progress.append(head.pending)
+            in_progress.append(pending)
             begun += 1
-            left -= min(knobs.chunk_size, head.pending)
+            left -= min(knobs.chunk_size, pending)
         return slots
 
     def planned(self, output: Any) -> None:
@@ -604,9 +614,14 @@ class Steering:
                         self.ended.append((one, ended))
         if plan is None:
             return
-        record = plan.record._replace(
-            start=max(plan.record.start, self._last_end),  # steps of an async scheduler overlap
-            end=now, sampled=sampled, failed=failed, running=len(self._scheduler.running), kv_free_blocks=self.free_blocks(),
+        (
+            start, _, steps, decodes, context, chunks, tokens, prefix, pairs, _, _, waiting, waiting_tokens, _, preempted, epoch,
+            used, limited, _,
+        ) = plan.record  # fmt: skip
+        record = StepRecord(  # _replace() takes three times as long
+            max(start, self._last_end),  # steps of an async scheduler overlap
+            now, steps, decodes, context, chunks, tokens, prefix, pairs, sampled, len(self._scheduler.running), waiting,
+            waiting_tokens, self.free_blocks(), preempted, epoch, used, limited, failed,
         )  # fmt: skip
         self._last_end = now
         self.steps.append(record)

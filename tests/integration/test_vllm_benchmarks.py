@@ -1,0 +1,46 @@
+"""The benchmarks of live vLLM, as small as they go, by the Python of an environment with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.vllm_environment import vllm_python_with_tests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, *arguments: str) -> dict[str, Any]:
+    command = [str(vllm_python_with_tests()), "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_live_contest_and_agreement() -> None:
+    found = run(
+        "vllm_live", "--quick", "--small", "--rounds", "1", "--duration", "3", "--calibrate", "8", "--case", "light",
+        "--part", "agreement", "--part", "contest",
+    )  # fmt: skip
+    assert found["agreement"]["differing"] == found["agreement"]["lost"] == 0 < found["agreement"]["served"]
+    assert found["failed_turns"] == 0
+    assert found["cases"]["light"]["ours"]["offered"] == found["cases"]["light"]["best static"]["offered"] > 0
+
+
+def test_overhead_of_the_host(tmp_path: Path) -> None:
+    from benchmarks.vllm.model import SMALL, model_folder
+
+    folder = model_folder(tmp_path / "model", SMALL)
+    found = run("vllm.overhead", "--rounds", "1", "--steps", "40", "--folder", str(folder))
+    assert 0 < found["host_overhead"] < 2 and [host["sequences"] for host in found["hosts"]] == [16, 64]
+    assert all(0 < host["runner"] < host["stock"] < host["engine"] for host in found["hosts"])

@@ -1,0 +1,232 @@
+"""The live benchmarks of vLLM, all but vLLM: loads, contenders, rounds, figures and the truth, in simulation."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.bench import fixed
+from autotune.measure.evaluate import Interrupted
+from autotune.profile import find_profile, load_profile
+from autotune.profile.serving import serving_cost
+from autotune.simulate import SimulatedEngine
+from benchmarks.live.contenders import admitted
+from benchmarks.live.machine import Machine
+from benchmarks.live.serving import Contest, turn
+from benchmarks.sweep.rivals import Choice
+from benchmarks.vllm import overhead
+from benchmarks.vllm.machine import simulated
+from benchmarks.vllm.model import MAX_MODEL_LEN, SMALL, model_folder
+from benchmarks.vllm.overhead import Host, _a_step
+from benchmarks.vllm.starting import DEFAULTS, LIMITS
+from benchmarks.vllm_live import __main__ as live_command
+from benchmarks.vllm_live.client import Found, Run
+from benchmarks.vllm_live.contenders import GRID, KNOBS_ONLY, OURS, STOCK
+from benchmarks.vllm_live.loads import NAMES, SHARES, cases
+from benchmarks.vllm_live.summary import ADMITTED, BEST, compared, report, summary
+from benchmarks.vllm_sweep import __main__ as sweep_command
+from benchmarks.vllm_sweep.__main__ import AUTO_TUNE, FULL, QUICK, TPE, Result, ratio, regret, truth
+from benchmarks.vllm_sweep.__main__ import OURS as SEARCHED
+from benchmarks.vllm_sweep.rig import Case, LiveRig
+from runtime.knobs import Knobs
+from runtime.slo import SLO
+from tests.unit.paced import FACTS
+
+MODEL = FACTS.model_copy(update={"max_model_len": MAX_MODEL_LEN})
+COST = serving_cost(load_profile(find_profile("cpu-2core-tiny")))
+SECONDS = 5.0
+SMALL_STEPS = fixed(Knobs(64, 0, 96, 96))
+
+
+@pytest.fixture
+def machine() -> Machine:
+    engine = SimulatedEngine(COST, kv_tokens=60_000, block_size=32, limits=LIMITS, prefix_cache=False)
+    return Machine(engine, MODEL, engine.clock)
+
+
+def test_three_shares_of_capacity_and_a_shift(machine: Machine) -> None:
+    found = {case.name: case for case in cases(machine, COST, SECONDS)}
+    assert tuple(found) == NAMES and [case.shifts for case in found.values()] == [False, False, False, True]
+    full = found["full"].workload.rate
+    for name, share in SHARES.items():
+        assert found[name].workload.rate == pytest.approx(share * full)
+        assert found[name].slo == found["prompts"].slo
+    arrivals = list(found["prompts"].workload.arrivals(3, duration=200.0))
+    assert all(a.time <= b.time for a, b in pairwise(arrivals))
+    before, after = ([a.prompt_tokens for a in arrivals if (a.time < SECONDS / 2) is first] for first in (True, False))
+    assert sum(after) / len(after) > 1.5 * sum(before) / len(before), "prompts get longer"
+
+
+def test_contenders_begin_at_the_defaults_of_the_server() -> None:
+    assert STOCK.knobs == OURS.knobs == KNOBS_ONLY.knobs == DEFAULTS
+    assert not STOCK.control and OURS.control and KNOBS_ONLY.control
+    assert len(set(GRID)) == len(GRID) >= 24 and all(LIMITS.clamp(knobs) == knobs for knobs in GRID)
+
+
+def test_a_fixed_setting_with_admission_holds_its_knobs_and_rejects(machine: Machine) -> None:
+    load = cases(machine, COST, SECONDS)[0]
+    load = load._replace(workload=load.workload.at_rate(3 * load.workload.rate))
+    contender = admitted(Knobs(8, 0, 64, 64))
+    found = turn(machine, load, contender, 0, 5, 5, SECONDS)
+    assert machine.engine.knobs == contender.knobs
+    assert found.score.violations.get("completion", 0) > 10, "the late ones are rejected"
+    plain = turn(machine, load, fixed(contender.knobs), 0, 5, 5, SECONDS)
+    assert found.score.met > plain.score.met
+
+
+def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
+    chosen = [case for case in cases(machine, COST, SECONDS) if case.name in ("over", "prompts")]
+    statics = [SMALL_STEPS, fixed(Knobs(8, 0, 256, 256)), admitted(SMALL_STEPS.knobs), admitted(Knobs(8, 0, 32, 32))]
+    contest = Contest(
+        simulated(COST, machine), chosen, [STOCK, OURS, KNOBS_ONLY], {case.name: statics for case in chosen}, (2, 1), seed=0,
+        duration=SECONDS, stop=lambda: False, tell=lambda case, result: None, fail=lambda case, contender, cause: None,
+    )  # fmt: skip
+    contest.run()
+    for case in chosen:
+        last = {r.turn.contender for r in contest.results(case) if r.turn.round == 1}
+        assert len(last & set(statics)) == 2 and len([c for c in last & set(statics) if c.control]) == 1, (
+            "one of a kind"
+        )
+    found = compared(contest, chosen, SECONDS)
+    said: list[str] = []
+    report(found, said.append)
+    assert sum("goodput ÷ that of: defaults" in line for line in said) == 4
+    shape = json.loads(json.dumps(summary(found)))
+    wanted = ("vs_defaults", "vs_best_static", "vs_best_static_with_admission", "shift_vs_best_static")
+    for name in wanted:
+        low, high = shape["intervals"][name]
+        assert 0 < low <= shape[name] <= high
+    assert shape["vs_defaults"] > 1.05, "steps of 2048 tokens hold back all that decodes"
+    over, prompts = (found[0].ours[BEST], found[1].ours[BEST])
+    assert shape["vs_best_static"] == pytest.approx(over.value, abs=1e-4)
+    assert shape["shift_vs_best_static"] == pytest.approx(prompts.value, abs=1e-4)
+    of_case = shape["cases"]["over"]
+    assert (
+        of_case[ADMITTED]["name"].endswith("with admission")
+        and of_case[ADMITTED]["offered"] == of_case["ours"]["offered"]
+    )
+
+
+def test_the_client_counts_rounds() -> None:
+    runs = [Run(100, 100, good, {}) for good in (40, 50)], [Run(100, 80, good, {}) for good in (60, 75)]
+    found = Found(SLO(ttft_ms=800), 5.0, *runs, attached=True)
+    assert found.ratio.value == pytest.approx(1.5) and found.ratio.low == pytest.approx(1.5)
+    assert math.isnan(Found(SLO(ttft_ms=800), 5.0, [], [], attached=False).ratio.value)
+
+
+def test_host_overhead_is_the_larger_and_says_of_what() -> None:
+    hosts = [Host(16, 1e-3, 5e-4, 1.1e-3, 1.3e-3), Host(64, 2e-3, 1e-3, 2.3e-3, 2.4e-3)]
+    shape = overhead.shape(hosts)
+    assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.15, "scheduler")
+    assert "scheduler +300 µs: 0.150 (without the runner 0.300)" in hosts[1].told()
+    bare = [host._replace(scheduler=None) for host in hosts]
+    assert (overhead.shape(bare)["host_overhead"], overhead.shape(bare)["host_overhead_of"]) == (0.3, "engine")
+    times = [(0.002 * n, 0.001 * n) for n in range(40)]
+    assert _a_step(times) == (pytest.approx(0.002), pytest.approx(0.001))
+    with pytest.raises(RuntimeError, match="only 12 steps"):
+        _a_step(times[:12])
+
+
+def test_the_model_has_a_token_for_each_word(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    folder = model_folder(tmp_path / "model", SMALL)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["max_position_embeddings"] == MAX_MODEL_LEN
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    ids = [5, 7999, 2, 77]
+    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids, "a prompt has the length that a client asks for"
+
+
+class Fixed:
+    """A rig that knows what each setting is worth."""
+
+    limits = LIMITS
+
+    def __init__(self, worth: dict[Knobs, float]) -> None:
+        self.worth, self.asked = worth, list[tuple[Knobs, int]]()
+
+    def measure(self, knobs: Knobs, seed: int) -> Any:
+        self.asked.append((knobs, seed))
+        return type("Score", (), {"goodput": self.worth[knobs]})
+
+
+def test_regret_is_against_the_best_of_all_that_was_measured() -> None:
+    best, ours, low = Knobs(32, 0, 128, 128), Knobs(16, 0, 128, 128), Knobs(8, 0, 32, 32)
+    rig = Fixed({best: 10.0, ours: 9.5, low: 5.0, DEFAULTS: 2.0})
+    shares = truth(rig, [best, ours, low, ours, DEFAULTS], 2)  # type: ignore[arg-type]
+    assert shares == rig.worth
+    assert len(rig.asked) == 8 and [knobs for knobs, _ in rig.asked[:5]] == [best, ours, low, DEFAULTS, ours]
+    assert len({seed for _, seed in rig.asked[:4]}) == 1 and rig.asked[0][1] != rig.asked[4][1]
+    results = [
+        Result(SEARCHED, 1, Choice(ours, 100.0, 8, 8)),
+        Result(AUTO_TUNE, 1, Choice(None, 90.0, 1, 1)),
+        Result(TPE, 1, Choice(low, 95.0, 4, 4)),
+    ]
+    assert [regret(r, shares) for r in results] == pytest.approx([0.05, 0.8, 0.5])
+    assert ratio(results, shares, TPE) == pytest.approx(1.9) and ratio(results, shares, AUTO_TUNE) == pytest.approx(
+        4.75
+    )
+    shape = sweep_command.summary(results, shares, 1000.0)
+    assert {name: shape[name] for name in ("regret", "time_share_of_grid", "vs_tpe", "vs_auto_tune")} == {
+        "regret": 0.05, "time_share_of_grid": 0.1, "vs_tpe": 1.9, "vs_auto_tune": 4.75
+    }  # fmt: skip
+
+
+def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
+    load = cases(machine, COST, SECONDS)[0]
+    case = Case(load.workload, load.slo, QUICK.grid, SECONDS, 1.0)
+    rig = LiveRig(machine, case, lambda: False)
+    assert rig.spent_s == 0.0
+    rig.rest(30.0)
+    assert rig.spent_s == 30.0
+    score = rig.measure(SMALL_STEPS.knobs, 3)
+    assert score.offered > 10 and 30.0 + SECONDS < rig.spent_s < 60.0
+    with pytest.raises(Interrupted):
+        LiveRig(machine, case, lambda: True).measure(SMALL_STEPS.knobs, 3)
+    assert len(FULL.grid.cells()) >= 24
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (live_command.main, ["--case", "chats"], "choose from"),
+        (live_command.main, ["--rounds", "0"], "0; it must be a whole number from 1 to 100"),
+        (live_command.main, ["--duration", "x"], "x s; it must be 1 to 3600"),
+        (sweep_command.main, ["--budget", "5"], "5 s; it must be 30 to 36000"),
+        (sweep_command.main, ["--threads", "0"], "--threads is 0; it must be at least 1"),
+        (overhead.main, ["--steps", "3"], "--rounds is 7 and --steps 3; they must be at least 1 and 40"),
+    ],
+)
+def test_nonsense_is_said_before_anything_is_loaded(
+    main: Any, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [live_command.main, sweep_command.main, overhead.main])
+def test_without_vllm_it_says_what_to_do(
+    main: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "vllm is not installed for this Python" in capsys.readouterr().err
+
+
+def test_every_process_gets_its_own_seed_of_prompts(machine: Machine) -> None:
+    case = Case(cases(machine, COST, SECONDS)[0].workload, SLO(ttft_ms=100), QUICK.grid, SECONDS, 1.0)
+    rigs = [LiveRig(machine, case, lambda: False) for _ in range(2)]
+    assert len({partial(rig._prompts)() for rig in rigs for _ in range(3)}) == 6
