@@ -138,7 +138,7 @@ def test_without_vllm_it_says_what_to_install(
     monkeypatch.setattr(named, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.99.0")
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
-    assert "it is version 0.99.0, and this was made for 0.32" in capsys.readouterr().err
+    assert "it is version 0.99.0, and this was made for" in capsys.readouterr().err
 
 
 def test_it_becomes_vllm_and_prints_what_it_runs(
