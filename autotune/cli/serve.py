@@ -7,12 +7,13 @@ import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from autotune.cli.class_options import request_classes
 from autotune.cli.knob_options import checked_knobs, with_knobs
+from autotune.engines.named import check_engine
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
@@ -40,7 +41,7 @@ def serve(
         list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
     ] = None,
     on: Annotated[
-        Literal["own", "vllm"], Option("--engine", help="own: runtime.Engine; vllm: a vllm serve that tunes itself.")
+        str, Option("--engine", help="own: this project's own engine; vllm: a vllm serve that tunes itself.")
     ] = "own",
     slo: Annotated[
         str | None,
@@ -121,6 +122,7 @@ def serve(
     with_classes = request_classes(classes or [])
     if with_classes and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
+    check_engine(on)
     if on == "vllm":
         if start_with is not None:
             _check_machine(start_with, "auto", anyway, controlled=controlled is not False)

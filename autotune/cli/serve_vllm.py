@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from autotune.engines.named import named
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,6 +60,17 @@ def serve_vllm(
             None if profile is None else limits,
             None if profile is None else prefill_rate(profile[1]),
             {**flags, "--shutdown-timeout": math.ceil(grace)},
-            more,
+            (*_profiled(None if profile is None else profile[1]), *more),
         )
     )
+
+
+def _profiled(profile: Profile | None) -> list[str]:
+    """What vLLM was started with when it was profiled, as options of its command."""
+    words: list[str] = []
+    if profile is not None and named(profile.engine.name) == "vllm":
+        for name, value in profile.engine.options.items():
+            option = name.replace("_", "-")
+            switch = {"true": [f"--{option}"], "false": [f"--no-{option}"]}.get(value.lower())
+            words += switch or [f"--{option}", value]
+    return words

@@ -362,7 +362,7 @@ def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -
     [
         ({}, "there is no SLO; set AUTOTUNE_SLO"),
         ({**SLO, "off": True}, "it is switched off"),
-        (SLO, r"it is version 0.99.1, and this was made for 0.32"),
+        (SLO, r"it is version 0.99.1, and this was made for"),
         (SLO, "the scheduler has no max_num_active_reqs"),
     ],
 )

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import run
-from autotune.engines.vllm import command
+from autotune.cli.serve_vllm import _profiled
+from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED
 from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
+from tests.unit.profiles import profile
 
 # -- options ----------------------------------------------------------------------------------------------------------------
 
@@ -115,10 +117,13 @@ def test_no_limit_of_queued_tokens_where_it_would_reject_too_much(options: Optio
         (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--ordering", "shortest"), "--ordering does not go with"),
         (("./m", "--engine", "vllm", "--slo", "ttft=1s", "--threads", "2"), "--threads does not go with --engine vllm"),
         (("./m", "--slo", "ttft=1s", "--", "--swap-space", "4"), "--swap-space 4 is of vLLM's options; they go with"),
-        (("./m", "--engine", "sglang"), "invalid value for '--engine'"),
+        (("./m", "--engine", "sglang"), "--engine is sglang; it must be own or vllm"),
     ],
 )
-def test_what_cannot_work_is_one_line(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_one_line(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named, "find_spec", lambda name: object())
     assert run(["serve", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
@@ -127,20 +132,20 @@ def test_what_cannot_work_is_one_line(words: tuple[str, ...], says: str, capsys:
 def test_without_vllm_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(named, "find_spec", lambda name: None)
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
     assert "pip install 'gpu-autotune[vllm]'" in capsys.readouterr().err
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(named, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.99.0")
     assert run(["serve", "./m", "--engine", "vllm", "--slo", "ttft=1s"]) == 2
-    assert "it is version 0.99.0, and this was made for 0.32" in capsys.readouterr().err
+    assert "it is version 0.99.0, and this was made for" in capsys.readouterr().err
 
 
 def test_it_becomes_vllm_and_prints_what_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(named, "find_spec", lambda name: object())
     monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
 
     def become(program: str, words: list[str]) -> None:
@@ -164,6 +169,16 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
     assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
     printed = capsys.readouterr().err
     assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
+
+
+def test_a_profile_of_vllm_starts_it_as_it_was_profiled() -> None:
+    measured = profile()
+    options = {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
+    engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
+    assert _profiled(measured.model_copy(update={"engine": engine})) == [
+        "--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy",
+    ]  # fmt: skip
+    assert _profiled(measured) == _profiled(None) == []
 
 
 # -- the status of a rejection ----------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
+from autotune.engines.vllm.named import check_installed
 from autotune.engines.vllm.scheduler import unfit_version
 from autotune.engines.vllm.serving import SECTION, Options
 from runtime.errors import InputError
@@ -73,12 +73,9 @@ class ServeCommand:
 
 def vllm_program() -> list[str]:
     """How to run vLLM's command in this environment. Raises :class:`InputError` if it is not here, or of another version."""
-    if find_spec("vllm") is None:
-        raise InputError(
-            "--engine is vllm, which is not installed beside autotune: pip install 'gpu-autotune[vllm]' in its environment"
-        )
+    check_installed()
     if (found := _version()) is not None and (why := unfit_version(found)) is not None:
-        raise InputError(f"--engine is vllm: {why}")
+        raise InputError(f"--engine vllm: {why}")
     script = Path(sys.executable).with_name("vllm")
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 

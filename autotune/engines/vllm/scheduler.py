@@ -97,7 +97,8 @@ class SteeredScheduler:
             return
         from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-        self._stock_policy, self._stock_adaptive = self.policy, self.adaptive_long_prefill_threshold  # type: ignore[attr-defined,has-type]
+        self._stock_policy = self.policy  # type: ignore[attr-defined]
+        self._stock_adaptive = getattr(self, "adaptive_long_prefill_threshold", False)  # which older versions lack
         self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
         _queue_by(self, SchedulingPolicy.PRIORITY)  # a number for each request: ours, which says whose turn it is
         self.steer(MonotonicClock())
