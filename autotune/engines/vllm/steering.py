@@ -368,12 +368,6 @@ class Steering:
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
         self.expire(now)
-        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
-        running: list[Any] = scheduler.running
-        prompts = sum([r.is_prefill_chunk for r in running])
-        if prompts and any([r.is_prefill_chunk for r in running[:-prompts]]):
-            running.sort(key=_is_prompt)
-        decodes = len(running) - prompts
         asked = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
@@ -383,6 +377,12 @@ class Steering:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
             asked = asked if budget is None else min(asked, budget)
+        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
+        running: list[Any] = scheduler.running
+        prompts = sum([r.is_prefill_chunk for r in running])
+        if prompts and any([r.is_prefill_chunk for r in running[:-prompts]]):
+            running.sort(key=_is_prompt)
+        decodes = len(running) - prompts
         if not decodes:
             asked = max(asked, 1)  # whatever a policy says, a step with work does some
         given = max(asked, decodes)
