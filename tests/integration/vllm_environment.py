@@ -36,8 +36,8 @@ OURS = (
 )  # fmt: skip
 """What this project and its tests need beside what vLLM brings."""
 FOR_ITS_SCHEDULER = (
-    "aiohttp", "cachetools", "cbor2", "einops", "msgspec", "openai", "openai-harmony", "partial-json-parser", "pillow", "pybase64",
-    "py-cpuinfo", "pyzmq", "requests", "uvloop",
+    "aiohttp", "cachetools", "cbor2", "einops", "msgspec", "openai", "openai-harmony", "partial-json-parser", "pillow",
+    "pybase64", "py-cpuinfo", "pyzmq", "requests", "uvloop",
 )  # fmt: skip
 """What vLLM imports on the way to its scheduler and this project does not need."""
 PINNED = ("xgrammar", "llguidance", "apache-tvm-ffi")
