@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -23,6 +23,7 @@ help:
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
 	@echo "make test-slow         the second tier, half an hour: whole profiles, interrupted ones, examples, clients, installed wheel"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
+	@echo "make test-vllm-versions  vLLM's scheduler against the simulated engine (AUTOTUNE_VLLM_VERSIONS=\"0.33.0 ...\")"
 	@echo "make format            put the source into ruff's format"
 	@echo "make docs              write the pages of docs/reference that follow from the code"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
@@ -57,6 +58,13 @@ test-slow: $(STAMP)
 # The same, and with the environments that are large: vLLM's CPU build, several GB and minutes the first time.
 test-integration: export AUTOTUNE_BUILD_ENVIRONMENTS := 1
 test-integration: test-slow
+
+# vLLM's own scheduler against the simulated engine, in each of these versions; 200 MB and a minute each the first time.
+AUTOTUNE_VLLM_VERSIONS ?= 0.31.0 0.32.0 0.33.0
+test-vllm-versions: export AUTOTUNE_VLLM_VERSIONS := $(AUTOTUNE_VLLM_VERSIONS)
+test-vllm-versions: export AUTOTUNE_BUILD_ENVIRONMENTS := 1
+test-vllm-versions: $(STAMP)
+	$(PYTEST) -n 0 -m slow tests/integration/test_vllm_agrees.py $(ARGS)
 
 check: lint types test
 

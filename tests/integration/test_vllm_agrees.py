@@ -1,4 +1,8 @@
-"""vLLM's own scheduler, steered, makes the steps that the simulated engine makes: what is simulated is what is served."""
+"""vLLM's own scheduler, steered, makes the steps that the simulated engine makes: what is simulated is what is served.
+
+The scheduler needs vLLM's Python alone, so each version in ``AUTOTUNE_VLLM_VERSIONS`` is tested in a small environment of its
+own: `make test-vllm-versions`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,27 @@ from typing import Any
 
 import pytest
 
-from tests.integration.vllm_environment import ENVIRONMENT, vllm_python
+from autotune.engines.vllm.scheduler import VERSIONS
+from tests.integration.vllm_environment import ENVIRONMENT, scheduler_python, scheduler_versions
 
 ROOT = Path(__file__).parents[2]
-PREEMPTS = "vLLM preempts later"
-LOADS = 60
+LOADS = 80
+PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts otherwise"
+TOO_OLD = "0.30.0"
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    command = [str(vllm_python()), str(Path(__file__).with_name("vllm_agrees.py")), str(LOADS), "2"]
+def ran(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([str(python), *arguments], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout))
+    return done
+
+
+@pytest.fixture(scope="module", params=scheduler_versions())
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What :mod:`tests.integration.vllm_agrees` finds in one version."""
+    program = str(Path(__file__).with_name("vllm_agrees.py"))
+    return list(json.loads(ran(scheduler_python(request.param), program, str(LOADS), "7").stdout))
 
 
 @pytest.mark.slow
@@ -32,14 +43,34 @@ def test_steps_and_requests_are_equal_but_for_what_is_named(found: list[dict[str
     named = Counter(one["differs"].partition(":")[0] for one in found)
     unknown = [f"{one['load']}: {one['differs']}" for one in found if one["differs"].startswith("unknown")]
     assert not unknown, "\n".join(unknown)
-    assert named.keys() <= {"", PREEMPTS}
-    assert named[""] >= 0.9 * LOADS, named
+    assert named.keys() <= {"", PREEMPTS, SHARES, EVICTS}
+    assert named[""] >= 0.7 * LOADS, named
 
 
 @pytest.mark.slow
-def test_only_a_full_pool_makes_a_difference(found: list[dict[str, Any]]) -> None:
-    assert all(not one["differs"] for one in found if "blocks=4000" in one["load"] or "blocks=300" in one["load"])
+def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        full, shared = "blocks=70" in one["load"], "prefix_cache=True" in one["load"]
+        name = one["differs"].partition(":")[0]
+        assert not name or shared or full, one
+        assert name != PREEMPTS or full, one
+        assert name not in (SHARES, EVICTS) or shared, one
+        assert name != EVICTS or "blocks=4000" not in one["load"], one
     assert all(one["requests"] == 120 and one["blocks_left"] == 0 for one in found), "none is lost, and no block"
+
+
+@pytest.mark.slow
+def test_a_named_difference_is_small(found: list[dict[str, Any]]) -> None:
+    """All is done at nearly the same time, and with nearly the same outcomes."""
+    for one in found:
+        (theirs, ours), (their_e2e, our_e2e) = one["seconds"], one["e2e"]
+        their_reasons, our_reasons = one["reasons"]
+        changed = sum(abs(their_reasons.get(r, 0) - our_reasons.get(r, 0)) for r in {*their_reasons, *our_reasons}) / 2
+        if not one["differs"]:
+            assert (theirs, their_e2e, changed) == (ours, our_e2e, 0), one
+        assert theirs == pytest.approx(ours, rel=0.2), one
+        assert their_e2e == pytest.approx(our_e2e, rel=0.3), one
+        assert changed <= 10, one
 
 
 @pytest.mark.slow
@@ -47,6 +78,27 @@ def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
     """Else their agreement says little."""
     assert sum(one["rejected"] > 0 for one in found) >= 5
     assert sum(one["preempted"] > 0 for one in found) >= 2
+    for kind in ("by view", "turns=3", "mixed=True", "cancels=True", "prefix_cache=True", "ordering=deadline"):
+        assert sum(kind in one["load"] and not one["differs"] for one in found) >= 5, kind
     assert sum("max_wait_ms=0" not in one["load"] for one in found) >= 10
-    assert sum("by view" in one["load"] for one in found) >= 10
-    assert sum("turns=3" in one["load"] for one in found) >= 10
+    assert all(any(reason in one["reasons"][0] for one in found) for reason in ("cancelled", "timeout", "rejected"))
+
+
+@pytest.mark.slow
+def test_a_version_that_cannot_be_steered_is_refused_by_name() -> None:
+    """It lacks max_num_active_reqs. vLLM schedules as it would without this, and one line says why."""
+    assert VERSIONS[0] > (0, 30)
+    program = (
+        "import sys, tempfile, pathlib; sys.path.insert(0, sys.argv[1])\n"
+        "import vllm_agrees\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    stock = vllm_agrees.Stock(pathlib.Path(folder) / 'model')\n"
+        "    made = stock.scheduler(300, False, refusing=True)\n"
+        "print(type(made).__name__)\n"
+    )
+    done = ran(scheduler_python(TOO_OLD), "-c", program, str(Path(__file__).parent))
+    assert done.stdout.strip().splitlines()[-1] == "Scheduler"
+    said = done.stdout + done.stderr
+    assert said.count("vLLM is not steered: it is version 0.30.0, and this was made for 0.31 to 0.33") == 1, said[
+        -2000:
+    ]

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.engines.vllm.scheduler import picked, steered
+from autotune.engines.vllm.scheduler import Scheduler, picked, steered
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.clock import VirtualClock
@@ -42,6 +43,9 @@ is full of prompts in progress, a decode of vLLM's still finds a block, and one 
 SHARES = "vLLM shares within a step"
 """The other. A prompt that begins in the same step as another with the same beginning finds its blocks in vLLM, which names them
 when it plans them; the simulated engine names them when they have been computed."""
+EVICTS = "vLLM evicts otherwise"
+"""The third, in whatever follows the first eviction of a cached prefix from a full pool. Its causes are not told apart. It is not
+only that vLLM takes blocks chunk by chunk: prompts computed in one step differ too."""
 TARGET = SLO(ttft_ms=800, tpot_ms=60)
 CLASSES = (RequestClass("default", TARGET), RequestClass("batch", SLO(ttft_ms=4000), weight=0.25))
 SLOS = {each.name: each.slo for each in CLASSES}
@@ -125,12 +129,16 @@ class Budget:
 
 
 class Heard:
-    def __init__(self) -> None:
+    def __init__(self, has_evicted: Callable[[], bool]) -> None:
+        self._has_evicted = has_evicted
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []
+        self.evicted = inf  # the first step with which a cached prefix had been evicted
         self.shared: set[int] = set()  # numbers of steps in which a prompt found blocks that the step itself computes
 
     def on_step(self, record: StepRecord) -> None:
+        if self.evicted == inf and self._has_evicted():
+            self.evicted = len(self.steps)
         self.steps.append(record)
 
     def on_request(self, record: RequestRecord) -> None:
@@ -142,7 +150,8 @@ def simulated(load: Load) -> Heard:
         Cost(), kv_tokens=load.blocks * BLOCK, block_size=BLOCK, limits=LIMITS, knobs=load.knobs, classes=CLASSES,
         ordering=load.ordering, prefix_cache=load.prefix_cache, fast_forward=False,
     )  # fmt: skip
-    heard = Heard()
+    kv = engine.scheduler.kv
+    heard = Heard(lambda: kv.published > kv.cached)
     engine.subscribe(heard)
     if load.budget:
         engine.set_step_policy(Budget())
@@ -186,7 +195,8 @@ class Stock:
         self._model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
         self._parts = VllmConfig, CacheConfig, DeviceConfig
 
-    def scheduler(self, blocks: int, prefix_cache: bool) -> Any:
+    def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False) -> Any:
+        """``refusing``: as ``vllm serve`` would make it, not steered in a version that this was not made for."""
         import torch
         from vllm.config import SchedulerConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -210,7 +220,8 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        return steered(picked(config.scheduler_config))(
+        made = Scheduler if refusing else steered(picked(config.scheduler_config))
+        return made(
             vllm_config=config,
             kv_cache_config=pool,
             block_size=BLOCK,
@@ -222,10 +233,21 @@ class Steered:
     """A steered scheduler of vLLM's in virtual time: what a loop and a model would do beside it."""
 
     def __init__(self, scheduler: Any, load: Load) -> None:
-        self.scheduler, self.clock, self.cost, self.heard = scheduler, VirtualClock(), Cost(), Heard()
+        self.scheduler, self.clock, self.cost = scheduler, VirtualClock(), Cost()
         self.steering = scheduler.steer(
             self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
         )
+        self._evictions = 0
+        pool = scheduler.kv_cache_manager.block_pool
+        evict = pool._maybe_evict_cached_block
+
+        def counted(block: Any) -> bool:
+            evicted: bool = evict(block)
+            self._evictions += evicted
+            return evicted
+
+        pool._maybe_evict_cached_block = counted
+        self.heard = Heard(lambda: self._evictions > 0)
         self._sampled = 10**7  # no token is sampled twice, so that no answer is found in the prefix cache
 
         from vllm.utils.hashing import sha256
@@ -234,7 +256,8 @@ class Steered:
         self._hasher = get_request_block_hasher(BLOCK, sha256) if load.prefix_cache else None
 
     def tell(self) -> None:
-        self.heard.steps += self.steering.take_steps()
+        for record in self.steering.take_steps():
+            self.heard.on_step(record)
         self.heard.requests += [record for _, record in self.steering.take_ended()]
 
     def offer(self, asked: Asked, due: float) -> None:
@@ -306,7 +329,10 @@ def first_difference(ours: Heard, theirs: Heard) -> str:
     for number, (a, b) in enumerate(zip(ours.steps, theirs.steps, strict=False)):
         if a != b:
             name = (
-                SHARES if number in theirs.shared else PREEMPTS if a.preemptions > b.preemptions else "unknown"
+                SHARES if number in theirs.shared
+                else EVICTS if number >= min(ours.evicted, theirs.evicted)
+                else PREEMPTS if a.preemptions > b.preemptions
+                else "unknown"
             )  # fmt: skip
             fields = [name for name in StepRecord._fields if getattr(a, name) != getattr(b, name)]
             told = ", ".join(f"{name} {getattr(a, name)} and {getattr(b, name)}" for name in fields)

@@ -400,14 +400,6 @@ class Steering:
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
         self.expire(now)
-        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
-        running: list[Any] = scheduler.running
-        prompts = 0
-        if self.prefills:
-            prompts = sum([s.data.is_prefill_chunk for s in self.prefills])
-            if prompts and not all([r.is_prefill_chunk for r in running[-prompts:]]):
-                running.sort(key=_is_prompt)
-        decodes = len(running) - prompts
         asked = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
@@ -417,6 +409,14 @@ class Steering:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
             asked = asked if budget is None else min(asked, budget)
+        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
+        running: list[Any] = scheduler.running
+        prompts = 0
+        if self.prefills:
+            prompts = sum([s.data.is_prefill_chunk for s in self.prefills])
+            if prompts and not all([r.is_prefill_chunk for r in running[-prompts:]]):
+                running.sort(key=_is_prompt)
+        decodes = len(running) - prompts
         if not decodes:
             asked = max(asked, 1)  # whatever a policy says, a step with work does some
         given = max(asked, decodes)
