@@ -41,7 +41,9 @@ def tunable_of(engine: Any) -> TunableScheduler:
     found, steering = scheduler._tunable, scheduler.steering
     if found is None:
         if steering is None:
-            raise ValueError("engine cannot be steered: the controller that it was made with has let it go; make it anew")
+            raise ValueError(
+                "engine cannot be steered: the controller that it was made with has let it go; make it anew"
+            )
         found = scheduler._tunable = _Attached(made.vllm_config, steering, {}, {})
         steering.take_steps(), steering.take_ended()  # of before: nobody was there to hear of them
     return found
