@@ -40,3 +40,8 @@ def test_it_keeps_the_contract_of_engines() -> None:
 @pytest.mark.slow
 def test_it_serves_a_model_and_is_controlled() -> None:
     assert " passed" in passed("tests/integration/vllm_serves.py")
+
+
+@pytest.mark.slow
+def test_a_controller_is_attached_to_engines_of_others() -> None:
+    assert "4 passed" in passed("tests/integration/vllm_attaches.py")

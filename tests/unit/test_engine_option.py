@@ -35,6 +35,13 @@ MODEL = ModelInfo(
 )  # fmt: skip
 
 
+class Invalid(ValueError):
+    """As pydantic says that a field is wrong."""
+
+    def errors(self) -> list[dict[str, object]]:
+        return [{"loc": ("max_model_len",), "msg": "Input should be\na valid integer", "input": "many"}]
+
+
 @dataclass
 class EngineArgs:
     """Some of vLLM's."""
@@ -54,6 +61,8 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
 
     def create_engine_config(self, context: str) -> Any:
+        if isinstance(self.max_model_len, str):
+            raise Invalid
         if self.model == "./nothing":
             raise OSError("./nothing is not a local folder\nand is not a valid model identifier")
         server = context == "OPENAI_API_SERVER"
@@ -123,6 +132,10 @@ def loaded(*arguments: str, **options: Any) -> NamedVllm:
         (
             ["--engine", "vllm", "--model", "./qwen", "--engine-arg", "scheduler_cls=mine.Scheduler"],
             "--engine-arg: scheduler_cls cannot be given: autotune steers vLLM through a scheduler of its own",
+        ),
+        (
+            ["--engine", "vllm", "--model", "./qwen", "--engine-arg", "max_model_len=many"],
+            "--model: vLLM 0.32.0 cannot serve ./qwen: max_model_len is 'many': Input should be a valid integer",
         ),
         (
             ["--engine", "vllm", "--model", "./qwen", "--engine-arg", "max_num_seqs=many"],

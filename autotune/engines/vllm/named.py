@@ -216,6 +216,11 @@ def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
 def _brief(error: Exception) -> str:
     """What vLLM says, on one line: of pydantic's pages the complaint alone."""
     errors = getattr(error, "errors", None)
-    text = str(errors()[0]["msg"]) if callable(errors) and errors() else str(error) or type(error).__name__
-    text = " ".join(text.removeprefix("Value error, ").split())
+    if callable(errors) and (first := next(iter(errors()), None)):
+        text = str(first["msg"]).removeprefix("Value error, ")
+        if first.get("loc"):
+            text = f"{first['loc'][-1]} is {first['input']!r}: {text}"
+    else:
+        text = str(error) or type(error).__name__
+    text = " ".join(text.split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -91,6 +91,12 @@ class SteeredScheduler:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steering = None
         super().__init__(*args, **kwargs)
+        self.install()
+
+    def install(self) -> None:
+        """Begin to steer. Nothing may have been added; :attr:`steering` stays None, with a line in the log, where that is not
+        possible."""
+        self.steering = None
         self._untold: list[Aborted] = []  # left over when it was let go
         if lacking := missing(self):
             log.warning("not steered: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
