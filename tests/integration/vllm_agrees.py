@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.engines.vllm.scheduler import Scheduler, picked, steered
+from autotune.engines.vllm.scheduler import Steered, picked, steered
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.clock import VirtualClock
@@ -220,7 +220,7 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        made = Scheduler if refusing else steered(picked(config.scheduler_config))
+        made = Steered if refusing else steered(picked(config.scheduler_config))
         return made(
             vllm_config=config,
             kv_cache_config=pool,
