@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autotune.engines.vllm.scheduler import Steered, picked, steered
+from autotune.engines.vllm import scheduler as ours
 from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.clock import VirtualClock
@@ -220,7 +220,7 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        made = Steered if refusing else steered(picked(config.scheduler_config))
+        made = ours.Steered if refusing else ours.steered(ours.picked(config.scheduler_config))
         return made(
             vllm_config=config,
             kv_cache_config=pool,
