@@ -12,7 +12,7 @@ from typer import Option
 from autotune.cli.budget import seconds
 from autotune.cli.engine_options import ARG_HELP, engine_of, running
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.rates import check_rate
+from autotune.cli.options import check_rate, checked
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def bench(
         raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
-    target = None if slo is None else _checked("--slo", SLO.parse, slo)
+    target = None if slo is None else checked("--slo", SLO.parse, slo)
     if workload is not None:
-        _checked("--workload", parse_workload, workload)
+        checked("--workload", parse_workload, workload)
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
@@ -114,7 +114,7 @@ def bench(
         contenders = [defaults(limits, stock), controlled(limits, stock=stock)]
         if given is not None:
             contenders += [at(limits.clamp(given.knobs), "profile"), controlled(limits, given.knobs)]
-        contenders += [_checked("--fixed", lambda text: parse_fixed(text, limits, stock), text) for text in fixed or ()]
+        contenders += [checked("--fixed", lambda text: parse_fixed(text, limits, stock), text) for text in fixed or ()]
         names = [c.name for c in contenders]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -291,10 +291,3 @@ def _profile(name: str) -> Profile:
     from autotune.profile import find_profile, load_profile
 
     return load_profile(find_profile(name))
-
-
-def _checked(option: str, parse: Any, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise InputError(f"{option}: {error}") from None

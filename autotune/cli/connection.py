@@ -1,37 +1,77 @@
-"""The connection of a verb to a live controller, and its losses as one line."""
+"""What the verbs ask of a live controller in another process (:mod:`autotune.control.remote`), and their losses as one line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import os
+import socket
+from pathlib import Path
+from typing import Any
 
 from runtime.errors import InputError
 
-if TYPE_CHECKING:
-    from autotune.control.remote import Steering
-
 TARGET_HELP = "A process number or a socket.  (default: the only process there is)"
 CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or a value it refuses."
+ENDED = "it has ended, or its controller has been detached"
+_PATIENCE_S = 5.0  # what does not answer for so long hangs
 
 
-@contextmanager
-def connection(target: str | None) -> Iterator[Steering]:
-    """A connection to the process that ``target`` names. Its loss is an :class:`InputError` too."""
-    from autotune.control.remote import Steering
-    from autotune.control.sockets import choose
+def choose(target: str | None) -> Path:
+    """The socket that ``target`` names: a process number, a path, or None for the only process there is.
 
-    path = choose(target)
-    with Steering(path) as steering:
+    Raises :class:`InputError` when there is no such process, or more than one.
+    """
+    from autotune.control.remote import steerable
+
+    if target is not None and not target.isdecimal():
+        return Path(target)
+    found = {path: pid for path, pid in steerable().items() if target is None or pid == int(target)}
+    if len(found) == 1:
+        return next(iter(found))
+    if found:
+        listed = ", ".join(f"{pid} ({path})" for path, pid in found.items())
+        raise InputError(f"{len(found)} engines can be steered; name one by its number or socket: {listed}")
+    if target is None:
+        opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
+        raise InputError(f"no process can be steered; {opens}")
+    raise InputError(f"process {target} cannot be steered; it must have opened its socket with steer=True")
+
+
+def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
+    """What the controller whose socket is ``path`` replies to one request.
+
+    Raises :class:`InputError` with its own words if it refuses, and ``ConnectionError`` if none listens, answers, or is left.
+    """
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
+        connection.settimeout(_PATIENCE_S)
         try:
-            yield steering
-        except ConnectionError as error:
-            raise InputError(f"{path}: {error}") from None
+            connection.connect(os.fspath(path))
+            connection.sendall(json.dumps({"do": do, **fields}).encode() + b"\n")
+            line = replies.readline()
+        except TimeoutError:
+            raise ConnectionError(f"{path}: it has not answered for {_PATIENCE_S:g} s") from None
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        except OSError as error:
+            why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else error.strerror or error
+            raise ConnectionError(f"{path}: cannot be steered: {why}") from None
+    if not line:
+        raise ConnectionError(f"{path}: {ENDED}")
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        reply = None
+    if not isinstance(reply, dict):
+        raise ConnectionError(f"{path}: what answers there is no controller")
+    if "error" in reply:
+        raise InputError(str(reply["error"]))
+    return reply
 
 
 def tell(target: str | None, do: str, *, as_json: bool, **fields: Any) -> None:
     """Ask for one thing and print the status after it."""
-    with connection(target) as steering:
-        status = steering.ask(do, **fields)["status"]
+    try:
+        status = ask(choose(target), do, **fields)["status"]
+    except ConnectionError as error:
+        raise InputError(str(error)) from None
     print(json.dumps(status) if as_json else f"process {status['pid']}: {status['line']}")

@@ -6,14 +6,14 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
 from autotune.cli.budget import seconds
 from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
-from autotune.cli.rates import check_rate
+from autotune.cli.options import check_rate, checked
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def profile(
     arguments = check_engine(engine, engine_args or ())
     model = model_named(engine, model)
     question = Question(
-        workload=_checked("--workload", parse_workload, workload),
-        slo=None if slo is None else _checked("--slo", SLO.parse, slo),
+        workload=checked("--workload", parse_workload, workload),
+        slo=None if slo is None else checked("--slo", SLO.parse, slo),
         rate=rate,
         seed=seed,
         trials=trials,
@@ -209,10 +209,3 @@ def profile(
         except EvaluationError as error:  # it ran, and nothing could be measured
             print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
             return FELL_SHORT
-
-
-def _checked(option: str, parse: Any, text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise InputError(f"{option}: {error}") from None

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.rates import check_rate
+from autotune.cli.options import check_rate, checked
 from autotune.control.controllers.registry import CONTROLLERS, find
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
@@ -281,14 +281,3 @@ def progress(display: Display) -> Callable[[float, bool], None]:
         display.progress(1 - 0.94**count, f"{count} runs", f"{rate:.3g} req/s {'held' if held else 'missed'}", None)
 
     return advance
-
-
-def checked(option: str, parse: Any, *arguments: Any) -> Any:
-    """``parse(*arguments)``; errors name the option."""
-    try:
-        return parse(*arguments)
-    except InputError as error:
-        text = str(error)
-        raise InputError(text if not option or text.startswith("--") else f"{option}: {text}") from None
-    except ValueError as error:
-        raise InputError(f"{option}: {error}" if option else str(error)) from None

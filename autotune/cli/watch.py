@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from autotune.cli.connection import TARGET_HELP
+from autotune.cli.connection import ENDED, TARGET_HELP, ask, choose
 from autotune.cli.exits import DONE
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console, RenderableType
     from rich.text import Text
 
     from autotune.control.decision_log import Decision
-    from autotune.control.remote import Steering
 
 HELP = (
     "Watch a live controller: its knobs, attainment, its regime, and its last decisions. Ctrl-C ends "
@@ -34,38 +35,32 @@ def watch(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a look.")] = False,
 ) -> int:
     """Watch until Ctrl-C, or until it ends."""
-    from autotune.cli.connection import connection
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.control.remote import Steering
-    from autotune.control.sockets import choose
 
-    if once:
-        with connection(target) as steering:
-            _show_once(make_console(), *_look(steering), as_json=as_json)
-        return DONE
-    path = choose(target)
-    console = make_console()
-    live = console.is_terminal and not as_json
-    with stop_on_interrupt() as stop, Steering(path) as steering:
-        view = _Live(console) if live else _Lines(as_json=as_json)
-        try:
-            with view:
-                while not stop.is_set():
-                    view.show(*_look(steering))
-                    stop.wait(every)
-        except ConnectionError as error:
-            if not view.shown:
-                raise InputError(f"{path}: {error}") from None
-            console.print(f"{path}: {error}", markup=False, highlight=False, soft_wrap=True)
+    path, console = choose(target), make_console()
+    view = _Live(console) if console.is_terminal and not as_json else _Lines(as_json=as_json)
+    try:
+        if once:
+            _show_once(console, *_look(path), as_json=as_json)
+            return DONE
+        with stop_on_interrupt() as stop, view:
+            while not stop.is_set():
+                view.show(*_look(path))
+                stop.wait(every)
+    except ConnectionError as error:
+        if not view.shown:
+            raise InputError(str(error)) from None
+        why = str(error) if path.exists() else f"{path}: {ENDED}"
+        console.print(why, markup=False, highlight=False, soft_wrap=True)
     return DONE
 
 
-def _look(steering: Steering) -> tuple[dict[str, Any], list[Decision]]:
+def _look(path: Path) -> tuple[dict[str, Any], list[Decision]]:
     from autotune.control.decision_log import Decision
 
-    status = steering.ask("status")["status"]
-    decisions = steering.ask("decisions", last=_SHOWN)["decisions"]
+    status = ask(path, "status")["status"]
+    decisions = ask(path, "decisions", last=_SHOWN)["decisions"]
     return status, [Decision(**{k: v for k, v in fields.items() if k != "v"}) for fields in decisions]
 
 

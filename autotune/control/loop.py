@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from autotune.control.actuator import Actuator
 from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates
@@ -24,7 +24,6 @@ from autotune.control.controllers.protocol import Budgeted, Controller, check_co
 from autotune.control.decision_log import Decision, DecisionLog
 from autotune.control.guardrails import Guardrails
 from autotune.control.profile_drift import ProfileDrift
-from autotune.control.remote import SteeringServer
 from autotune.control.status import Status
 from autotune.control.watchdog import Watchdog
 from runtime.errors import AutotuneError, EngineClosedError
@@ -33,6 +32,9 @@ from runtime.llm.admission import AdmissionPolicy
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import Lease, SchedulerView, Tunable
+
+if TYPE_CHECKING:
+    from autotune.control.remote import SteeringServer
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +256,8 @@ class Control(ReportsRates):
         """
         if self._steering is not None:
             return self._steering.path
+        from autotune.control.remote import SteeringServer  # which a system without Unix sockets lacks
+
         opened = SteeringServer(self, self.controller.name, path)  # may take a while: not under the engine's nose
         with self._lock:
             if self._steering is None and not self._ended:

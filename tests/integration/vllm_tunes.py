@@ -23,8 +23,8 @@ from vllm.v1.core.sched.scheduler import Scheduler as Stock
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
-from autotune.control.remote import Steering
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED
 from runtime.errors import EngineClosedError, InputError
@@ -190,17 +190,16 @@ def test_another_process_watches_sets_and_kills(serve: Callable[..., Served], tm
     served = serve(SLO)
     (path,) = tmp_path.glob("autotune/*.sock")
     scheduler = served.scheduler
-    with Steering(path) as remote:
-        assert remote.ask("status")["status"]["slo"] == "ttft=30000ms,tpot=1000ms@99%"
-        remote.ask("set", knobs={"token_budget": 32})
-        with heard(served) as records:
-            served.add(100, 2)
-            served.run()
-        assert max(step.prefill_tokens for step in records.steps) == 32
-        assert scheduler.policy == SchedulingPolicy.PRIORITY
-        names = [served.add(100, 4) for _ in range(3)]
-        served.llm.step()
-        remote.ask("kill")
+    assert ask(path, "status")["status"]["slo"] == "ttft=30000ms,tpot=1000ms@99%"
+    ask(path, "set", knobs={"token_budget": 32})
+    with heard(served) as records:
+        served.add(100, 2)
+        served.run()
+    assert max(step.prefill_tokens for step in records.steps) == 32
+    assert scheduler.policy == SchedulingPolicy.PRIORITY
+    names = [served.add(100, 4) for _ in range(3)]
+    served.llm.step()
+    ask(path, "kill")
     ended = served.run()
     assert set(ended) == {name.split("-")[0] for name in names} or len(ended) == 3
     assert scheduler.steering is None and scheduler.policy == SchedulingPolicy.FCFS

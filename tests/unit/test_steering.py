@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune import control
+from autotune.cli.connection import ask
 from autotune.control import remote
 from autotune.control.loop import Control
-from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS, Steering
+from autotune.control.remote import LONGEST_LINE, MOST_CLIENTS
 from runtime.errors import AutotuneError, InputError
 from runtime.slo import SLO
 from tests.engines import bench
@@ -26,10 +28,18 @@ from tests.unit.control_world import VLLM, SimulatedEngine, poisson
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
 
 
+Ask = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def steering(steered: Control) -> Iterator[Steering]:
-    with Steering(steered.steer()) as connection:
-        yield connection
+def asked(steered: Control) -> Ask:
+    return functools.partial(ask, steered.steer())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who hangs is dropped soon."""
+    monkeypatch.setattr(remote._Client, "timeout", 0.1)
 
 
 def raw(path: Path, sent: bytes) -> list[dict[str, Any]]:
@@ -53,25 +63,25 @@ def test_only_its_owner_may_reach_it(steered: Control, socket_home: Path) -> Non
     assert [p.name for p in socket_home.iterdir()] == [path.name]
 
 
-def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
+def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control, asked: Ask) -> None:
     steered_engine.play(poisson(15, 5, 1000, 200, seed=1))
-    status = steering.ask("status")["status"]
+    status = asked("status")["status"]
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
     assert status["knobs"] == steered_engine.knobs.as_dict() and status["line"] == str(steered.status())
     assert status["offered"] == len(steered_engine.records) and status["attainment"] > 0.5
-    decisions = steering.ask("decisions", last=3)["decisions"]
+    decisions = asked("decisions", last=3)["decisions"]
     assert decisions == [json.loads(d.as_json()) for d in list(steered.decisions)[-3:]]
 
 
-def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, steering: Steering) -> None:
-    assert steering.ask("pause")["status"]["paused"]
-    assert not steering.ask("resume")["status"]["paused"]
-    status = steering.ask("set", knobs={"max_batch_size": 32, "token_budget": 512})["status"]
+def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, asked: Ask) -> None:
+    assert asked("pause")["status"]["paused"]
+    assert not asked("resume")["status"]["paused"]
+    status = asked("set", knobs={"max_batch_size": 32, "token_budget": 512})["status"]
     assert status["paused"] and steered_engine.knobs == VLLM.with_(max_batch_size=32, token_budget=512)
-    assert steering.ask("kill")["status"]["ended"]
+    assert asked("kill")["status"]["ended"]
     assert steered_engine.knobs == VLLM and not steered_engine.listeners
-    with pytest.raises(ConnectionError, match="ended"):
-        steering.ask("status")
+    with pytest.raises(ConnectionError, match="cannot be steered: No such file"):
+        asked("status")
     steered.close()
     assert not steered.steer().exists()
 
@@ -120,7 +130,9 @@ def test_many_requests_in_one_go_are_answered_in_order(steered: Control) -> None
     assert [next(iter(reply)) for reply in replies] == ["decisions", "status"] * 39
 
 
-def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, steered_engine: SimulatedEngine) -> None:
+def test_clients_that_hang_or_flood_hold_nobody_up(
+    steered: Control, steered_engine: SimulatedEngine, asked: Ask, quick: None
+) -> None:
     steered_engine.play(poisson(15, 3, 1000, 200, seed=1))
     hanging = []
     for _ in range(3 * MOST_CLIENTS):
@@ -135,14 +147,30 @@ def test_clients_that_hang_or_flood_hold_nobody_up(steered: Control, steered_eng
         while True:  # asks and never reads
             flood.send(b'{"do":"decisions","last":1024}\n' * 100)
     for _ in range(3):
-        with Steering(steered.steer()) as connection:
-            assert connection.ask("status")["status"]["offered"] == len(steered_engine.records)
+        assert asked("status")["status"]["offered"] == len(steered_engine.records)
     for client in [*hanging, flood]:
         client.close()
 
 
-def test_who_does_not_read_its_replies_is_dropped(steered: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.05)
+def test_some_clients_are_served_at_once_and_the_others_wait(
+    steered: Control, asked: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote._Client, "timeout", 0.5)
+    idle = [socket.socket(socket.AF_UNIX) for _ in range(4 * MOST_CLIENTS)]
+    for client in idle:
+        client.connect(str(steered.steer()))
+    served: list[dict[str, Any]] = []
+    last, most = threading.Thread(target=lambda: served.append(asked("status"))), 0
+    last.start()
+    while last.is_alive():
+        most = max(most, sum("process_request_thread" in thread.name for thread in threading.enumerate()))
+        last.join(0.01)
+    for client in idle:
+        client.close()
+    assert served and MOST_CLIENTS // 2 < most < 2 * MOST_CLIENTS
+
+
+def test_who_does_not_read_its_replies_is_dropped(steered: Control, quick: None) -> None:
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(steered.steer()))
         deaf.settimeout(30)
@@ -158,8 +186,7 @@ def test_a_flood_leaves_a_live_engine_its_speed(socket_home: Path) -> None:
             flood.sendall(b'{"do":"status"}\n{"do":"decisions","last":1024}\nnonsense\n' * 300)
             done = world.engine.generate([[1, 2, 3]] * 8, max_tokens=40)
         assert all(len(completion.token_ids) == 40 for completion in done)
-        with Steering(attached.steer()) as connection:
-            assert connection.ask("set", knobs={"max_batch_size": 3})["status"]["knobs"]["max_batch_size"] == 3
+        assert ask(attached.steer(), "set", knobs={"max_batch_size": 3})["status"]["knobs"]["max_batch_size"] == 3
         assert world.engine.knobs.max_batch_size == 3
         assert len(world.engine.generate([[1]] * 4, max_tokens=4)) == 4
 
@@ -171,11 +198,10 @@ def test_operators_and_the_engine_at_once(socket_home: Path) -> None:
 
         def operate(number: int) -> None:
             try:
-                with Steering(attached.steer()) as connection:
-                    for i in range(20):
-                        connection.ask("set", knobs={"max_batch_size": 1 + (number + i) % 30})
-                        connection.ask("resume")
-                        connection.ask("decisions", last=50)
+                for i in range(20):
+                    ask(attached.steer(), "set", knobs={"max_batch_size": 1 + (number + i) % 30})
+                    ask(attached.steer(), "resume")
+                    ask(attached.steer(), "decisions", last=50)
             except BaseException as error:
                 failures.append(error)
 
@@ -193,17 +219,17 @@ def test_closed_with_the_control_and_reply_before_it_goes(steered_engine: Simula
         before = [t for t in threading.enumerate() if t.name.startswith("steering")]
         assert len(before) == 1
     assert not path.exists() and not before[0].is_alive()
-    with pytest.raises(InputError, match="cannot be steered: No such file"):
-        Steering(path)
+    with pytest.raises(ConnectionError, match="cannot be steered: No such file"):
+        ask(path, "status")
     with pytest.raises(AutotuneError, match="detached"):
         control_that_has_ended(steered_engine).steer()
     assert list(socket_home.iterdir()) == []
 
 
 def test_whoever_is_connected_at_the_end_hears_of_it(
-    steered_engine: SimulatedEngine, socket_home: Path, caplog: pytest.LogCaptureFixture
+    steered_engine: SimulatedEngine, socket_home: Path, caplog: pytest.LogCaptureFixture, quick: None
 ) -> None:
-    """The dropped, the silent, one in the middle of a request, and those just accepted."""
+    """The silent, one in the middle of a request, those just accepted, and those that wait for their turn."""
     for sent in (b"", b'{"do":"sta', b'{"do":"status"}\n'):
         clients = []
         with control(steered_engine, slo=SLO_, steer=True) as attached:

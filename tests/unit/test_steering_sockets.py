@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from autotune import control
-from autotune.control import remote
+from autotune.cli import connection
+from autotune.cli.connection import ask, choose
 from autotune.control.loop import Control
-from autotune.control.remote import Steering
-from autotune.control.sockets import choose, socket_folder, steerable
+from autotune.control.remote import socket_folder, steerable
 from runtime.errors import InputError
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200
@@ -35,8 +35,8 @@ def test_a_path_of_ones_own(steered_engine: SimulatedEngine, short_path: Path) -
             control(SimulatedEngine(h200), slo=SLO_, steer=path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))  # as left behind by a process that was killed
-    with control(steered_engine, slo=SLO_, steer=str(path)), Steering(path) as connection:
-        assert connection.ask("status")
+    with control(steered_engine, slo=SLO_, steer=str(path)):
+        assert ask(path, "status")
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,13 @@ def test_without_a_runtime_directory_it_is_a_private_one_in_the_temporary(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path / "gone"))
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    assert socket_folder(create=True) == short_path / f"autotune-{os.getuid()}"
+    assert socket_folder() == short_path / f"autotune-{os.getuid()}"
     assert stat.S_IMODE(socket_folder().stat().st_mode) == 0o700
 
 
 SERVER = """
 import sys, time
 from autotune import control
-from autotune.control import remote
 from tests.unit.control_world import SimulatedEngine, h200
 attached = control(SimulatedEngine(h200), slo="tpot=30ms", steer=True)
 print(attached.steer(), flush=True)
@@ -87,8 +86,8 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-def other_process(seconds: float) -> tuple[subprocess.Popen[str], Path]:
-    words = [sys.executable, "-c", SERVER, str(seconds)]
+def other_process(seconds: float, program: str = SERVER) -> tuple[subprocess.Popen[str], Path]:
+    words = [sys.executable, "-c", program, str(seconds)]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -98,7 +97,7 @@ def test_finds_processes_and_forgets_dead_ones(steered: Control, socket_home: Pa
     process, path = other_process(60)
     try:
         assert path.name == f"autotune-{process.pid}.sock"
-        assert {(p.pid, p.path) for p in steerable()} == {(os.getpid(), steered.steer()), (process.pid, path)}
+        assert steerable() == {steered.steer(): os.getpid(), path: process.pid}
         with pytest.raises(InputError, match=r"2 engines can be steered; name one .*" + str(process.pid)):
             choose(None)
         assert choose(str(process.pid)) == path
@@ -112,7 +111,6 @@ def test_finds_processes_and_forgets_dead_ones(steered: Control, socket_home: Pa
     finally:
         process.kill()
         process.communicate(timeout=30)
-    (socket_home / f"autotune-{process.pid}.sock~").touch()  # killed between making it and listening
     (socket_home / "autotune-x.sock").touch()  # not ours to judge
     assert len(steerable()) == 1
     assert sorted(p.name for p in socket_home.iterdir()) == sorted([steered.steer().name, "autotune-x.sock"])
@@ -124,6 +122,18 @@ def test_a_process_that_ends_without_closing_clears_its_socket(socket_home: Path
     assert process.returncode == 0 and not path.exists()
 
 
+def test_a_forked_child_leaves_its_parents_socket_alone(socket_home: Path) -> None:
+    forks = "import os, sys\nif not os.fork():\n    sys.exit()\nprint(os.wait()[1], flush=True)\n"
+    before, waits = SERVER.rsplit("time.sleep", 1)
+    process, path = other_process(60, f"{before}{forks}time.sleep{waits}")
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "0\n"
+        assert ask(path, "status")["status"]["pid"] == process.pid
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
 def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_home: Path) -> None:
     with control(SimulatedEngine(h200), slo=SLO_, steer=True) as second:
         assert second.steer() == socket_home / f"autotune-{os.getpid()}-2.sock"
@@ -132,13 +142,12 @@ def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_h
 
 
 def test_one_that_does_not_answer_is_given_up_on(socket_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(connection, "_PATIENCE_S", 0.2)
     socket_home.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(socket_home / "mute.sock"))
         mute.listen()
-        with Steering(socket_home / "mute.sock") as connection:
-            began = time.monotonic()
-            with pytest.raises(ConnectionError, match=r"not answered for 0.2 s"):
-                connection.ask("status")
-            assert time.monotonic() - began < 20
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"mute.sock: it has not answered for 0.2 s"):
+            ask(socket_home / "mute.sock", "status")
+        assert time.monotonic() - began < 20
