@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import socket
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from autotune.control.guardrails import Guardrails
 from autotune.control.profile_drift import ProfileDrift
 from autotune.control.status import Status
 from autotune.control.watchdog import Watchdog
-from runtime.errors import AutotuneError, EngineClosedError
+from runtime.errors import AutotuneError, EngineClosedError, InputError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.records import RequestRecord, StepRecord
@@ -256,7 +257,9 @@ class Control(ReportsRates):
         """
         if self._steering is not None:
             return self._steering.path
-        from autotune.control.remote import SteeringServer  # which a system without Unix sockets lacks
+        if not hasattr(socket, "AF_UNIX"):
+            raise InputError("steer: this system has no Unix sockets")
+        from autotune.control.remote import SteeringServer
 
         opened = SteeringServer(self, self.controller.name, path)  # may take a while: not under the engine's nose
         with self._lock:
