@@ -15,7 +15,7 @@ from autotune.cli.exits import INTERRUPTED
 from autotune.cli.files import Files
 from autotune.cli.profiled import Subject
 from autotune.engines import Engine
-from autotune.engines.named import NamedSource
+from autotune.engines.named import NamedSource, told_apart
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.session import Session
@@ -56,8 +56,8 @@ class Requested:
             "seed": question.seed,
             "space": question.space.as_dict(),
             "autotune": __version__,
-            "engine": {"name": source.name, "version": source.version, "arguments": dict(source.arguments)},
             "layout": _LAYOUT,
+            **told_apart(source),
         }
 
 

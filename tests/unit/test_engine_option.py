@@ -277,6 +277,7 @@ def test_a_study_is_of_one_engine_in_one_version_with_its_arguments(vllm: Module
     assert about["engine"] == {"name": "vllm", "version": "0.32.0", "arguments": {"load_format": "dummy"}}
     assert all(requested(other).identity != about for other in others)
     assert requested(loaded("load-format=dummy")).identity == about
+    assert requested(own).identity.keys() == about.keys() - {"engine"}, "as in studies that are older than --engine"
 
 
 class Chooses:
