@@ -13,7 +13,6 @@ from typer import Argument, Option
 
 from autotune.cli.class_options import request_classes
 from autotune.cli.knob_options import checked_knobs, with_knobs
-from autotune.engines.named import check_engine
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
@@ -122,6 +121,8 @@ def serve(
     with_classes = request_classes(classes or [])
     if with_classes and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
+    from autotune.engines.named import check_engine
+
     check_engine(on)
     if on == "vllm":
         if start_with is not None:

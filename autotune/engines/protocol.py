@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from autotune.workload import Arrival, ReplayReport
 from runtime.knobs import KnobLimits, Knobs
 from runtime.request import SamplingParams
 from runtime.tunable import ModelInfo, Tunable
+
+if TYPE_CHECKING:  # it loads scipy
+    from autotune.workload import Arrival, ReplayReport
 
 
 class Handle(Protocol):
