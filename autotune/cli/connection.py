@@ -33,7 +33,9 @@ def choose(target: str | None) -> Path:
         raise InputError(f"{len(found)} engines can be steered; name one by its number or socket: {listed}")
     if target is None:
         opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
-        raise InputError(f"no process can be steered; {opens}")
+        raise InputError(
+            f"no process can be steered; {opens}; after pause --kill only a restart brings a controller back"
+        )
     raise InputError(f"process {target} cannot be steered; it must have opened its socket with steer=True")
 
 

@@ -29,6 +29,8 @@ def pause(
 ) -> int:
     """Pause, or kill; print how it stands then."""
     tell(target, "kill" if kill else "pause", as_json=as_json)
+    if kill and not as_json:
+        print("the controller is switched off, and the engine goes on without it; a restart brings it back")
     return DONE
 
 

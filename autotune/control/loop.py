@@ -198,11 +198,16 @@ class Control(ReportsRates):
 
     # -- for the operator, from any thread ----------------------------------------------------------------------------
 
+    def _by_the_clock(self) -> None:
+        """What an operator does comes now, not when the last step ended: an engine may have been idle since."""
+        self._actuator.now = max(self._actuator.now, self._engine.clock.now())
+
     def pause(self) -> None:
         """Leave the knobs alone until :meth:`resume`, and keep learning. Per-step budgets are off meanwhile, so one last
         decision sets knobs that hold without them."""
         with self._lock:
             self._check_attached()
+            self._by_the_clock()
             if not self._paused:
                 self._paused = True
                 self._stand_alone()
@@ -212,6 +217,7 @@ class Control(ReportsRates):
     def resume(self) -> None:
         with self._lock:
             self._check_attached()
+            self._by_the_clock()
             if self._paused:
                 self._paused = False
                 self._budgets_apply(True)
@@ -220,6 +226,7 @@ class Control(ReportsRates):
     def kill(self) -> None:
         """Restore the knobs from before the controller was attached, and detach it, at once."""
         with self._lock:
+            self._by_the_clock()
             if not self._ended:
                 self._actuator.restore("switched off by the operator")
             self._detach("detached: the knobs from before are restored")
@@ -228,6 +235,7 @@ class Control(ReportsRates):
         """Set knobs by hand and pause, so that the controller does not undo it. Returns the knobs in force."""
         with self._lock:
             self._check_attached()
+            self._by_the_clock()
             current = self._engine.knobs
             self._engine.set_knobs(current.with_(**knobs), lease=self._lease)
             self._paused = True

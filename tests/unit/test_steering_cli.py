@@ -57,6 +57,19 @@ def test_set_pause_resume_kill(engine: SimulatedEngine, attached: Control, capsy
     assert "detached" in capsys.readouterr().out
 
 
+def test_what_an_operator_does_while_the_engine_is_idle_stands_at_its_time(
+    engine: SimulatedEngine, attached: Control
+) -> None:
+    last = attached.latest(1)[0].at
+    idle_since = engine.clock.now()
+    engine.wait(7)
+    assert run(["pause"]) == 0
+    engine.wait(5)
+    assert run(["set", "token_budget=512"]) == 0
+    times = [decision.at for decision in attached.latest(2)]
+    assert times == pytest.approx([idle_since + 7, idle_since + 12], abs=1e-5) and times[0] > last + 5
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

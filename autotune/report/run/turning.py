@@ -18,8 +18,10 @@ _FOLDED = 40  # decisions beyond which their table is shut at first
 def knobs(run: Run) -> Section:
     """One plot a knob: its value from decision to decision."""
     found = summarize(run.decisions)
-    turned = [f"{name} {count} times" for name, (count, _, _) in found.changes.items()]
-    title = f"It turned {listed(turned)}" if turned else "It turned no knob"
+    turned = [f"{name} {'once' if count == 1 else f'{count} times'}" for name, (count, _, _) in found.changes.items()]
+    by_hand = any(decision.action == "pause" and decision.changes for decision in run.decisions)
+    who = "It, and its operator by hand," if by_hand else "It"
+    title = f"{who} turned {listed(turned)}" if turned else "It turned no knob"
     lead = "Each knob from decision to decision; hover over a dot to read why."
     if found.would_change:
         title = f"It would have turned knobs {found.would_change} times, and was only allowed to watch"
