@@ -16,7 +16,7 @@ from runtime.errors import InputError
 HELP = "Write a profile's setting as another engine's configuration. PROFILE is a YAML file, or the name of a shipped profile."
 EXAMPLES = (
     "Examples:  autotune export mine.yaml --to vllm --for interactive  ·  "
-    "autotune export mine.yaml --to vllm --model ./my-model --out serve.yaml --json"
+    "autotune export mine.yaml --to vllm --diff my-vllm.yaml"
 )
 
 
@@ -29,6 +29,9 @@ def export(
         str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
     ] = None,
     allow_lossy: Annotated[bool, Option("--allow-lossy", help="Drop knobs that the engine has nothing for.")] = False,
+    diff: Annotated[
+        Path | None, Option(help="A configuration you have: say what would change in it, and write nothing.")
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Write the file and say what was lost on the way; 2 when it cannot be exported."""
@@ -44,6 +47,20 @@ def export(
     made = export_to(
         load_profile(path), target, profile_name=path.name, purpose=purpose, model=model, allow_lossy=allow_lossy
     )
+    if diff is not None:
+        if out is not None:
+            raise InputError(f"--out is {out}; with --diff nothing is written")
+        changes = made.changes_to(diff)
+        if as_json:
+            print(json.dumps({"file": str(diff), "changes": changes, "reports": made.reports}))
+            return DONE
+        for line in made.reports:
+            print(textwrap.fill(line, WIDEST, subsequent_indent="  ", break_on_hyphens=False))
+        for key, (old, new) in changes.items():
+            print(f"{key}: {'not set' if old is None else json.dumps(old)} → {json.dumps(new)}")
+        if not changes:
+            print(f"{diff} has all of these settings already")
+        return DONE
     file = out or Path(target.filename)
     if file.suffix in target.suffixes:  # or saving says which it must have
         writable("--out", file)

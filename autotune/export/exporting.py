@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from autotune.export.comments import MARK, header, note_of, one_line
 from autotune.export.models import model_to_serve
 from autotune.export.target import Entry, Fit, Ours, Row, Source, Target, Value, number
@@ -60,6 +62,26 @@ class Export:
         if path.exists() and not _is_export(path):
             raise InputError(f"--out: {path} exists and was not {MARK}; name another file")
         write_whole(path, self.text(path))
+
+    def changes_to(self, path: Path) -> dict[str, tuple[Any, Value]]:
+        """By key, what a configuration file of the target says (None: nothing) and what this says instead, where they differ.
+
+        The model is left out: which one is served is the user's word. Raises :class:`InputError` for a file that is none.
+        """
+        try:
+            found = yaml.safe_load(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"--diff: {path} cannot be read ({error.strerror})") from None
+        except yaml.YAMLError as error:
+            raise InputError(f"--diff: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(found, dict):
+            raise InputError(f"--diff: {path} is no configuration of {self.target.title}: it holds no names and values")
+        theirs = {str(key).replace("_", "-"): value for key, value in found.items()}
+        return {
+            key: (theirs.get(key), value)
+            for key, value in self.written.items()
+            if key != "model" and theirs.get(key) != value
+        }
 
     def as_dict(self, path: Path) -> dict[str, Any]:
         """For scripts."""

@@ -143,3 +143,40 @@ def test_help_names_every_target_and_gives_examples(capsys: pytest.CaptureFixtur
     shown = " ".join(capsys.readouterr().out.split())
     assert all(name in shown for name in TARGETS)
     assert export.EXAMPLES.count("autotune export") == 2
+
+
+def test_diff_says_what_would_change_in_a_file_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = folder / "my-vllm.yaml"
+    mine.write_text("model: ./m\nmax_num_seqs: 256\nmax-num-batched-tokens: 256\nport: 8000\n")
+    before = sorted(folder.iterdir())
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "my-vllm.yaml"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "max-num-seqs: 256 → 32" in shown and 'dtype: not set → "bfloat16"' in shown
+    assert not any(line.startswith(("model:", "max-num-batched-tokens:", "port:")) for line in shown)
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "my-vllm.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"]["max-num-seqs"] == [256, 32]
+    assert sorted(folder.iterdir()) == before
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm"]) == 0
+    capsys.readouterr()
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "vllm.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("vllm.yaml has all of these settings already\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        (None, [], "--diff: old.yaml cannot be read (No such file or directory)"),
+        ("a: [\n", [], "--diff: old.yaml is not valid YAML: "),
+        ("- a\n", [], "--diff: old.yaml is no configuration of vLLM: it holds no names and values"),
+        ("a: 1\n", ["--out", "b.yaml"], "--out is b.yaml; with --diff nothing is written"),
+    ],
+)
+def test_a_file_that_cannot_be_compared(
+    folder: Path, content: str | None, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (folder / "old.yaml").write_text(content)
+    assert run(["export", "h200-llama8b.yaml", "--to", "vllm", "--diff", "old.yaml", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {says}")
