@@ -118,7 +118,8 @@ def test_vllms_defaults_are_measured_though_the_comparison_began_anew(journal: P
 def test_a_speed_far_off_is_followed_and_said(journal: Path) -> None:
     found, heard = changed(5.0, journal, question(sim_trials=10, trials=1), schedule=SHORTER)
     assert any("the machine serves at " in note and "its calibrated speed" in note for note in heard.notes)
-    assert found.setup is not None and found.setup.speed == pytest.approx(0.2, rel=0.1)
+    # so slow, it serves full steps only, which a calibration of six seconds predicts 15% too short
+    assert found.setup is not None and found.setup.speed == pytest.approx(0.2, rel=0.2)
     assert any("of the speed it was calibrated at" in reason for reason in warnings(found))
 
 
@@ -168,7 +169,7 @@ def test_where_measurements_change_the_cost_model_the_settings_are_searched_for_
     asked = question(sim_trials=10)
     found, _ = session(journal, asked, schedule=SHORTER)
     first, second = searched
-    assert first.simulator.identity["cost"] != second.simulator.identity["cost"]
+    assert first.simulator.scenario.cost.facts != second.simulator.scenario.cost.facts
     assert [run.trial for run in found.simulated] == list(range(10))
     for run in found.simulated[:3]:
         assert second.simulator.long(run.knobs, second.rate, second.seed) == run.score
