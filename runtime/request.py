@@ -133,7 +133,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
-        "pending", "preemptions", "request", "retry_after", "scheduled", "state", "target", "token_times",
+        "pending", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target", "token_times",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -152,6 +152,7 @@ class Sequence:
         self.output: list[int] = []
         self.state = "waiting"  # waiting | prefill | decode | finished
         self.key = 0.0  # its place in the waiting order
+        self.relegated: float | None = None  # the key its ordering gave it, since it waits behind the others as a miss
         self.pending = 0  # tokens to compute when it was queued, less those in the prefix cache
         self.cause = ""
         self.retry_after: float | None = None  # s until one like it may be computed, if it is not

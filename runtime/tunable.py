@@ -120,8 +120,9 @@ class SchedulerView(NamedTuple):
     ``least_slack``: seconds until the first deadline among the running and waiting sequences is missed (negative: already
     missed; inf: no targets); ``decode_slack``: the same for the next tokens of decoding sequences alone; ``step_time_target``:
     the tightest TPOT target among those, s (inf: none has one).
-    ``waiting_tokens``: prompt tokens queued and not found in the prefix cache. ``prefilling_tokens``: prompt tokens admitted
-    and not yet computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
+    ``waiting_tokens``: prompt tokens queued and not found in the prefix cache; ``relegated_tokens``: those of them that wait
+    behind the others, for requests that have missed their SLO. ``prefilling_tokens``: prompt tokens admitted and not yet
+    computed; ``in_progress``: (tokens computed, tokens left) of each of those prompts, in the order of their turns.
     ``token_deadlines``: for each TPOT and ITL target of decoding sequences, s, the seconds until the first next token is due.
     """
 
@@ -143,6 +144,7 @@ class SchedulerView(NamedTuple):
     step_time_target: float = inf
     in_progress: tuple[tuple[int, int], ...] = ()
     token_deadlines: tuple[tuple[float, float], ...] = ()
+    relegated_tokens: int = 0
 
     @property
     def running(self) -> int:

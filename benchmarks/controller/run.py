@@ -116,7 +116,9 @@ def serve(
         noise=scenario.noise,
         seed=seed,
         ordering="fcfs",
-        admission=False if patient else AdmissionPolicy(reject=driver.reject, queue_timeout="ttft", order=None),
+        admission=False
+        if patient
+        else AdmissionPolicy(late="reject" if driver.reject else None, queue_timeout="ttft", order=None),
     )
     judge = Judge(scenario)
     engine.subscribe(judge)

@@ -31,7 +31,7 @@ from runtime.llm.plan import Executor
 from runtime.step_model import StepModel
 
 KV_TOKENS = 131_072
-PATIENCE = AdmissionPolicy(reject=False, queue_timeout="ttft", order=None)
+PATIENCE = AdmissionPolicy(late=None, queue_timeout="ttft", order=None)
 """For every contender alike: who has not been begun when its TTFT target has passed leaves the queue. Without that, first come
 first served past capacity makes every request late, and a ratio to it says nothing."""
 

@@ -10,6 +10,10 @@ computed before a request's own, and r the prompt tokens computed a second as th
   before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
+With ``late="relegate"`` none of these is ended. It waits behind all that can still be met, by arrival, begins when none of those
+waits and there is room, and counts for no other as work before its own. A prompt already begun is computed to its end, for
+vLLM cannot put one that waits before it; relegated work delays others by that much.
+
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
 
@@ -50,16 +54,19 @@ QUEUE_TIMEOUT_REASON: Final = "queue_timeout"
 class AdmissionPolicy:
     """What an engine does about requests that come too late. Without a policy it accepts all and computes all.
 
-    ``reject``: end a request as soon as its TTFT (or E2E) target cannot be met any more. ``queue_timeout``: end one that has
-    waited so long, in seconds, or ``"ttft"``: its class's target; None never. ``order``: the ordering while the policy is on,
-    None for the engine's own.
+    ``late``: what becomes of a request as soon as its TTFT (or E2E) target cannot be met any more: ``"reject"`` ends it,
+    ``"relegate"`` computes it after all that can still be met, None like the others. ``queue_timeout``: end one that has waited
+    so long, in seconds, or ``"ttft"``: its class's target, past which it is late and is relegated where ``late`` says so; None
+    never. ``order``: the ordering while the policy is on, None for the engine's own.
     """
 
-    reject: bool = True
+    late: Literal["reject", "relegate"] | None = "reject"
     queue_timeout: float | Literal["ttft"] | None = "ttft"
     order: str | None = "deadline"
 
     def __post_init__(self) -> None:
+        if self.late not in ("reject", "relegate", None):
+            raise ValueError(f'late is {self.late!r}; it must be "reject", "relegate" or None')
         limit = self.queue_timeout
         seconds = not isinstance(limit, bool | str) and isinstance(limit, int | float) and 0 < limit < inf
         if not (seconds or limit is None or limit == "ttft"):
@@ -103,21 +110,25 @@ class Admission:
         self._slack = slack
         self._weights = dict(weights or {})
         self._lightest = min([1.0, *self._weights.values()])
-        self._timeouts: Expiries[Sequence] = Expiries(_begun)
+        self._timeouts: Expiries[Sequence] = Expiries(self._untimed)
         self._let_in = -inf
         self._probe: Sequence | None = None
 
     def arrive(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
-        """Whether to refuse ``sequence``, which has just come and has ``ahead`` tokens before its own; None accepts it."""
-        verdict = self._judge(sequence, now, ahead) if self.policy.reject else None
-        if verdict is None:
-            self.queued(sequence)
-        return verdict
+        """Why ``sequence``, which has just come and has ``ahead`` tokens before its own, is late; None if it is not.
+
+        :meth:`queued` follows if it waits.
+        """
+        return self._judge(sequence, now, ahead) if self.policy.late else None
+
+    def relegates(self, verdict: Verdict) -> bool:
+        """Whether the one that ``verdict`` is about waits behind the others; else it is ended."""
+        return self.policy.late == "relegate" and verdict.reason == SLO_REASON
 
     def outweighed(
         self, sequence: Sequence, verdict: Verdict, now: float, waiting: Iterable[Sequence]
     ) -> list[Sequence]:
-        """Those of ``waiting`` to be ended so that ``sequence``, which was refused with ``verdict``, comes in time; none if
+        """Those of ``waiting`` to be late so that ``sequence``, which is late by ``verdict``, comes in time; none if
         that is not to be had for less than its own weight."""
         own, late = self._weight(sequence), verdict.retry_after_s * self.rate.per_second(now)
         if own <= self._lightest:
@@ -141,13 +152,16 @@ class Admission:
         All of them, unless a step has room for one more beside them: then they go on side by side, and each is before the
         others with as many tokens as those have at most.
         """
-        if self.policy.reject and len(in_progress) < self.rate.abreast:
+        if self.policy.late and len(in_progress) < self.rate.abreast:
             return sum(min(left, own) for left in in_progress)
         return sum(in_progress)
 
     def turn(self, sequence: Sequence, now: float, in_progress: Seq[int]) -> Verdict | None:
-        """Whether to end ``sequence``, whose turn it is to begin, beside prompts in progress with so many tokens left."""
-        if not self.policy.reject or sequence.generated:
+        """Why ``sequence``, whose turn it is to begin, is late beside prompts in progress with so many tokens left."""
+        late = self.policy.late
+        if late is None or sequence.generated or sequence.relegated is not None:
+            return None
+        if late == "relegate" and sequence.preemptions:  # it had begun
             return None
         verdict = self._judge(sequence, now, self.before(sequence.pending, in_progress))
         if verdict is None:
@@ -156,7 +170,7 @@ class Admission:
 
     def in_progress(self, sequence: Sequence, now: float, others: Seq[int]) -> Verdict | None:
         """Whether to end ``sequence``, whose prompt is being computed, behind others with so many tokens left."""
-        if not self.policy.reject or sequence.generated or sequence is self._probe:
+        if self.policy.late != "reject" or sequence.generated or sequence is self._probe:
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
@@ -202,17 +216,23 @@ class Admission:
         return self._timeouts.next
 
     def timed_out(self) -> tuple[Sequence, Verdict]:
-        """The one of :attr:`next_timeout`, which must be over: it is to be ended."""
+        """The one of :attr:`next_timeout`, which must be over, and why it is late."""
         when, sequence = self._timeouts.pop()
         waited = when - sequence.request.arrival
-        return sequence, Verdict(QUEUE_TIMEOUT_REASON, f"it waited {waited:.3g} s without being begun", waited)
+        reason = SLO_REASON if self._relegates_overdue else QUEUE_TIMEOUT_REASON
+        return sequence, Verdict(reason, f"it waited {waited:.3g} s without being begun", waited)
+
+    @property
+    def _relegates_overdue(self) -> bool:
+        return self.policy.late == "relegate" and self.policy.queue_timeout == "ttft"
+
+    def _untimed(self, sequence: Sequence) -> bool:
+        """Whether the queue's timeout means nothing to ``sequence`` any more."""
+        begun = sequence.scheduled is not None or sequence.state != "waiting"
+        return begun or (self._relegates_overdue and sequence.relegated is not None)
 
 
 def rejected(sequence: Sequence, verdict: Verdict) -> RejectedError:
     """The message to the client."""
     message = f"request {sequence.request.id}: {verdict.why}"
     return RejectedError(message, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
-
-
-def _begun(sequence: Sequence) -> bool:
-    return sequence.scheduled is not None or sequence.state != "waiting"

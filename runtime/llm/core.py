@@ -171,11 +171,11 @@ class EngineCore:
         weights: Mapping[str, float] | None = None,
         source: RateSource | None = None,
     ) -> None:
-        """End what comes too late from now on, by ``policy``; None accepts everything, in the ordering of before."""
+        """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the ordering of before."""
         scheduler = self.scheduler
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
-        if wanted is not scheduler.waiting.ordering:
+        if wanted is not scheduler.waiting.ordering or scheduler.waiting.relegated_tokens:
             self._unordered += scheduler.waiting.reorder(wanted)
         if policy is None:
             scheduler.admission = None
@@ -217,7 +217,7 @@ class EngineCore:
             now, len(decodes.members), len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             decodes.context, kv.free, kv.total, inf if oldest is None else oldest.request.arrival,
             min(slack.fixed(now), decode_slack), decode_slack, knobs, epoch, self.effective_limits,
-            slack.step_time_target, in_progress, token_deadlines,
+            slack.step_time_target, in_progress, token_deadlines, waiting.relegated_tokens,
         )  # fmt: skip
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
@@ -268,6 +268,9 @@ class EngineCore:
             admission = self.scheduler.admission
             if admission is not None and admission.next_timeout == expiry:
                 sequence, verdict = admission.timed_out()
+                if admission.relegates(verdict):
+                    self.scheduler.relegate(sequence)
+                    continue
                 sequence.retry_after = verdict.retry_after_s
                 record = self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
             else:

@@ -30,7 +30,7 @@ class Scheduler:
     """``schedule(now, knobs) -> StepPlan``; then ``update(plan, result)`` before the next ``schedule``.
 
     Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) feed
-    :attr:`slack`, deadline order and ``admission``, which ends what comes too late: those it ended while a step was planned
+    :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
     a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
     admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
@@ -94,13 +94,13 @@ class Scheduler:
             ahead = self.waiting.tokens_before(sequence)
             ahead += self.admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
             if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
-                room = self.admission.outweighed(sequence, verdict, now, self.waiting)
-                if not room:
+                late = self.admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
+                if late[0] is sequence and not self.admission.relegates(verdict):
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
                     raise rejected(sequence, verdict)
-                for lighter in room:
-                    self._reject(lighter, verdict, now)
-                self.admission.queued(sequence)
+                for one in late:
+                    self._late(self.admission, one, verdict, now)
+            self.admission.queued(sequence)
         return sequence
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
@@ -148,7 +148,7 @@ class Scheduler:
         if self.prefills or self.waiting.count:
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
         alike = self.fast_forward and n and not chunks
-        if self.admission is not None and self.admission.policy.reject and (self.prefills or self.waiting.count):
+        if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
         preempted, self._planned_at = self.preemptions - self._planned_at, self.preemptions
@@ -179,7 +179,7 @@ class Scheduler:
             if left <= 0:
                 return LimitedBy.BUDGET, inf
             if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
-                self._reject(head, verdict, now)
+                self._late(admission, head, verdict, now)
                 continue
             if not self._admit(head, now):
                 return LimitedBy.KV, inf
@@ -201,14 +201,23 @@ class Scheduler:
         in_progress: list[int] = []
         for sequence in tuple(self.prefills):
             if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
-                self._reject(sequence, verdict, now)
+                self._late(admission, sequence, verdict, now)
             else:
                 in_progress.append(sequence.target - sequence.computed)
         return in_progress
 
-    def _reject(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
+    def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
+        """Relegate or end ``sequence``, as the policy says."""
+        if admission.relegates(verdict):
+            self.relegate(sequence)
+            return
         sequence.retry_after = verdict.retry_after_s
         self._end(sequence, FinishReason.REJECTED, now, self.rejected, verdict.reason)
+
+    def relegate(self, sequence: Sequence) -> None:
+        """``sequence``, which waits, goes behind those that can still be met."""
+        self.waiting.relegate(sequence)
+        self.slack.left(sequence)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give ``sequence`` the blocks of all its known tokens, if blocks to grow by are left for every decode."""

@@ -90,8 +90,9 @@ class SlackTracker:
         self._tpot, self._gaps, self._gap = {}, {}, {}
 
     def queued(self, sequence: Sequence) -> None:
-        """``sequence`` waits for its first token, or, if preempted, for its next one."""
-        if not self.following:
+        """``sequence`` waits for its first token, or, if preempted, for its next one. One that was relegated is a miss, and has
+        no target any more: here and in :meth:`decoding`."""
+        if not self.following or sequence.relegated is not None:
             return
         slo = self.slo_of(sequence)
         if slo is None:
@@ -113,7 +114,7 @@ class SlackTracker:
             return
         self._fixed.drop(sequence)
         slo = self.slo_of(sequence)
-        if slo is None:
+        if slo is None or sequence.relegated is not None:
             return
         if slo.e2e_ms is not None:
             self._fixed.add(sequence.request.arrival + slo.e2e_ms / 1e3, sequence)

@@ -93,6 +93,12 @@ class Load:
     cancels: bool
     prefix_cache: bool
 
+    @property
+    def policy(self) -> AdmissionPolicy | None:
+        if not self.admission:
+            return None
+        return AdmissionPolicy(late="relegate" if self.seed % 2 else "reject")
+
     def arrivals(self) -> list[Asked]:
         draw = random.Random(self.seed)
         now, found = 0.0, []
@@ -155,8 +161,8 @@ def simulated(load: Load) -> Heard:
     engine.subscribe(heard)
     if load.budget:
         engine.set_step_policy(Budget())
-    if load.admission:
-        engine.set_admission(AdmissionPolicy())
+    if load.policy is not None:
+        engine.set_admission(load.policy)
     offered: dict[int, Any] = {}
     for when, what in load.events():
         if engine.clock.now() < when:
@@ -398,8 +404,8 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
     steering = world.steering
     if load.budget:
         steering.settings.set_policy(Budget())
-    if load.admission:
-        steering.set_admission(AdmissionPolicy(), weights=WEIGHTS)
+    if load.policy is not None:
+        steering.set_admission(load.policy, weights=WEIGHTS)
     for when, what in load.events():
         if world.clock.now() < when:
             world.run(when)
@@ -412,7 +418,8 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
     world.run()
     left = steering.total_blocks - steering.free_blocks()
     return {
-        "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} admission={load.admission} "
+        "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} "
+        f"late={load.policy and load.policy.late} "
         f"turns={len(load.turns)} ordering={load.ordering} mixed={load.mixed} cancels={load.cancels} "
         f"prefix_cache={load.prefix_cache} seed={load.seed}",
         "differs": first_difference(ours, world.heard),

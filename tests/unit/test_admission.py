@@ -103,7 +103,7 @@ def test_more_requests_are_in_time_than_without_it() -> None:
     slo = SLO(ttft_ms=200)
     met = [attainment(World(admission=policy).play(load), slo).met for policy in (False, True)]
     assert met[1] > 4 * met[0]
-    timeout = AdmissionPolicy(reject=False)  # what waits is ended, what has begun goes on: late, mostly
+    timeout = AdmissionPolicy(late=None)  # what waits is ended, what has begun goes on: late, mostly
     assert met[1] > 1.2 * attainment(World(admission=timeout).play(load), slo).met
 
 
@@ -181,11 +181,136 @@ def test_a_source_that_raises_is_asked_no_more(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("is no longer used") == 1
 
 
+# -- relegation -----------------------------------------------------------------------------------------------------------
+
+
+LATER = AdmissionPolicy(late="relegate")
+
+
+def test_what_is_late_is_computed_behind_what_can_be_met_by_arrival() -> None:
+    """Of a hundred at once 16 can be met, as by rejection, and two more by the tenth that is reserved for prediction error. One
+    that comes while the others wait goes before them."""
+    world = World(admission=LATER, source=100 / 11e-3)
+    records = world.play([*crowd(100), (0.5, 100, 1)])
+    assert reasons(records) == {"length": 101}, "none is ended"
+    met = [r.id for r in records if SLO(ttft_ms=200).met(r)]
+    assert met == [f"default-{n}" for n in (*range(18), 100)]
+    begun = sorted(records, key=lambda r: r.scheduled or 0.0)
+    assert [r.id for r in begun if r.id not in met] == [f"default-{n}" for n in range(18, 100)]
+    found = attainment(records, SLO(ttft_ms=200))
+    assert (found.met, found.offered) == (19, 101), "late ones are misses"
+
+
+def test_no_relegated_tokens_count_for_those_that_come_later() -> None:
+    """And in deadline order, whatever their class: relegated with a target of 1 s they wait behind one of 2 s."""
+    world = World(admission=LATER, source=100 / 11e-3, slo="ttft=1s", classes=[RequestClass("slow", SLO(ttft_ms=2000))])
+    for number in range(300):
+        world.offer(Arrival(0.0, 100, 1, ((number, 100),)), f"{number}", due=0.0, shared=False)
+    waiting = world.scheduler.waiting
+    behind = sum(s.relegated is not None for s in waiting)
+    assert waiting.relegated_tokens == 100 * behind and behind == 300 - int(0.9 / 11e-3)
+    patient = Arrival(0.0, 100, 1, ((999, 100),), request_class="slow")
+    world.offer(patient, "patient", due=0.0, shared=False)
+    sequence = next(s for s in waiting if s.request.id == "patient")
+    assert sequence.relegated is None and waiting.tokens_before(sequence) == 100 * (300 - behind)
+    world.scheduler.check_integrity()
+    world.run()
+    records = sorted(world.records.values(), key=lambda r: r.scheduled or 0.0)
+    assert all(r.completed for r in records)
+    assert [r.id for r in records].index("patient") == 300 - behind, "after those that can be met, before all others"
+    assert waiting.relegated_tokens == waiting.tokens == 0
+
+
+@pytest.mark.parametrize("prompts", [100, 700])
+def test_relegation_meets_more_than_no_admission_and_loses_nobody(prompts: int) -> None:
+    """1.5 times what the machine can compute."""
+    slo = SLO(ttft_ms=400)
+    load = poisson(1.5 * 100 / 11e-3 / prompts, 2 * prompts**0.5, prompts, 1, seed=3)
+    plain, relegated, rejected = (
+        World(admission=policy, slo="ttft=400ms").play(load) for policy in (False, LATER, True)
+    )
+    assert reasons(relegated) == {"length": len(load)}
+    met = [attainment(records, slo).met for records in (plain, relegated, rejected)]
+    assert met[1] > 2 * met[0] and met[1] >= 0.8 * met[2], met
+
+
+def test_at_loads_that_can_be_met_nobody_is_relegated() -> None:
+    load = poisson(40, 10, 100, 1, seed=3)
+    plain, relegated = World(ordering="fcfs").play(load), World(admission=LATER, ordering="fcfs").play(load)
+    assert plain == relegated
+
+
+def test_a_relegated_request_ends_by_its_own_timeout_and_by_the_queue_s() -> None:
+    world = World(admission=AdmissionPolicy(late="relegate", queue_timeout=0.5), source=100 / 11e-3)
+    for number in range(100):
+        arrival = Arrival(0.0, 100, 1, ((number, 100),))
+        world.offer(arrival, f"{number}", due=0.0, shared=False, expires=0.3 if number == 99 else None)
+    world.run()
+    assert world.records["99"].reason is FinishReason.TIMEOUT
+    assert world.records["99"].finished == pytest.approx(0.3, abs=0.012)
+    found = reasons(list(world.records.values()))
+    assert found == {"length": 46, "timeout": 1, "queue_timeout": 53}, "those that have begun within half a second"
+
+
+def test_slots_that_are_full_relegate_what_waits_past_its_target() -> None:
+    """Nobody looks at the queue while no slot is free; whoever comes then is not late for those that are."""
+    world = World(admission=LATER, source=100 / 11e-3)
+    world.set_knobs(Knobs(1, 0, 100, 100))
+    world.offer(Arrival(0.0, 100, 300, ((0, 100),)), "long", due=0.0, shared=False)
+    for number in range(10):
+        world.offer(Arrival(0.0, 100, 1, ((1 + number, 100),)), f"{number}", due=0.0, shared=False)
+    world.run_until(0.25)
+    assert all(s.relegated is not None for s in world.scheduler.waiting) and len(world.scheduler.waiting) == 10
+    world.offer(Arrival(0.28, 100, 1, ((99, 100),)), "late comer", due=0.28, shared=False)
+    world.run()
+    order = sorted(world.records.values(), key=lambda r: r.scheduled or 0.0)
+    assert [r.id for r in order] == ["long", "late comer", *(f"{n}" for n in range(10))]
+    assert SLO(ttft_ms=200).met(world.records["late comer"])
+
+
+def test_a_prompt_in_progress_that_turns_late_is_computed() -> None:
+    world = World(admission=LATER, source=100 / 11e-3)
+    world.offer(Arrival(0.0, 1500, 4, ((0, 1500),)), "long", due=0.0, shared=False)
+    world.run_until(0.05)
+    world.formula.hardware = lambda step: 5 * steady(step)
+    world.run()
+    assert world.records["long"].completed and not SLO(ttft_ms=200).met(world.records["long"])
+
+
+@pytest.mark.parametrize("order", ["deadline", None])
+def test_without_the_policy_relegated_ones_have_their_places_back(order: str | None) -> None:
+    world = World(ordering="fair", slo="ttft=200ms")
+    world.set_admission(AdmissionPolicy(late="relegate", order=order), source=Rate(100 / 11e-3))
+    for number in range(40):
+        world.offer(Arrival(0.0, 100, 1, ((number, 100),)), f"{number}", due=0.0, shared=False)
+    waiting = world.scheduler.waiting
+    given = {s: s.relegated for s in waiting if s.relegated is not None}
+    assert len(given) == 24
+    world.set_admission(None)
+    assert waiting.relegated_tokens == 0 and all(s.relegated is None for s in waiting)
+    if order is None:
+        assert all(s.key == key for s, key in given.items())
+    world.run()
+    assert [r.id for r in sorted(world.records.values(), key=lambda r: r.scheduled or 0.0)] == [
+        f"{n}" for n in range(40)
+    ]
+
+
+def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
+    world = World(admission=LATER, source=100 / 11e-3)
+    for number in range(40):
+        world.offer(Arrival(0.0, 100, 1, ((number, 100),)), f"{number}", due=0.0, shared=False)
+    world.run_until(0.19)
+    view = world.view()
+    assert view.waiting_tokens == view.relegated_tokens > 2000
+    assert view.oldest_arrival == float("inf") and view.least_slack == float("inf")
+
+
 # -- the queue's timeout, and order --------------------------------------------------------------------------------------
 
 
 def test_queue_timeout_ends_what_waits_and_nothing_that_runs() -> None:
-    world = World(admission=AdmissionPolicy(reject=False, queue_timeout=0.1, order=None))
+    world = World(admission=AdmissionPolicy(late=None, queue_timeout=0.1, order=None))
     records = world.play([(0.0, 3000, 1), *crowd(5)])
     assert reasons(records) == {"length": 1, "queue_timeout": 5}
     waited = [r for r in records if r.cause == "queue_timeout"]
@@ -198,7 +323,7 @@ def test_a_policy_put_in_force_and_taken_off_in_mid_run() -> None:
     for number in range(30):
         world.offer(Arrival(0.0, 100, 1, ((number, 100),)), f"r{number}", due=0.0, shared=False)
     world.run_until(0.05)
-    world.set_admission(AdmissionPolicy(reject=False, queue_timeout=0.1))
+    world.set_admission(AdmissionPolicy(late=None, queue_timeout=0.1))
     world.run_until(0.2)
     assert reasons(list(world.records.values()))["queue_timeout"] > 15
     world.set_admission(None)
@@ -273,6 +398,8 @@ def test_a_client_is_told_why_and_when_to_come_again() -> None:
         ({"queue_timeout": "soon"}, "queue_timeout is 'soon'"),
         ({"queue_timeout": True}, "queue_timeout is True"),
         ({"queue_timeout": float("inf")}, "queue_timeout is inf"),
+        ({"late": "drop"}, 'late is \'drop\'; it must be "reject", "relegate" or None'),
+        ({"late": True}, "late is True"),
         ({"order": "lifo"}, "ordering is 'lifo'; it must be one of priority, fcfs"),
     ],
 )
@@ -283,12 +410,12 @@ def test_wrong_policies_name_the_field(options: dict[str, Any], message: str) ->
         World(admission="on")
 
 
-@pytest.mark.parametrize("policy", [AdmissionPolicy(), AdmissionPolicy(reject=False)])
+@pytest.mark.parametrize("policy", [AdmissionPolicy(), AdmissionPolicy(late=None), LATER])
 def test_fast_forward_changes_nothing(policy: AdmissionPolicy) -> None:
     load = poisson(60, 4, 120, 30, seed=9)
     plain, quick = World(admission=policy, fast_forward=False), Silent(admission=policy)
     assert plain.play(load) == quick.play(load)
-    assert any(r.reason is FinishReason.REJECTED for r in quick.records.values())
+    assert any(r.reason is FinishReason.REJECTED for r in quick.records.values()) is (policy is not LATER)
 
 
 class Silent(World):
@@ -345,5 +472,5 @@ def test_a_request_that_the_kv_pool_holds_up_is_rejected_as_early_in_fast_forwar
     [(_, second, rejected), (_, first, ended)] = slow.ends
     assert (first, second) == ("length", "slo") and rejected < ended - 0.05
     assert fast.ends == slow.ends
-    accepting = AdmissionPolicy(reject=False, queue_timeout=None)
+    accepting = AdmissionPolicy(late=None, queue_timeout=None)
     assert blocked(accepting, fast_forward=True).heard < slow.heard / 5, "nothing looks at each step there"

@@ -28,7 +28,7 @@ def test_what_comes_too_late_is_rejected() -> None:
         refused = next(r for r in (b.heard.request(), b.heard.request()) if not r.completed)
         assert (refused.reason, refused.cause) == (FinishReason.REJECTED, "slo")
         assert refused.retry_after_s == caught.value.retry_after_s and refused.scheduled is None
-        b.engine.set_admission(AdmissionPolicy(reject=False, queue_timeout=0.01))
+        b.engine.set_admission(AdmissionPolicy(late=None, queue_timeout=0.01))
         b.executor.hold()
         running = b.engine.submit([1], max_tokens=3)
         b.held()

@@ -61,7 +61,7 @@ def test_an_ordering_that_raises_when_a_request_begins_is_logged(caplog: pytest.
 def test_an_ordering_that_raises_when_it_comes_back_into_force_fails_only_those_it_raises_for() -> None:
     picky = Picky()
     picky.raises_on = 9
-    with bench(ordering=picky, admission=AdmissionPolicy(reject=False, queue_timeout=None)) as b:
+    with bench(ordering=picky, admission=AdmissionPolicy(late=None, queue_timeout=None)) as b:
         [running] = b.decoding(1)
         b.engine.set_knobs(b.engine.knobs.with_(max_batch_size=1))
         bad, good = b.engine.submit([9], max_tokens=2), b.engine.submit([8], max_tokens=2)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.ordering import ORDERINGS
+from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples
 from tests.unit.scheduler_world import BLOCK, World
@@ -38,6 +40,10 @@ class FixedBudget:
     def budget(self, view: SchedulerView) -> int:
         assert view.running + view.waiting > 0
         return self.tokens
+
+
+class Rate:
+    prefill_rate = 400.0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -91,6 +97,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(budget=st.one_of(st.none(), st.integers(0, 20)))
     def change_policy(self, budget: int | None) -> None:
         self.world.core.policy = None if budget is None else FixedBudget(budget)
+
+    @rule(
+        policy=st.sampled_from([None, AdmissionPolicy(late="relegate"), AdmissionPolicy(late="relegate", order=None)])
+    )
+    def change_admission(self, policy: AdmissionPolicy | None) -> None:
+        self.world.scheduler.slack.slos.update(default=SLO(ttft_ms=60))
+        self.world.core.set_admission(policy, source=Rate())
+        self.world.scheduler.check_integrity()
 
     @rule(fail=st.sampled_from([0.0, 0.0, 0.2, 1.0]), stop=st.sampled_from([0.0, 0.1]), seed=st.integers(0, 99))
     def change_luck(self, fail: float, stop: float, seed: int) -> None:

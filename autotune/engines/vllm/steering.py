@@ -200,16 +200,14 @@ class Steering:
         ahead = self.waiting.tokens_before(sequence)
         ahead += admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
         verdict = admission.arrive(sequence, now, ahead)
-        if verdict is None:
-            return
-        lighter = admission.outweighed(sequence, verdict, now, self.waiting)
-        for other in lighter:
-            self._turn_away(other, verdict, now)
-        if lighter:
+        if verdict is not None:
+            late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
+            if late[0] is sequence and not admission.relegates(verdict):
+                self.refusal = verdict
+            for one in late:
+                self._late(admission, one, verdict, now)
+        if self.refusal is None:
             admission.queued(sequence)
-        else:
-            self.refusal = verdict
-            self._turn_away(sequence, verdict, now)
 
     def _request_of(self, request: Any) -> Request:
         ago = max(0.0, time.time() - request.arrival_time)  # vLLM's arrivals are wall time
@@ -238,9 +236,24 @@ class Steering:
         cached = int(found[1])
         return cached, sum([block.ref_cnt == 0 for block in found[0].blocks[0]]) if cached else 0
 
-    def _turn_away(self, sequence: Sequence, verdict: Verdict, now: float) -> None:
+    def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
+        """As the scheduler of our engine: relegate or end ``sequence``."""
+        if admission.relegates(verdict):
+            self._relegate(sequence)
+            return
         sequence.retry_after = verdict.retry_after_s
         self.reject(sequence, verdict.reason, now, why=verdict.why)
+
+    def _relegate(self, sequence: Sequence) -> None:
+        """Have it wait behind those that can still be met, in vLLM's queue too."""
+        self.waiting.relegate(sequence)
+        self.slack.left(sequence)
+        queue, request = self._scheduler.waiting, sequence.data
+        others = len(queue) - 1
+        queue.remove_requests({request})
+        if len(queue) == others:  # else it waits elsewhere for something
+            request.priority = sequence.key
+            queue.add_request(request)
 
     def reject(
         self,
@@ -301,10 +314,10 @@ class Steering:
         weights: Mapping[str, float] | None = None,
         source: RateSource | None = None,
     ) -> None:
-        """End what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
+        """End or relegate what comes too late from now on, by ``policy``; None accepts everything, in the order of before."""
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
-        if wanted is not self.waiting.ordering:
+        if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
             self.waiting.reorder(wanted)
             self._requeue()
         self._admission = made = (
@@ -337,7 +350,7 @@ class Steering:
             admission = self._admission
             if admission is not None and admission.next_timeout == expiry:
                 sequence, verdict = admission.timed_out()
-                self._turn_away(sequence, verdict, now)
+                self._late(admission, sequence, verdict, now)
             else:
                 _, sequence = self._expiries.pop()
                 self.reject(sequence, "its timeout passed", now, FinishReason.TIMEOUT)
@@ -364,7 +377,7 @@ class Steering:
             now, decodes, len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
             self._offsets + self._advanced * decodes, self.free_blocks(), self.total_blocks,
             inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
-            epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines,
+            epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines, waiting.relegated_tokens,
         )  # fmt: skip
 
     def free_blocks(self) -> int:
@@ -456,7 +469,7 @@ class Steering:
         in_progress: list[int] = []
         for sequence in tuple(self.prefills):
             if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
-                self._turn_away(sequence, verdict, now)
+                self._late(admission, sequence, verdict, now)
             else:
                 in_progress.append(sequence.target - sequence.computed)
         return in_progress
@@ -464,8 +477,8 @@ class Steering:
     def _may_begin(self, knobs: Knobs, left: int, slots: int, spare: int, in_progress: list[int], now: float) -> int:
         """How many of those that wait may begin in this step: as many as have their whole prompts fit in ``spare`` blocks.
 
-        Ends those whose turn it is and that would be late. Of the first vLLM sees to the blocks itself, and knows what of it is
-        cached; but it would begin others before the first has all of its blocks.
+        Ends or relegates those whose turn it is and that would be late. Of the first vLLM sees to the blocks itself, and knows
+        what of it is cached; but it would begin others before the first has all of its blocks.
         """
         admission = self._admission
         if admission is None and not self._caches and spare >= self._blocks(self.waiting.tokens) + self.waiting.count:
@@ -475,7 +488,7 @@ class Steering:
             if left <= 0 or begun >= slots:
                 return slots
             if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
-                self._turn_away(head, verdict, now)
+                self._late(admission, head, verdict, now)
                 continue
             cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
             pending = head.target - cached

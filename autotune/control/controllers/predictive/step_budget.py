@@ -181,4 +181,5 @@ class StepBudget:
             return False
         left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
         room = self._room(view, allowed)
-        return room < 1 or (view.waiting_tokens + view.prefilling_tokens) / room * allowed > left
+        tokens = view.waiting_tokens - view.relegated_tokens + view.prefilling_tokens
+        return room < 1 or tokens / room * allowed > left
