@@ -80,6 +80,13 @@ def serve(
             help="Reject (429) what cannot meet its TTFT any more, and order by deadline. Needs an SLO with a TTFT.",
         ),
     ] = False,
+    relegate_late: Annotated[
+        bool,
+        Option(
+            "--relegate-late/--no-relegate-late",
+            help="Compute what cannot meet its TTFT any more after all that can, and order by deadline. Needs such an SLO too.",
+        ),
+    ] = False,
     controlled: Annotated[
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
@@ -104,8 +111,13 @@ def serve(
         print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
     target = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
-    if reject_late and (target is None or target.ttft_ms is target.e2e_ms is None):
-        raise InputError("--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms")
+    if reject_late and relegate_late:
+        raise InputError(
+            "--reject-late and --relegate-late do not go together: a late request is rejected or relegated"
+        )
+    if (reject_late or relegate_late) and (target is None or target.ttft_ms is target.e2e_ms is None):
+        option = "--relegate-late" if relegate_late else "--reject-late"
+        raise InputError(f"{option} needs to know what is late: add --slo ttft=500ms,tpot=50ms")
     if controlled and target is None:
         raise InputError("--control needs an SLO: add --slo ttft=500ms,tpot=50ms")
     if controller is not None:
@@ -141,6 +153,7 @@ def serve(
             controller=controller,
             decisions=decisions,
             reject_late=reject_late,
+            relegate_late=relegate_late,
             off=controlled is False,
             flags={
                 "--host": host,
@@ -172,6 +185,7 @@ def serve(
         _check_writable(decisions)
     from autotune.control.attach import attach
     from autotune.engines.own import OwnSource
+    from runtime.llm.admission import AdmissionPolicy
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
@@ -198,7 +212,7 @@ def serve(
                 prefix_cache=facts.prefix_cache if facts else True,
                 max_queue=max_queue,
                 ordering=ordering,
-                admission=reject_late,
+                admission=AdmissionPolicy(late="relegate") if relegate_late else reject_late,
                 threads=threads or (start_with.machine.threads if start_with else None),
             ).start(setting, limits, seed)
         except ValueError as error:

@@ -77,6 +77,7 @@ def test_a_named_difference_is_small(found: list[dict[str, Any]]) -> None:
 def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
     """Else their agreement says little."""
     assert sum(one["rejected"] > 0 for one in found) >= 5
+    assert sum(one["relegated"] > 0 and not one["differs"] for one in found) >= 5
     assert sum(one["preempted"] > 0 for one in found) >= 2
     for kind in ("by view", "turns=3", "mixed=True", "cancels=True", "prefix_cache=True", "ordering=deadline"):
         assert sum(kind in one["load"] and not one["differs"] for one in found) >= 5, kind

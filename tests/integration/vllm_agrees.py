@@ -254,6 +254,7 @@ class Steered:
 
         pool._maybe_evict_cached_block = counted
         self.heard = Heard(lambda: self._evictions > 0)
+        self.relegated = 0
         self._sampled = 10**7  # no token is sampled twice, so that no answer is found in the prefix cache
 
         from vllm.utils.hashing import sha256
@@ -264,7 +265,9 @@ class Steered:
     def tell(self) -> None:
         for record in self.steering.take_steps():
             self.heard.on_step(record)
-        self.heard.requests += [record for _, record in self.steering.take_ended()]
+        ended = self.steering.take_ended()
+        self.heard.requests += [record for _, record in ended]
+        self.relegated += sum(sequence.relegated is not None for sequence, _ in ended)
 
     def offer(self, asked: Asked, due: float) -> None:
         from vllm.sampling_params import SamplingParams as Theirs
@@ -427,6 +430,7 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
         "requests": len(world.heard.requests),
         "preempted": sum(step.preemptions for step in world.heard.steps),
         "rejected": sum(record.reason is FinishReason.REJECTED for record in ours.requests),
+        "relegated": world.relegated,
         "blocks_left": left,
         "seconds": [world.heard.steps[-1].end, ours.steps[-1].end],
         "e2e": [_mean_e2e(world.heard), _mean_e2e(ours)],

@@ -80,6 +80,11 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--control"), "--control needs an SLO: add --slo ttft=500ms,tpot=50ms"),
         (("tiny", "--reject-late"), "--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms"),
         (("tiny", "--reject-late", "--slo", "tpot=50ms"), "--reject-late needs to know what is late"),
+        (("tiny", "--relegate-late"), "--relegate-late needs to know what is late: add --slo ttft=500ms,tpot=50ms"),
+        (
+            ("tiny", "--relegate-late", "--reject-late", "--slo", "ttft=1s"),
+            "--reject-late and --relegate-late do not go",
+        ),
         (("tiny", "--decisions", "d.jsonl"), "--decisions is d.jsonl, but no controller is attached"),
         (("tiny", "--slo", "ttft=1s", "--no-control", "--decisions", "d.jsonl"), "but no controller is attached"),
         (

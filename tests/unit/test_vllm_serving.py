@@ -19,6 +19,7 @@ from autotune.engines.vllm.scheduler import REJECTED
 from autotune.engines.vllm.serving import Options
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
+from runtime.llm.admission import AdmissionPolicy
 from tests.unit.profiles import profile
 
 # -- options ----------------------------------------------------------------------------------------------------------------
@@ -65,6 +66,8 @@ def test_wrong_values_are_named() -> None:
         Options(slo="tftt=500ms").target()
     with pytest.raises(InputError, match="autotune: classes chat: it is given twice"):
         Options(classes=("chat:ttft=1s", "chat:ttft=2s")).request_classes()
+    with pytest.raises(InputError, match="autotune: reject_late and relegate_late are both on; it must be one of them"):
+        Options(reject_late=True, relegate_late=True).admission()
     for base, why in (
         ("nowhere.Class", "cannot be imported"),
         ("json.dumps", "must be a class"),
@@ -73,6 +76,14 @@ def test_wrong_values_are_named() -> None:
         with pytest.raises(InputError, match=f"base is '{base}'.*{why}"):
             Options(base=base).base_class()
     assert Options(base="json.JSONDecoder").base_class() is json.JSONDecoder
+
+
+def test_what_is_late_is_computed_rejected_or_relegated() -> None:
+    found = [Options.read({}, {"autotune": section}).admission() for section in ({}, {"reject_late": True})]
+    assert found == [None, AdmissionPolicy()]
+    assert Options.read({"AUTOTUNE_RELEGATE_LATE": "1"}, None).admission() == AdmissionPolicy(late="relegate")
+    with pytest.raises(InputError, match="AUTOTUNE_RELEGATE_LATE is 'later'; it must be one of 1, true"):
+        Options.read({"AUTOTUNE_RELEGATE_LATE": "later"}, None)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ more, in ``--additional-config '{"autotune": {…}}'``:
 ``AUTOTUNE_LOG``         ``log``             where decisions are appended, for ``autotune explain``
 ``AUTOTUNE_METRICS``     ``metrics``         where metrics for Prometheus are written every 5 s, for a textfile collector
 ``AUTOTUNE_REJECT_LATE`` ``reject_late``     1 ends what cannot meet its TTFT any more, and orders by deadline
+``AUTOTUNE_RELEGATE_LATE`` ``relegate_late`` 1 does the same, but computes what is late after all that can be met
 ``AUTOTUNE_BASE``        ``base``            ``module.Class``: the scheduler to steer in place of the one that vLLM would pick
 ``AUTOTUNE_OFF``         ``off``             1 leaves vLLM alone
 ..                       ``pinned``          knobs that stay at a value: ``{"token_budget": 512}``
@@ -36,6 +37,7 @@ from typing import Any, Final, Self
 from autotune.engines.vllm.scheduler import UNTOUCHED, SteeredScheduler, config_of, log, picked, unfit
 from autotune.engines.vllm.tuning import TunableScheduler
 from runtime.errors import InputError
+from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO, RequestClass, request_classes
 
 SECTION: Final = "autotune"
@@ -56,6 +58,7 @@ class Options:
     log: str | None = None
     metrics: str | None = None
     reject_late: bool = False
+    relegate_late: bool = False
     base: str | None = None
     off: bool = False
     pinned: Mapping[str, float] = field(default_factory=dict)
@@ -92,6 +95,14 @@ class Options:
         except ValueError as error:
             raise InputError(str(error)) from None
 
+    def admission(self) -> AdmissionPolicy | None:
+        """What becomes of requests that come too late. Raises :class:`InputError`."""
+        if self.reject_late and self.relegate_late:
+            raise InputError("autotune: reject_late and relegate_late are both on; it must be one of them")
+        if self.relegate_late:
+            return AdmissionPolicy(late="relegate")
+        return AdmissionPolicy() if self.reject_late else None
+
     def base_class(self) -> type[Any] | None:
         """The scheduler to steer; None for vLLM's pick. Raises :class:`InputError`."""
         if self.base is None:
@@ -111,7 +122,7 @@ def _names() -> str:
 
 
 def _value(name: str, where: str, value: object) -> Any:
-    if name in ("reject_late", "off"):
+    if name in ("reject_late", "relegate_late", "off"):
         text = str(value).lower()
         if not isinstance(value, bool | str | int) or text not in _YES + _NO:
             raise InputError(f"{where} is {value!r}; it must be one of {', '.join((*_YES, *_NO[:-1]))}")
@@ -146,7 +157,7 @@ class Scheduler:
         if why is not None:
             log.warning("not tuned: %s. %s", why, UNTOUCHED)
             return base(*args, **kwargs)
-        options.target(), options.request_classes()  # wrong ones are told of now
+        options.target(), options.request_classes(), options.admission()  # wrong ones are told of now
         made = type(f"SelfTuning{base.__name__}", (SelfTuningScheduler, base), {"__module__": __name__})(
             *args, **kwargs
         )
@@ -189,7 +200,7 @@ class SelfTuningScheduler(SteeredScheduler):
             engine,
             slo=options.target(),
             profile=options.profile,
-            admission=options.reject_late or None,
+            admission=options.admission(),
             pinned=options.pinned,
             log=_of_rank(options.log, config),
             controller=options.controller,
