@@ -50,7 +50,7 @@ def test_steps_and_requests_are_equal_but_for_what_is_named(found: list[dict[str
 @pytest.mark.slow
 def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[str, Any]]) -> None:
     for one in found:
-        full, shared = "blocks=70" in one["load"], "prefix_cache=True" in one["load"]
+        full, shared = "blocks=70" in one["load"] or one["full"], "prefix_cache=True" in one["load"]
         name = one["differs"].partition(":")[0]
         assert not name or shared or full, one
         assert name != PREEMPTS or full, one

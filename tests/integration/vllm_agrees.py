@@ -428,6 +428,7 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
         "differs": first_difference(ours, world.heard),
         "steps": len(ours.steps),
         "requests": len(world.heard.requests),
+        "full": any(step.preemptions for step in ours.steps),
         "preempted": sum(step.preemptions for step in world.heard.steps),
         "rejected": sum(record.reason is FinishReason.REJECTED for record in ours.requests),
         "relegated": world.relegated,

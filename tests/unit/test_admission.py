@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autotune import control
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival
 from runtime.errors import RejectedError
@@ -232,6 +233,21 @@ def test_relegation_meets_more_than_no_admission_and_loses_nobody(prompts: int) 
     assert reasons(relegated) == {"length": len(load)}
     met = [attainment(records, slo).met for records in (plain, relegated, rejected)]
     assert met[1] > 2 * met[0] and met[1] >= 0.8 * met[2], met
+
+
+def test_under_a_controller_relegated_requests_cost_next_to_nothing() -> None:
+    """Twice what the machine can compute: budgets of single steps are not for the queue of those that are late."""
+    load = poisson(36, 15, 250, 40, seed=3)
+    found = {}
+    for late in (None, "relegate", "reject"):
+        world = World(slo="ttft=500ms,tpot=25ms", kv_tokens=200_000)
+        world.formula.hardware = lambda step: 4e-3 + 2e-4 * step.decodes + 1e-4 * step.prefill_tokens
+        policy = None if late is None else AdmissionPolicy(late=late)  # type: ignore[arg-type]
+        with control(world, slo=SLO(ttft_ms=500, tpot_ms=25), admission=policy):
+            records = world.play(load)
+        assert len(records) == len(load) and (late == "reject" or all(r.completed for r in records))
+        found[late] = attainment(records, SLO(ttft_ms=500, tpot_ms=25)).met
+    assert found["relegate"] > 2 * found[None] and found["relegate"] >= 0.95 * found["reject"], found
 
 
 def test_at_loads_that_can_be_met_nobody_is_relegated() -> None:

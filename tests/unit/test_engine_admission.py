@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runtime import AdmissionPolicy, FinishReason, Knobs, RejectedError
+from runtime import SLO, AdmissionPolicy, FinishReason, Knobs, RejectedError, RequestClass, RequestTimeoutError
 from tests.engines import bench
 
 
@@ -42,6 +42,29 @@ def test_what_comes_too_late_is_rejected() -> None:
         b.engine.set_admission(False)
         assert b.engine.submit([3], max_tokens=1).result(timeout=30)
         assert b.engine.admission is None
+
+
+def test_what_comes_too_late_is_computed_after_what_can_be_met() -> None:
+    """Its client waits and has its answer; the record ends as any other."""
+    slos = [RequestClass("patient", SLO(ttft_ms=100_000))]
+    with bench(slo="ttft=50ms", classes=slos, admission=AdmissionPolicy(late="relegate"), knobs=Knobs(1, 0, 4, 4)) as b:
+        b.engine.set_admission(b.engine.admission, source=SlowRate())
+        b.executor.hold()
+        first = b.engine.submit([1, 2, 3], max_tokens=2)
+        b.held()
+        late = [b.engine.submit([5, 6], max_tokens=1) for _ in range(3)]
+        patient = b.engine.submit([7], max_tokens=1, request_class="patient")
+        short = b.engine.submit([8], max_tokens=1, timeout_s=0.01)
+        time.sleep(0.02)
+        b.executor.go()
+        assert all(stream.result(timeout=30).token_ids for stream in (first, *late, patient))
+        with pytest.raises(RequestTimeoutError):
+            short.result(timeout=30)
+        records = sorted((b.heard.request() for _ in range(6)), key=lambda r: r.scheduled or 0.0)
+        ids = [r.id for r in records if r.completed]
+        assert ids == [s.record.id for s in (first, patient, *late) if s.record]
+        assert not any(r.cause for r in records if r.completed)
+        assert [r.reason for r in records if not r.completed] == [FinishReason.TIMEOUT]
 
 
 class SlowRate:
