@@ -17,6 +17,7 @@ from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.slo import SLO, RequestClass, attainment
 from runtime.step_model import StepFeatures
+from runtime.tunable import SchedulerView
 from tests.unit.control_world import Formula, poisson
 
 
@@ -320,6 +321,19 @@ def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
     view = world.view()
     assert view.waiting_tokens == view.relegated_tokens > 2000
     assert view.oldest_arrival == float("inf") and view.least_slack == float("inf")
+    seen: list[float] = []
+
+    class Asked:
+        def budget(self, view: SchedulerView) -> int:
+            seen.append(view.least_slack)
+            return view.knobs.token_budget
+
+    world.run()
+    world.set_step_policy(Asked())
+    for number in range(40):
+        world.offer(Arrival(5.0, 100, 1, ((number, 100),)), f"again {number}", due=5.0, shared=False)
+    world.run()
+    assert len(seen) == 40 and min(seen) > 0, "those that are followed from step to step likewise"
 
 
 # -- the queue's timeout, and order --------------------------------------------------------------------------------------

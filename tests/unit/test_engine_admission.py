@@ -62,7 +62,7 @@ def test_what_comes_too_late_is_computed_after_what_can_be_met() -> None:
             short.result(timeout=30)
         records = sorted((b.heard.request() for _ in range(6)), key=lambda r: r.scheduled or 0.0)
         ids = [r.id for r in records if r.completed]
-        assert ids == [s.record.id for s in (first, patient, *late) if s.record]
+        assert ids == [s.request_id for s in (first, patient, *late)]
         assert not any(r.cause for r in records if r.completed)
         assert [r.reason for r in records if not r.completed] == [FinishReason.TIMEOUT]
 

@@ -9,6 +9,7 @@ import pytest
 from runtime.batching.batcher import Batcher
 from runtime.batching.groupings import grouping_of
 from runtime.batching.item import WAITING, Item
+from runtime.knobs import Knobs
 from runtime.llm.waiting import WaitingQueue
 from runtime.ordering import ORDERINGS, PRIORITY_STEP_S, SHORTEST_STEP_S, Queued, ordering_of
 from runtime.request import Request, SamplingParams, Sequence
@@ -91,6 +92,78 @@ def test_leaving_early_is_remembered() -> None:
         queue.check_integrity()
     assert len(queue) == 1 and queue.tokens == 4 and queue.peek() is sequences[499] is queue.oldest()
     assert len(queue._heap) < 200, "those that left are still held"
+
+
+def relegating(ordering: str, *sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue(ordering_of(ordering))
+    for sequence in sequences:
+        sequence.pending = 4
+        queue.push(sequence)
+    return queue
+
+
+def test_relegated_ones_go_last_by_arrival_and_preempted_ones_first() -> None:
+    a, b, c, d = (make(name, at, deadline=10 + at) for at, name in enumerate("abcd"))
+    d.preemptions = 1
+    queue = relegating("deadline", a, b, c, d)
+    queue.relegate(b)
+    queue.relegate(a)
+    queue.check_integrity()
+    assert [s.request.id for s in queue.in_order()] == ["d", "c", "a", "b"] and len([*queue]) == 4
+    assert queue.relegated_tokens == 8 and queue.tokens == 16 and queue.oldest() is c
+    far = make("far", 9, deadline=1e9)
+    queue.push(far)
+    assert queue.tokens_before(far) == 8, "none of those behind it"
+    out = []
+    while (head := queue.peek()) is not None:
+        assert queue.pop() is head
+        head.state = "prefill"
+        out.append(head.request.id)
+        queue.check_integrity()
+    assert out == ["d", "c", "far", "a", "b"] and queue.relegated_tokens == 0
+
+
+def test_one_that_is_relegated_at_its_turn_has_another() -> None:
+    a, b, c = (make(name, at) for at, name in enumerate("abc"))
+    queue, seen = relegating("fcfs", a, b, c), []
+    for sequence in queue.in_order():
+        seen.append(sequence.request.id)
+        if sequence is a and a.relegated is None:
+            queue.relegate(a)
+    assert seen == ["a", "b", "c", "a"]
+
+
+def test_an_ordering_hears_the_key_that_it_gave() -> None:
+    """Fair share goes by it: one relegated request would else carry its clock far into the future."""
+    a, b = make("a", 5.0, tenant="x"), make("b", 6.0, tenant="y")
+    queue = relegating("fair", a, b)
+    queue.relegate(a)
+    for expected in (b, a):
+        assert queue.peek() is queue.pop() is expected
+        expected.state = "prefill"
+    late = make("late", 7.0, tenant="z")
+    queue.push(late)
+    assert late.key == 0.0
+
+
+def test_many_relegated_leave_no_more_than_twice_as_many_entries() -> None:
+    sequences = [make(f"s{i}", i) for i in range(500)]
+    queue = relegating("fcfs", *sequences)
+    for sequence in reversed(sequences):
+        queue.relegate(sequence)
+        assert len(queue._heap) <= 2 * len(queue) + 64
+    assert [*queue.in_order()] == sequences
+
+
+def test_the_wait_window_does_not_hold_relegated_ones() -> None:
+    a, b = make("a", 0.0), make("b", 5.0)
+    queue, knobs = relegating("fcfs", a, b), Knobs(8, 1000, 64, 64)
+    assert queue.held_until(knobs, 64, 8) == 1.0
+    queue.relegate(a)
+    assert queue.held_until(knobs, 64, 8) == -inf
+    queue.take(a)
+    a.state = "prefill"
+    assert queue.held_until(knobs, 64, 8) == 6.0
 
 
 @pytest.mark.parametrize("name", ["deadline", "priority", "shortest"])
