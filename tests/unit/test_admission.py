@@ -330,10 +330,12 @@ def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
 
     world.run()
     world.set_step_policy(Asked())
+    world.offer(Arrival(5.0, 500, 1, ((99, 500),)), "first", due=5.0, shared=False)
+    world.run_until(5.03)
     for number in range(40):
-        world.offer(Arrival(5.0, 100, 1, ((number, 100),)), f"again {number}", due=5.0, shared=False)
+        world.offer(Arrival(5.03, 100, 1, ((number, 100),)), f"again {number}", due=5.03, shared=False)
     world.run()
-    assert len(seen) == 40 and min(seen) > 0, "those that are followed from step to step likewise"
+    assert len(seen) == 45 and min(seen) > 0, "those that are followed from step to step likewise"
 
 
 # -- the queue's timeout, and order --------------------------------------------------------------------------------------
