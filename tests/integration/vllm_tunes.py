@@ -236,6 +236,28 @@ def test_a_client_is_told_of_its_rejection_even_when_the_switch_comes_between(se
     assert not served.scheduler.requests and not served.scheduler.waiting
 
 
+def test_relegated_requests_are_computed_after_the_others_and_go_on_without_us(serve: Callable[..., Served]) -> None:
+    section = {"slo": "ttft=40ms", "classes": ["patient:ttft=100s"], "relegate_late": True}
+    served = serve(section, SlowExecutor, max_num_seqs=2)
+    for _ in range(3):
+        served.add(60, 2)
+    served.run()  # so that the rate is known
+    with heard(served) as records:
+        names = [served.add(250, 4) for _ in range(12)]
+        patient = served.add(60, 4, request_class="patient")
+        queued = [request.request_id for request in served.scheduler.waiting]
+        assert served.scheduler.steering.waiting.relegated_tokens >= 2000 and queued.index(patient) < 4
+        while len(records.requests) < 6:
+            served.llm.step()
+    assert patient in [record.id for record in records.requests]
+    assert all(record.reason is FinishReason.LENGTH for record in records.requests)
+    served.control.kill()
+    ended = served.run()
+    assert all((reason, tokens) == ("length", 4) for reason, _, tokens in ended.values())
+    assert len(ended) >= len(names) + 1 - len(records.requests)
+    assert not served.scheduler.requests and not served.scheduler.waiting
+
+
 def test_a_rejection_alone_is_told_of(serve: Callable[..., Served]) -> None:
     served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
     for _ in range(5):
