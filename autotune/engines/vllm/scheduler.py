@@ -84,7 +84,8 @@ def steered(base: type[Any]) -> type[Any]:
 
 
 class SteeredScheduler:
-    """Mixed over a vLLM scheduler. :attr:`steering` is None where it is left alone."""
+    """Mixed over a vLLM scheduler, which mypy does not know: hence what is silenced here. :attr:`steering` is None where it is
+    left alone."""
 
     steering: Steering | None
 
