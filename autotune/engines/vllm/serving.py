@@ -166,7 +166,7 @@ class Scheduler:
 
 
 class SelfTuningScheduler(SteeredScheduler):
-    """Steered by a controller of its own, once :meth:`begin` has been called."""
+    """Steered by a controller of its own, once :meth:`begin` has been called. Its vLLM base is unknown to mypy."""
 
     _tunable: TunableScheduler | None = None
     _control: Any = None

@@ -120,7 +120,7 @@ class Steering:
         )
         top = KnobLimits(max_batch_size=slots, token_budget=most, chunk_size=most)
         if limits is not None:
-            top = KnobLimits(**{name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()})  # type: ignore[arg-type]
+            top = KnobLimits(**{name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()})  # type: ignore[arg-type]  # lower ones
         stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
         self.settings = Settings(top.clamp(stock) if knobs is None else knobs, top)
         self.clock = clock
