@@ -89,7 +89,10 @@ def test_the_same_command_goes_on_with_the_pool_that_the_study_was_begun_with(
     said = autotune(*words, codes=(0, 1))
     assert "going on with the study" in said.stdout
     again = load_profile(autotune.folder / "p.yaml")
-    assert again.engine == made.engine and again.cost_model == made.cost_model
+    assert again.engine == made.engine
+    assert again.calibration == made.calibration, (
+        "calibrated once; the cost model may be refitted on what is measured since"
+    )
     other = autotune(*words, "--engine-arg", "max_model_len=1024", codes=(2,))
     assert "another question" in other.stderr or "engine" in other.stderr
 
