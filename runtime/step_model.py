@@ -236,6 +236,14 @@ class StepLearner:
         """Steps learned from."""
         return self._decode.samples + self._mixed.samples
 
+    @property
+    def pair_tokens(self) -> float:
+        """Prompt tokens, each read once, that take as long as one attention pair of a prompt; 0 if that is not known."""
+        if not self._mixed.samples:
+            return 0.0
+        token = self._mixed.coefficients[1] * self._TOKENS
+        return self._mixed.coefficients[4] * self._PAIRS / token if token > 0 else 0.0
+
     def _decode_inputs(self, step: StepFeatures) -> list[float]:
         context = (step.decode_context + step.prefill_context) * self._CONTEXT
         inputs = [1.0, step.decodes * self._DECODES, context]

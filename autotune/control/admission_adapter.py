@@ -43,3 +43,8 @@ class ReportsRates:
     def prompts_abreast(self) -> int:
         """How many prompts a step has room for; 1 if the controller predicts none."""
         return 1 if self._ended else int(getattr(self.controller, "prompts_abreast", 1))
+
+    @property
+    def pair_tokens(self) -> float:
+        """Tokens that take as long as one attention pair; 0 if the controller predicts none."""
+        return 0.0 if self._ended else float(getattr(self.controller, "pair_tokens", 0.0))

@@ -1,8 +1,8 @@
 """Requests that cannot meet their TTFT target are rejected early, with a time to retry: a miss, not a failure.
 
 Past capacity a queue makes every request late, and computing a prompt whose first token comes too late takes the time of one
-that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the tokens that are
-computed before a request's own, and r the prompt tokens computed a second as things stand:
+that could still have been in time. So, with D the class's TTFT target (or E2E, if that is shorter), w the work of the prompts
+computed before a request's own and of that one, and r the rate of such work as things stand:
 
 - at arrival a request is not accepted if ``now + w/r > arrival + 0.9·D``, unless lighter ones wait before it: if enough of
   them (the largest of the lightest first) weigh less together than it does, they are ended in its place;
@@ -17,7 +17,7 @@ vLLM cannot put one that waits before it; relegated work delays others by that m
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
 
-The rate r is that of :mod:`runtime.llm.prefill_rate`; while nothing is known of it everything is accepted. A rate too low must
+Work and rate are those of :mod:`runtime.llm.prefill_rate`; while nothing is known of it everything is accepted. A rate too low must
 not lock everybody out: when nothing has been let in for :data:`PROBE_S` and nothing else is being computed, the next is let in
 whatever is predicted.
 
@@ -35,8 +35,9 @@ from typing import Final, Literal, NamedTuple
 
 from runtime.errors import RejectedError
 from runtime.expiries import Expiries
-from runtime.llm.prefill_rate import PrefillRate, RateSource
+from runtime.llm.prefill_rate import PrefillRate, RateSource, Work
 from runtime.llm.slack import SlackTracker
+from runtime.llm.waiting import work_of
 from runtime.ordering import ordering_of
 from runtime.records import StepRecord
 from runtime.request import Sequence
@@ -114,12 +115,23 @@ class Admission:
         self._let_in = -inf
         self._probe: Sequence | None = None
 
-    def arrive(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
-        """Why ``sequence``, which has just come and has ``ahead`` tokens before its own, is late; None if it is not.
+    def arrive(
+        self, sequence: Sequence, now: float, waiting: Work, in_progress: Iterable[Sequence]
+    ) -> Verdict | None:
+        """Why ``sequence``, which has just come, is late behind the work that was ``waiting`` and prompts ``in_progress``; None if
+        it is not.
 
         :meth:`queued` follows if it waits.
         """
-        return self._judge(sequence, now, ahead) if self.policy.late else None
+        if not self.policy.late:
+            return None
+        ahead, own = self.rate.tokens(waiting), self.rate.tokens(work_of(sequence))
+        ahead += self.before(ahead + own, [self.left(one) for one in in_progress])
+        return self._judge(sequence, now, ahead)
+
+    def left(self, sequence: Sequence) -> float:
+        """Work of ``sequence``, whose prompt is being computed, that is left; as tokens."""
+        return self.rate.tokens(Work.of(sequence.target - sequence.computed, sequence.computed))
 
     def relegates(self, verdict: Verdict) -> bool:
         """Whether the one that ``verdict`` is about waits behind the others; else it is ended."""
@@ -135,65 +147,66 @@ class Admission:
             return []
         before = [s for s in waiting if s.key <= sequence.key and not s.preemptions and self._weight(s) < own]
         chosen: list[Sequence] = []
-        for other in sorted(before, key=lambda s: (self._weight(s), -s.pending)):
+        for other in sorted(before, key=lambda s: (self._weight(s), -self.rate.tokens(work_of(s)))):
             if late <= 0:
                 break
             own -= self._weight(other)
-            late -= other.pending
+            late -= self.rate.tokens(work_of(other))
             chosen.append(other)
         return chosen if late <= 0 < own else []
 
     def _weight(self, sequence: Sequence) -> float:
         return self._weights.get(sequence.request.request_class, 1.0)
 
-    def before(self, own: int, in_progress: Seq[int]) -> int:
-        """Tokens of prompts in progress that are computed before ``own`` others are; ``in_progress``: what is left of each.
+    def before(self, own: float, in_progress: Seq[float]) -> float:
+        """Work on prompts in progress that is done before ``own`` is; ``in_progress``: what is left of each (:meth:`left`).
 
-        All of them, unless a step has room for one more beside them: then they go on side by side, and each is before the
-        others with as many tokens as those have at most.
+        All of it, unless a step has room for one more beside them: then they go on side by side, and each is before the
+        others with as much as those have at most.
         """
         if self.policy.late and len(in_progress) < self.rate.abreast:
             return sum(min(left, own) for left in in_progress)
         return sum(in_progress)
 
-    def turn(self, sequence: Sequence, now: float, in_progress: Seq[int]) -> Verdict | None:
-        """Why ``sequence``, whose turn it is to begin, is late beside prompts in progress with so many tokens left."""
+    def turn(self, sequence: Sequence, now: float, in_progress: Seq[float]) -> Verdict | None:
+        """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left."""
         late = self.policy.late
         if late is None or sequence.generated or sequence.relegated is not None:
             return None
         if late == "relegate" and sequence.preemptions:  # it had begun
             return None
-        verdict = self._judge(sequence, now, self.before(sequence.pending, in_progress))
+        own = self.rate.tokens(work_of(sequence))
+        verdict = self._judge(sequence, now, self.before(own, in_progress))
         if verdict is None:
             self._let_in = now
         return verdict
 
-    def in_progress(self, sequence: Sequence, now: float, others: Seq[int]) -> Verdict | None:
-        """Whether to end ``sequence``, whose prompt is being computed, behind others with so many tokens left."""
+    def in_progress(self, sequence: Sequence, now: float, others: Seq[float]) -> Verdict | None:
+        """Whether to end ``sequence``, whose prompt is being computed, behind others of which so much is left."""
         if self.policy.late != "reject" or sequence.generated or sequence is self._probe:
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
-        left = sequence.target - sequence.computed
+        left = self.left(sequence)
         return self._late(sequence, now, self.before(left, others) + left, target, target)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""
         self.rate.observe(record)
 
-    def _judge(self, sequence: Sequence, now: float, ahead: int) -> Verdict | None:
+    def _judge(self, sequence: Sequence, now: float, ahead: float) -> Verdict | None:
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
         if target == inf:
             return None
-        verdict = self._late(sequence, now, ahead + sequence.pending, target, (1 - _RESERVE) * target)
+        verdict = self._late(sequence, now, ahead + self.rate.tokens(work_of(sequence)), target, (1 - _RESERVE) * target)
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
             self._probe = sequence
         return None if sequence is self._probe else verdict
 
-    def _late(self, sequence: Sequence, now: float, tokens: int, target: float, within: float) -> Verdict | None:
-        """A verdict if the last of ``tokens`` is predicted to be computed more than ``within`` seconds after the arrival."""
-        after = now + self.rate.seconds_for(tokens, now) - sequence.request.arrival
+    def _late(self, sequence: Sequence, now: float, work: float, target: float, within: float) -> Verdict | None:
+        """A verdict if the last of ``work`` is predicted to be done more than ``within`` seconds after the arrival."""
+        after = now + self.rate.seconds_for(work, now) - sequence.request.arrival
         if not after > within:
             return None
         why = f"its first token is predicted after {after:.3g} s, its target is {target:.3g} s"

@@ -176,7 +176,7 @@ class EngineCore:
         order = None if policy is None else policy.order
         wanted = self._own_ordering if order is None else ordering_of(order, scheduler.slack.slos)
         if wanted is not scheduler.waiting.ordering or scheduler.waiting.relegated_tokens:
-            self._unordered += scheduler.waiting.reorder(wanted)
+            self._unordered += scheduler.reorder(wanted)
         if policy is None:
             scheduler.admission = None
             return
@@ -206,9 +206,7 @@ class EngineCore:
         if not slack.following:  # nobody asks in every step: followed for this look alone
             slack = scheduler.followed(SlackTracker(slack.slos))
         oldest = waiting.oldest()
-        in_progress = (
-            tuple([(s.computed, s.target - s.computed) for s in scheduler.prefills]) if scheduler.prefills else ()
-        )
+        in_progress = tuple([(s.computed, s.target - s.computed) for s in scheduler.begun()])
         last_end = decodes.last_end
         token_deadlines = slack.token_deadlines(now, decodes.step, now if last_end is None else last_end)
         decode_slack = min([left for _, left in token_deadlines]) if token_deadlines else inf

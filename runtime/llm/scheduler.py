@@ -1,8 +1,8 @@
 """Which tokens go into each step. A step costs what changes in it, not how many sequences run.
 
 There is no prefill or decode phase: a sequence has ``computed`` tokens that catch up with its ``target``. Decodes are
-planned first, one token each; prompts fill what is left of the budget, those already begun before new ones. When KV
-blocks run out, the newest sequence gives its own back and is recomputed later; the oldest always gets on.
+planned first, one token each; prompts fill what is left of the budget by the ordering, whether they have been begun or
+not. When KV blocks run out, the newest sequence gives its own back and is recomputed later; the oldest always gets on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import inf
 
+from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
@@ -17,7 +18,7 @@ from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue
+from runtime.llm.waiting import WaitingQueue, key_of
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
@@ -33,7 +34,8 @@ class Scheduler:
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
     a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
-    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
+    admitted. ``begun_first``: prompts in progress go before all that wait, in the order in which they began, as in vLLM.
+    ``before_preempting`` is called before a sequence is made to give its blocks back.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Scheduler:
         hasher: TokenHasher | None = None,
         fast_forward: bool = False,
         growth_reserve: int = 1,
+        begun_first: bool = False,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.holdings = Holdings(self.kv, hasher)
@@ -59,6 +62,7 @@ class Scheduler:
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
         self.growth_reserve = growth_reserve
+        self.begun_first = begun_first
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
 
@@ -91,9 +95,9 @@ class Scheduler:
         self._queue(sequence)
         if self.admission is not None:
             now = request.arrival if now is None else now
-            ahead = self.waiting.tokens_before(sequence)
-            ahead += self.admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
-            if (verdict := self.admission.arrive(sequence, now, ahead)) is not None:
+            before = self.waiting.work_before(sequence)
+            first = [s for s in self.prefills if self.begun_first or precedes(s, sequence)]
+            if (verdict := self.admission.arrive(sequence, now, before, first)) is not None:
                 late = self.admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
                 if late[0] is sequence and not self.admission.relegates(verdict):
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
@@ -124,6 +128,19 @@ class Scheduler:
         """``slack``, which follows from now on what runs and waits; what comes and goes is told to :attr:`slack` alone."""
         slack.follow((*self.waiting, *self.prefills), self.decodes)
         return slack
+
+    def reorder(self, ordering: Ordering) -> list[tuple[Sequence, Exception]]:
+        """Compute prompts by ``ordering`` from now on, those that were relegated too. Returns those for which it raised: they
+        keep their place until they are ended."""
+        former = self.waiting.ordering
+        failed = self.waiting.reorder(ordering)
+        if ordering is not former:
+            for sequence in self.prefills:
+                try:
+                    sequence.key = key_of(ordering, sequence)
+                except StepFailedError as error:
+                    failed.append((sequence, error))
+        return failed
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
@@ -158,35 +175,44 @@ class Scheduler:
         )  # fmt: skip
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
-        """Fill ``chunks``: prompts in progress, then new ones. Returns what stopped it and when to wake."""
+        """Fill ``chunks`` in order, with prompts in progress and new ones. Returns what stopped it and when to wake."""
         left = most - len(self.decodes.members)
-        limited = LimitedBy.DEMAND
+        limited, held, wake = LimitedBy.DEMAND, None, inf
         admission, waiting = self.admission, self.waiting
-        in_progress = [] if admission is None else self._end_late_prompts(admission, now)
-        for sequence in self.prefills:
-            if left <= 0:
-                return LimitedBy.BUDGET, inf
-            left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
-        if waiting.peek() is None:
-            return limited, inf
+        begun = self.begun()
+        ahead = [] if admission is None else self._end_late_prompts(admission, now, begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
-        held_until = waiting.held_until(knobs, left, slots)
-        while (head := waiting.peek()) is not None:
-            if held_until > now and not head.preemptions:
-                return LimitedBy.WAIT, held_until
-            if slots <= 0:
-                return LimitedBy.SLOTS, inf
-            if left <= 0:
-                return LimitedBy.BUDGET, inf
-            if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
-                self._late(admission, head, verdict, now)
+        held_until, turn = None, 0
+        while True:
+            head = None if held else waiting.peek()
+            if turn < len(begun) and (head is None or self.begun_first or precedes(begun[turn], head)):
+                if left <= 0:
+                    return LimitedBy.BUDGET, inf
+                left, limited = self._chunk(begun[turn], knobs.chunk_size, left, chunks, limited)
+                turn += 1
                 continue
-            if not self._admit(head, now):
-                return LimitedBy.KV, inf
-            in_progress.append(head.target - head.computed)
-            slots -= 1
-            left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
-        return limited, inf
+            if head is None:
+                return held or limited, wake
+            if held_until is None:
+                held_until = waiting.held_until(knobs, left, slots)
+            if held_until > now and not head.preemptions:
+                held, wake = LimitedBy.WAIT, held_until
+            elif slots <= 0:
+                held = LimitedBy.SLOTS
+            elif left <= 0:
+                return LimitedBy.BUDGET, inf
+            elif (
+                admission is not None
+                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[len(begun) :])) is not None
+            ):
+                self._late(admission, head, verdict, now)
+            elif not self._admit(head, now):
+                held = LimitedBy.KV
+            else:
+                if admission is not None:
+                    ahead.append(admission.left(head))
+                slots -= 1
+                left, limited = self._chunk(head, knobs.chunk_size, left, chunks, limited)
 
     @staticmethod
     def _chunk(
@@ -196,15 +222,22 @@ class Scheduler:
         chunks.append(chunk)
         return left - chunk.count, limited if cut is LimitedBy.DEMAND else cut
 
-    def _end_late_prompts(self, admission: Admission, now: float) -> list[int]:
-        """End prompts in progress that come too late; returns the tokens left of each of the others."""
-        in_progress: list[int] = []
-        for sequence in tuple(self.prefills):
-            if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
+    def begun(self) -> list[Sequence]:
+        """Those whose prompts are in progress, in the order in which they are computed."""
+        if self.begun_first or len(self.prefills) < 2:
+            return list(self.prefills)
+        return sorted(self.prefills, key=rank)
+
+    def _end_late_prompts(self, admission: Admission, now: float, begun: list[Sequence]) -> list[float]:
+        """End those of ``begun``, which are in order, that come too late; returns what is left of each of the others."""
+        lefts: list[float] = []
+        for sequence in tuple(begun):
+            if (verdict := admission.in_progress(sequence, now, lefts)) is not None:
+                begun.remove(sequence)
                 self._late(admission, sequence, verdict, now)
             else:
-                in_progress.append(sequence.target - sequence.computed)
-        return in_progress
+                lefts.append(admission.left(sequence))
+        return lefts
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""
@@ -305,3 +338,13 @@ class Scheduler:
             assert s.state == "prefill" and len(s.blocks) == self.kv.blocks_for(s.target), s
             assert s.computed < s.target, s
         self.waiting.check_integrity()
+
+
+def rank(sequence: Sequence) -> tuple[bool, float]:
+    """What prompts are computed by, the smallest first: those that were preempted, then by the ordering."""
+    return not sequence.preemptions, sequence.key
+
+
+def precedes(begun: Sequence, waiting: Sequence) -> bool:
+    """Whether the prompt of ``begun`` is computed before that of ``waiting``."""
+    return rank(begun) <= rank(waiting)

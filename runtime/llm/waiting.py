@@ -11,12 +11,13 @@ from typing import Final
 
 from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
+from runtime.llm.prefill_rate import Work
 from runtime.ordering import Ordering
 from runtime.request import Sequence
 
 log = logging.getLogger(__name__)
 
-_BUCKETS_PER_UNIT: Final = 16  # keys are seconds or tokens: how finely tokens_before tells them apart
+_BUCKETS_PER_UNIT: Final = 16  # keys are seconds or tokens: how finely work_before tells them apart
 _FAR: Final = 1e15  # a deadline may be infinite
 _BEHIND: Final = 1e12  # added to the arrival it is a key behind those of orderings
 
@@ -31,7 +32,7 @@ class WaitingQueue:
         self._pushed = 0
         self.count = 0
         """Sequences that wait."""
-        self._buckets: dict[int, int] | None = None  # tokens queued by key; only those with any; None until requested
+        self._buckets: dict[int, Work] | None = None  # what is queued by key; only where any is; None until requested
         self.tokens = 0
         """Prompt tokens queued that were not in the prefix cache when they came."""
         self.relegated_tokens = 0
@@ -48,19 +49,19 @@ class WaitingQueue:
         """Queue ``sequence``. Raises StepFailedError, and changes nothing, where the ordering raises or returns no number."""
         new = sequence.preemptions == 0
         if new:
-            sequence.key = _key(self._ordering, sequence)
+            sequence.key = key_of(self._ordering, sequence)
             self._arrived.append(sequence)
             if len(self._arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
         self.count += 1
         self._enter(sequence)
-        self._tally(sequence, sequence.pending)
+        self._tally(sequence, 1)
 
     def relegate(self, sequence: Sequence) -> None:
         """Put ``sequence``, which waits and has never run, behind all that are not relegated; those go by their arrival."""
-        self._tally(sequence, -sequence.pending)
+        self._tally(sequence, -1)
         sequence.relegated, sequence.key = sequence.key, _BEHIND + sequence.request.arrival
-        self._tally(sequence, sequence.pending)
+        self._tally(sequence, 1)
         self._enter(sequence)  # the entry of before stands no longer
         self._sweep()
 
@@ -78,7 +79,7 @@ class WaitingQueue:
         """Remove and return what :meth:`peek` shows; the caller changes its state."""
         sequence = heapq.heappop(self._heap)[3]
         self.count -= 1
-        self._tally(sequence, -sequence.pending)
+        self._tally(sequence, -1)
         try:
             self._ordering.took(sequence.request, _given(sequence))
         except Exception:  # somebody's own; it only listens
@@ -91,7 +92,7 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[3] is not sequence]
             heapq.heapify(self._heap)
             self.count -= 1
-            self._tally(sequence, -sequence.pending)
+            self._tally(sequence, -1)
         else:
             self.pop()
 
@@ -110,7 +111,7 @@ class WaitingQueue:
     def removed(self, sequence: Sequence) -> None:
         """``sequence`` has been given a state other than waiting and is to be forgotten."""
         self.count -= 1
-        self._tally(sequence, -sequence.pending)
+        self._tally(sequence, -1)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -119,24 +120,30 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if _stands(entry)]
             heapq.heapify(self._heap)
 
-    def _tally(self, sequence: Sequence, tokens: int) -> None:
+    def _tally(self, sequence: Sequence, sign: int) -> None:
+        tokens = sign * sequence.pending
         self.tokens += tokens
         if sequence.relegated is not None and not sequence.preemptions:
             self.relegated_tokens += tokens
         if self._buckets is not None:
-            _add(self._buckets, sequence, tokens)
+            _add(self._buckets, sequence, sign)
 
-    def tokens_before(self, sequence: Sequence) -> int:
-        """Prompt tokens that go before those of ``sequence``, which waits, give or take a bucket of keys.
+    def work_before(self, sequence: Sequence) -> Work:
+        """Of the prompts that go before that of ``sequence``, which waits, give or take a bucket of keys.
 
         Costs as many additions as keys are spread, in sixteenths, not as many as sequences wait.
         """
         if self._buckets is None:
             self._buckets = {}
             for one in self:
-                _add(self._buckets, one, one.pending)
-        own = _bucket(sequence.key)
-        return sum(tokens for bucket, tokens in self._buckets.items() if bucket <= own) - sequence.pending
+                _add(self._buckets, one, 1)
+        own, before = _bucket(sequence.key), work_of(sequence)
+        tokens, pairs = -before.tokens, -before.pairs
+        for bucket, work in self._buckets.items():
+            if bucket <= own:
+                tokens += work.tokens
+                pairs += work.pairs
+        return Work(tokens, pairs)
 
     @property
     def ordering(self) -> Ordering:
@@ -153,7 +160,7 @@ class WaitingQueue:
             sequence.key, sequence.relegated = _given(sequence), None
             try:
                 if ordering is not former:
-                    sequence.key = _key(ordering, sequence)
+                    sequence.key = key_of(ordering, sequence)
             except StepFailedError as error:
                 failed.append((sequence, error))
             self._heap.append((new, sequence.key, pushed, sequence))
@@ -186,7 +193,9 @@ class WaitingQueue:
         assert self.tokens == sum(s.pending for s in live)
         behind = [s for s in live if s.relegated is not None and not s.preemptions]
         assert self.relegated_tokens == sum(s.pending for s in behind)
-        assert self._buckets is None or self.tokens == sum(self._buckets.values())
+        if self._buckets is not None:
+            assert self.tokens == sum(work.tokens for work in self._buckets.values())
+            assert sum(work_of(s).pairs for s in live) == sum(work.pairs for work in self._buckets.values())
         assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
 
 
@@ -199,7 +208,8 @@ def _given(sequence: Sequence) -> float:
     return sequence.key if sequence.relegated is None else sequence.relegated
 
 
-def _key(ordering: Ordering, sequence: Sequence) -> float:
+def key_of(ordering: Ordering, sequence: Sequence) -> float:
+    """What ``ordering`` says of ``sequence``. Raises StepFailedError where it raises, or returns no number."""
     try:
         key = float(ordering.key(sequence.request))
     except Exception as error:
@@ -209,13 +219,22 @@ def _key(ordering: Ordering, sequence: Sequence) -> float:
     return key
 
 
-def _add(buckets: dict[int, int], sequence: Sequence, tokens: int) -> None:
-    bucket = _bucket(sequence.key)
-    left = buckets.get(bucket, 0) + tokens
-    if left:
+def work_of(sequence: Sequence) -> Work:
+    """What is left of the prompt of ``sequence``, which waits: all but what the prefix cache held when it came."""
+    return Work.of(sequence.pending, sequence.target - sequence.pending)
+
+
+def _add(buckets: dict[int, Work], sequence: Sequence, sign: int) -> None:
+    bucket, work = _bucket(sequence.key), work_of(sequence)
+    before = buckets.get(bucket, _NOTHING)
+    left = Work(before.tokens + sign * work.tokens, before.pairs + sign * work.pairs)
+    if left != _NOTHING:
         buckets[bucket] = left
     else:
         buckets.pop(bucket, None)
+
+
+_NOTHING: Final = Work()
 
 
 def _bucket(key: float) -> int:

@@ -163,6 +163,11 @@ class PredictiveController:
         return self._steps.prefill_rate
 
     @property
+    def pair_tokens(self) -> float:
+        """Tokens that take as long as one attention pair of a prompt; 0 if that is not known."""
+        return self.model.pair_tokens
+
+    @property
     def prompts_abreast(self) -> int:
         """How many prompts such a step has room for."""
         return self._steps.prompts_abreast
@@ -204,7 +209,7 @@ class PredictiveController:
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
         least = self.start.token_budget if self._doubtful else _FLOOR
         budget = min(limits.token_budget, max(least, budget))
-        chunk = min(limits.chunk_size, self._chunks.size(self._targets.firsts, target, budget))
+        chunk = min(limits.chunk_size, budget if self._budgeted else self._chunks.size(self._targets.firsts, target, budget))
         why = self._why(budget, batch, limits)
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:

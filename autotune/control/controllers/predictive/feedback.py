@@ -11,7 +11,8 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
   hundredth without, where a step at the target is one at the limit.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
-k stays in 0.6 to 4. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
+k stays in 0.6 to 4, with budgets in 0.6 to 1: steps beyond the target make every decode late, and their decodes hold the KV pool that
+the late prompts wait for. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
 a step of 0.6 of the target costs in throughput, and no more.
 """
 
@@ -43,7 +44,7 @@ class FeedbackGain:
 
     def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""
-        self._move(1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05)))
+        self._move(1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05)), most=1.0)
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
@@ -53,5 +54,5 @@ class FeedbackGain:
         # without load, a target that is met says nothing about the limit
         return by if loaded and self.value < 1 else 0.0
 
-    def _move(self, by: float) -> None:
-        self.value = min(max(self.value * (1 + _RATE * by), _LEAST), _MOST)
+    def _move(self, by: float, most: float = _MOST) -> None:
+        self.value = min(max(self.value * (1 + _RATE * by), _LEAST), most)

@@ -10,6 +10,9 @@ being ahead of the latter is nothing to share out: a = τ. Decoding requests wit
 Where prompts had better come together (:mod:`.full_step` says when, and of what size n), a step holds n
 prompt tokens if the slack pays for all of it, and else none: half a prefill_quantum costs nearly as much as a whole one.
 
+While the KV pool is nearly full, a step holds the fewest prompt tokens with which nine tenths of the rate of the longest one are
+had: decodes end sooner, and free what prompts wait for.
+
 Units: seconds, tokens. Failure mode: a model that is wrong for some steps only; slack then corrects what it cannot know, a few
 steps late. Source: deadline-aware chunking as in Sarathi-Serve (OSDI 2024), and the slack of earliest-deadline schedulers.
 """
@@ -25,6 +28,9 @@ from autotune.control.controllers.targets import SLOTargets
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
+_SCARCE = 0.2  # share of the KV pool below which what is free is scarce
+_RATE_KEPT = 0.9  # of the rate of prompts that the longest step within the target has
+_LEAST_SHORTENED = 64  # prompt tokens
 _UNRELIABLE = 0.3  # mean relative error of predictions from which on they say nothing of the rate of prompts
 
 
@@ -82,7 +88,26 @@ class StepBudget:
         if allowed == math.inf:
             return top
         room = self._room(view, allowed)
-        return top if room >= top else min(top, view.decoding + max(0, int(room)))
+        size = top if room >= top else min(top, view.decoding + max(0, int(room)))
+        return self._shortened(view, size) if view.kv_free_blocks < _SCARCE * view.kv_total_blocks else size
+
+    def _shortened(self, view: SchedulerView, size: int) -> int:
+        """The fewest tokens with which prompts are computed nearly as fast as in steps of ``size``.
+
+        What long steps add to the rate of prompts they take from decodes, which hold the pool that these prompts wait for.
+        """
+        most = min(size - view.decoding, view.waiting_tokens + view.prefilling_tokens)
+        if most < _LEAST_SHORTENED:
+            return size
+        enough = _RATE_KEPT * most / self._seconds(view, most)
+        fewest, least = most, 0
+        while fewest - least > most // 16:
+            middle = (fewest + least) // 2
+            if middle >= enough * self._seconds(view, middle):
+                fewest = middle
+            else:
+                least = middle
+        return min(size, view.decoding + fewest)
 
     def _without_infeasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets and the slack of decodes whose target is infeasible."""
@@ -110,7 +135,12 @@ class StepBudget:
         )
 
     def _seconds(self, view: SchedulerView, n: int) -> float:
-        """Of a step with ``n`` prompt tokens, those of prompts in progress first, as predicted and corrected."""
+        """Of a step with ``n`` prompt tokens, as predicted and corrected."""
+        return self._trusted_model.bias * self.model.predict(self._features(view, n))
+
+    @staticmethod
+    def _features(view: SchedulerView, n: int) -> StepFeatures:
+        """A step with ``n`` prompt tokens, those of prompts in progress first."""
         left, context, pairs = n, 0, 0
         for done, rest in view.in_progress:
             chunk = min(left, rest, view.knobs.chunk_size)
@@ -118,8 +148,7 @@ class StepBudget:
             context += done + chunk
             pairs += chunk * done + chunk * (chunk + 1) // 2
         context, pairs = context + left, pairs + left * (left + 1) // 2
-        step = StepFeatures(view.decoding, view.decode_context, n, context, pairs)
-        return self._trusted_model.bias * self.model.predict(step)
+        return StepFeatures(view.decoding, view.decode_context, n, context, pairs)
 
     def _target_of(self, view: SchedulerView) -> float:
         """Seconds that a step may take on average for those that decode now; of all classes if the view does not say."""
@@ -163,13 +192,17 @@ class StepBudget:
         if target < math.inf and self.prefill_quantum:
             whole, alone = self._seconds(view, self.prefill_quantum), self._seconds(view, 0)
             between = max(0.0, whole - target) / (target - alone) if target > alone else 1.0  # steps without prompts
-            return self.prefill_quantum / (whole + between * alone)
+            return self._work(view, self.prefill_quantum) / (whole + between * alone)
         room = self._fresh(view, target)
         if room < 1:
             return 0.0
         n = int(room)
         seconds = self._seconds(view, n)
-        return n / seconds if seconds > 0 else 0.0
+        return self._work(view, n) / seconds if seconds > 0 else 0.0
+
+    def _work(self, view: SchedulerView, n: int) -> float:
+        """Of ``n`` prompt tokens, as tokens: with what their attention counts."""
+        return n + self.model.pair_tokens * self._features(view, n).prefill_attention
 
     def _queue_suffers(self, view: SchedulerView, allowed: float) -> bool:
         """Whether steps of ``allowed`` seconds take longer to compute the waiting prompts than the oldest has left.
