@@ -17,7 +17,7 @@ vLLM cannot put one that waits before it; relegated work delays others by that m
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
 
-Work and rate are those of :mod:`runtime.llm.prefill_rate`; while nothing is known of it everything is accepted. A rate too low must
+Work and rate are those of :mod:`runtime.llm.prefill_rate`; while nothing is known everything is accepted. A rate too low must
 not lock everybody out: when nothing has been let in for :data:`PROBE_S` and nothing else is being computed, the next is let in
 whatever is predicted.
 
@@ -115,11 +115,9 @@ class Admission:
         self._let_in = -inf
         self._probe: Sequence | None = None
 
-    def arrive(
-        self, sequence: Sequence, now: float, waiting: Work, in_progress: Iterable[Sequence]
-    ) -> Verdict | None:
-        """Why ``sequence``, which has just come, is late behind the work that was ``waiting`` and prompts ``in_progress``; None if
-        it is not.
+    def arrive(self, sequence: Sequence, now: float, waiting: Work, in_progress: Iterable[Sequence]) -> Verdict | None:
+        """Why ``sequence``, which has just come, is late behind the work ``waiting`` and prompts ``in_progress``; None if it is
+        not.
 
         :meth:`queued` follows if it waits.
         """
@@ -199,7 +197,9 @@ class Admission:
         target = inf if slo is None else first_target(slo)
         if target == inf:
             return None
-        verdict = self._late(sequence, now, ahead + self.rate.tokens(work_of(sequence)), target, (1 - _RESERVE) * target)
+        verdict = self._late(
+            sequence, now, ahead + self.rate.tokens(work_of(sequence)), target, (1 - _RESERVE) * target
+        )
         if verdict is not None and not ahead and now - self._let_in >= PROBE_S:
             self._probe = sequence
         return None if sequence is self._probe else verdict

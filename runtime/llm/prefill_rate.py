@@ -5,8 +5,8 @@ limits (the budget, the slots, the KV pool), it is in the figure. While there is
 :class:`RateSource`, such as a controller that predicts steps, counts as much as :data:`PRIOR_S` of it.
 
 What is counted is :class:`Work`, tokens + κ · attention pairs: the tokens at the end of a long prompt attend to all before
-them and take longer. By tokens alone the rate falls while such a prompt ends, and short ones behind it seem late that are not. κ is
-the source's too; where it knows none, tokens are all that counts.
+them and take longer. By tokens alone the rate falls while such a prompt ends, and short ones behind it seem late that are not.
+κ is the source's too; where it knows none, tokens are all that counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 
 class RateSource(Protocol):
-    """Says how fast prompts are computed."""
+    """Says how fast prompts are computed. The last two may be left out."""
 
     @property
     def prefill_rate(self) -> float:
@@ -115,7 +115,7 @@ class PrefillRate:
         if self.source is None:
             return unknown
         try:
-            said = float(getattr(self.source, what))
+            said = float(getattr(self.source, what, unknown))
         except Exception:  # it must not stop an engine
             log.exception("the source of the prefill rate failed and is no longer used")
             self.source = None

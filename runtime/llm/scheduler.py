@@ -1,8 +1,10 @@
 """Which tokens go into each step. A step costs what changes in it, not how many sequences run.
 
 There is no prefill or decode phase: a sequence has ``computed`` tokens that catch up with its ``target``. Decodes are
-planned first, one token each; prompts fill what is left of the budget by the ordering, whether they have been begun or
-not. When KV blocks run out, the newest sequence gives its own back and is recomputed later; the oldest always gets on.
+planned first, one token each; prompts fill what is left of the budget by the ordering, those in progress and those that wait:
+where one begins, prompts in progress that come behind it yield the step. (They could have what it leaves of the step, but
+vLLM has no way to say so, and it gains nothing.) When KV blocks run out, the newest sequence gives its own back and is
+recomputed later; the oldest always gets on.
 """
 
 from __future__ import annotations
@@ -34,8 +36,7 @@ class Scheduler:
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
     a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
-    admitted. ``begun_first``: prompts in progress go before all that wait, in the order in which they began, as in vLLM.
-    ``before_preempting`` is called before a sequence is made to give its blocks back.
+    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class Scheduler:
         hasher: TokenHasher | None = None,
         fast_forward: bool = False,
         growth_reserve: int = 1,
-        begun_first: bool = False,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.holdings = Holdings(self.kv, hasher)
@@ -62,7 +62,6 @@ class Scheduler:
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
         self.growth_reserve = growth_reserve
-        self.begun_first = begun_first
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
 
@@ -96,7 +95,7 @@ class Scheduler:
         if self.admission is not None:
             now = request.arrival if now is None else now
             before = self.waiting.work_before(sequence)
-            first = [s for s in self.prefills if self.begun_first or precedes(s, sequence)]
+            first = [s for s in self.prefills if precedes(s, sequence)]
             if (verdict := self.admission.arrive(sequence, now, before, first)) is not None:
                 late = self.admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
                 if late[0] is sequence and not self.admission.relegates(verdict):
@@ -182,16 +181,19 @@ class Scheduler:
         begun = self.begun()
         ahead = [] if admission is None else self._end_late_prompts(admission, now, begun)
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
-        held_until, turn = None, 0
+        turn, yielding = 0, False
+        held_until: float | None = None
         while True:
             head = None if held else waiting.peek()
-            if turn < len(begun) and (head is None or self.begun_first or precedes(begun[turn], head)):
+            if turn < len(begun) and not yielding and (head is None or precedes(begun[turn], head)):
                 if left <= 0:
                     return LimitedBy.BUDGET, inf
                 left, limited = self._chunk(begun[turn], knobs.chunk_size, left, chunks, limited)
                 turn += 1
                 continue
             if head is None:
+                if turn < len(begun) or (held is LimitedBy.KV and left <= 0):
+                    return LimitedBy.BUDGET, inf
                 return held or limited, wake
             if held_until is None:
                 held_until = waiting.held_until(knobs, left, slots)
@@ -209,6 +211,7 @@ class Scheduler:
             elif not self._admit(head, now):
                 held = LimitedBy.KV
             else:
+                yielding = turn < len(begun)
                 if admission is not None:
                     ahead.append(admission.left(head))
                 slots -= 1
@@ -224,7 +227,7 @@ class Scheduler:
 
     def begun(self) -> list[Sequence]:
         """Those whose prompts are in progress, in the order in which they are computed."""
-        if self.begun_first or len(self.prefills) < 2:
+        if len(self.prefills) < 2:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 

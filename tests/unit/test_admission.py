@@ -55,6 +55,7 @@ class World(SimulatedEngine):
 class Rate:
     def __init__(self, per_second: float) -> None:
         self.prefill_rate = per_second
+        self.pair_tokens = 0.0
 
 
 def crowd(count: int, prompt: int = 100) -> list[tuple[float, int, int]]:
@@ -151,7 +152,7 @@ def test_a_long_prompt_in_small_chunks_counts_by_what_it_computes_beside_a_short
     class Sharing(Rate):
         prompts_abreast = abreast
 
-    world = World(admission=True, classes=[RequestClass("long", SLO(ttft_ms=10_000))])
+    world = World(admission=AdmissionPolicy(order="fcfs"), classes=[RequestClass("long", SLO(ttft_ms=10_000))])
     world.set_knobs(Knobs(256, 0, 100, 50))
     world.set_admission(world.admission, source=Sharing(100 / 11e-3))
     world.offer(Arrival(0.0, 4000, 1, ((0, 4000),), request_class="long"), "long", due=0.0, shared=False)
@@ -162,6 +163,35 @@ def test_a_long_prompt_in_small_chunks_counts_by_what_it_computes_beside_a_short
     short = world.records["short"]
     if short.completed:
         assert short.ttft is not None and short.ttft < 0.05
+
+
+def test_in_deadline_order_a_prompt_with_time_yields_to_one_in_a_hurry() -> None:
+    """And does not count for it as work before its own: in the order of arrival the short one would be 440 ms late."""
+    world = World(admission=True, source=100 / 11e-3, classes=[RequestClass("long", SLO(ttft_ms=10_000))])
+    world.offer(Arrival(0.0, 6000, 1, ((0, 6000),), request_class="long"), "long", due=0.0, shared=False)
+    world.run_until(0.1)
+    world.offer(Arrival(0.1, 100, 1, ((1, 100),)), "short", due=0.1, shared=False)
+    world.run()
+    assert reasons(list(world.records.values())) == {"length": 2}
+    assert (world.records["short"].ttft or 1.0) < 0.03 and (world.records["long"].ttft or 0.0) > 0.66
+
+
+@pytest.mark.parametrize(("pair_tokens", "found"), [(0.0, {"length": 2, "slo": 3}), (1e-3, {"length": 5})])
+def test_the_end_of_a_long_prompt_does_not_make_those_behind_it_late(pair_tokens: float, found: dict[str, int]) -> None:
+    """Behind 20,000 tokens one takes 21 times as long as a fresh one: at that rate a hundred others take 0.2 s, and not 11 ms."""
+
+    source = Rate(0.0)
+    source.pair_tokens = pair_tokens
+    world = World(admission=AdmissionPolicy(order="fcfs"), classes=[RequestClass("long", SLO(ttft_ms=100_000))])
+    world.formula.hardware = lambda step: steady(step) + 1e-7 * step.prefill_attention
+    world.set_admission(world.admission, source=source)
+    world.offer(Arrival(0.0, 20_000, 1, ((0, 20_000),), request_class="long"), "long", due=0.0, shared=False)
+    world.run()
+    now = world.view().now
+    for number in range(4):  # the first of them is let in to see
+        world.offer(Arrival(now, 100, 1, ((number, 100),)), f"short {number}", due=now, shared=False)
+    world.run()
+    assert reasons(list(world.records.values())) == found
 
 
 def test_a_rate_far_too_low_locks_nobody_out() -> None:
@@ -214,7 +244,7 @@ def test_no_relegated_tokens_count_for_those_that_come_later() -> None:
     patient = Arrival(0.0, 100, 1, ((999, 100),), request_class="slow")
     world.offer(patient, "patient", due=0.0, shared=False)
     sequence = next(s for s in waiting if s.request.id == "patient")
-    assert sequence.relegated is None and waiting.tokens_before(sequence) == 100 * (300 - behind)
+    assert sequence.relegated is None and waiting.work_before(sequence).tokens == 100 * (300 - behind)
     world.scheduler.check_integrity()
     world.run()
     records = sorted(world.records.values(), key=lambda r: r.scheduled or 0.0)

@@ -24,9 +24,17 @@ def budgeted(gain: FeedbackGain, *, slow: bool = False, late: bool = False, load
 
 
 def test_where_steps_have_budgets_a_late_first_token_outweighs_slow_steps() -> None:
-    assert budgeted(FeedbackGain(), late=True) == pytest.approx(0.02)
-    assert budgeted(FeedbackGain(), slow=True) == pytest.approx(-0.02)
-    assert budgeted(FeedbackGain(), slow=True, late=True) == pytest.approx(0.02)
+    gain = FeedbackGain()
+    assert budgeted(gain, slow=True) == pytest.approx(-0.02)
+    assert budgeted(gain, slow=True) == pytest.approx(-0.02)
+    assert budgeted(gain, slow=True, late=True) == pytest.approx(0.02)
+
+
+def test_where_steps_have_budgets_nothing_makes_them_longer_than_the_target() -> None:
+    gain = FeedbackGain()
+    assert budgeted(gain, late=True) == 0 and gain.value == 1
+    gain.unbudgeted(slow=False, late=True, loaded=True, attainment=0.99, relief=1.0)
+    assert gain.value == pytest.approx(1.02), "knobs alone bound the mean of steps, not each of them"
 
 
 def test_where_knobs_alone_hold_slow_steps_outweigh_and_lateness_counts_as_far_as_larger_steps_help() -> None:
@@ -55,7 +63,7 @@ def test_it_stays_in_its_bounds(move: object) -> None:
         move(gain, slow=True)  # type: ignore[operator]
     assert gain.value == 0.6
     for _ in range(1000):
-        gain.budgeted(slow=False, late=True, loaded=True, attainment=0.99)
+        gain.unbudgeted(slow=False, late=True, loaded=True, attainment=0.99, relief=1.0)
     assert gain.value == 4.0
     gain.clear()
     assert gain.value == 1.0
@@ -64,7 +72,7 @@ def test_it_stays_in_its_bounds(move: object) -> None:
 def test_what_a_burst_taught_is_forgotten_at_rest_and_what_slowness_taught_is_not() -> None:
     gain = FeedbackGain()
     for _ in range(200):
-        budgeted(gain, late=True)
+        unbudgeted(gain, late=True, relief=1.0)
     assert gain.value == 4.0
     gain.rest(10)
     assert gain.value == pytest.approx(1 + 3 / math.e)

@@ -113,7 +113,7 @@ def test_relegated_ones_go_last_by_arrival_and_preempted_ones_first() -> None:
     assert queue.relegated_tokens == 8 and queue.tokens == 16 and queue.oldest() is c
     far = make("far", 9, deadline=1e9)
     queue.push(far)
-    assert queue.tokens_before(far) == 8, "none of those behind it"
+    assert queue.work_before(far).tokens == 8, "none of those behind it"
     out = []
     while (head := queue.peek()) is not None:
         assert queue.pop() is head

@@ -8,6 +8,7 @@ import pytest
 
 from runtime.knobs import Knobs
 from runtime.llm.plan import StepPlan
+from runtime.ordering import ordering_of
 from runtime.records import FinishReason, LimitedBy
 from runtime.slo import SLO
 from tests.unit.scheduler_world import BLOCK, World
@@ -40,6 +41,50 @@ def test_decodes_come_first_and_prompts_fill_the_budget() -> None:
     assert plan.limited_by is LimitedBy.BUDGET
     w.add([3] * 3, 9)
     assert chunks(last(w)) == [("r2", 9, 9)], "a prompt begun goes before a new one"
+
+
+def test_a_more_urgent_prompt_begins_and_those_in_progress_behind_it_yield_the_step() -> None:
+    w = world(WIDE.with_(token_budget=10))
+    w.add([1] * 30)
+    assert chunks(last(w)) == [("r1", 0, 10)]
+    w.add([2] * 4, priority=1)
+    plan = last(w)
+    assert chunks(plan) == [("r2", 0, 4)] and plan.limited_by is LimitedBy.BUDGET
+    plan = last(w)
+    assert plan.n_decode == 1 and chunks(plan) == [("r1", 10, 9)], "nothing more urgent begins, so it has the step"
+
+
+def test_prompts_in_progress_are_computed_by_the_ordering() -> None:
+    w = world(WIDE.with_(token_budget=10))
+    w.add([1] * 30)
+    w.step()
+    w.add([2] * 15, priority=1)
+    assert chunks(last(w)) == [("r2", 0, 10)]
+    w.add([3] * 15)
+    assert chunks(last(w)) == [("r2", 10, 5), ("r1", 10, 5)], "both in progress, so neither yields"
+
+
+def test_no_prompt_yields_to_one_that_cannot_begin() -> None:
+    """For want of blocks, and of a slot: whatever is in progress goes on."""
+    for knobs, tokens in (
+        (WIDE.with_(token_budget=10), 85 * BLOCK),
+        (WIDE.with_(token_budget=10, max_batch_size=1), 4),
+    ):
+        w = world(knobs)
+        w.add([1] * (20 * BLOCK))
+        w.step()
+        w.add([2] * tokens, priority=1)
+        assert chunks(last(w)) == [("r1", 10, 10)]
+
+
+def test_a_new_ordering_holds_for_prompts_in_progress() -> None:
+    w = world(WIDE.with_(token_budget=10))
+    w.add([1] * 30)
+    w.step()
+    w.add([2] * 15, priority=1)
+    assert chunks(last(w)) == [("r2", 0, 10)]
+    w.scheduler.reorder(ordering_of("fcfs"))
+    assert chunks(last(w)) == [("r1", 10, 10)]
 
 
 def test_chunk_size_bounds_one_sequence_and_leaves_room_for_others() -> None:

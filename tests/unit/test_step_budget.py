@@ -74,10 +74,25 @@ def test_the_rate_of_prompts_counts_the_steps_between_prefill_quanta() -> None:
     steps.prefill_quantum = 1500
     steps.budget(view(0.05), held=True)
     rate = steps.prefill_rate
-    whole = h200(StepFeatures(10, 9000, 1500, 1500, 1500 * 1501 // 2))
+    pairs = 1500 * 1501 // 2
+    whole = h200(StepFeatures(10, 9000, 1500, 1500, pairs))
     alone = h200(StepFeatures(10, 9000, 0, 0, 0))
     waits = (whole - 0.03) / (0.03 - alone)
-    assert 0.85 < rate / (1500 / (whole + waits * alone)) < 1.05
+    work = 1500 + steps.model.pair_tokens * pairs
+    assert 1500 < work < 1800
+    assert 0.85 < rate / (work / (whole + waits * alone)) < 1.05
+
+
+def test_while_the_pool_is_nearly_full_a_step_holds_no_more_than_the_rate_of_prompts_needs() -> None:
+    """A step half as long computes them nearly as fast."""
+    steps = made()
+    roomy, scarce = view(0.03), view(0.03)._replace(kv_free_blocks=300)
+    long, short = (steps.budget(v, held=True) - 10 for v in (roomy, scarce))
+    seconds = [h200(StepFeatures(10, 9000, n, n, n * (n + 1) // 2)) for n in (long, short)]
+    assert short < 0.7 * long and seconds[1] < 0.7 * seconds[0]
+    assert 0.85 < (short / seconds[1]) / (long / seconds[0]) < 1.0
+    few = scarce._replace(waiting_tokens=20, prefilling_tokens=30, in_progress=((0, 30),))
+    assert steps.budget(few, held=True) >= 60, "so few are computed at once"
 
 
 def test_prompts_that_share_a_step_are_counted_by_what_one_may_have_of_it() -> None:

@@ -24,19 +24,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
 from runtime.clock import Clock
+from runtime.errors import StepFailedError
 from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.plan import Token
-from runtime.llm.prefill_rate import RateSource
-from runtime.llm.scheduler import Finished
+from runtime.llm.prefill_rate import RateSource, Work
+from runtime.llm.scheduler import Finished, precedes, rank
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue
+from runtime.llm.waiting import WaitingQueue, key_of
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
@@ -84,6 +86,16 @@ class _Planned(NamedTuple):
 
     record: StepRecord
     chunks: list[_Chunk]
+
+
+class _Prompts(NamedTuple):
+    """Of the coming step: until when the wait window holds new prompts (-inf: it does not), the most of these that may begin,
+    KV blocks that prompts in progress will need after the step, and those of them that yield it."""
+
+    held: float
+    may_begin: int
+    owed: int
+    yielding: list[Sequence]
 
 
 class Aborted(NamedTuple):
@@ -163,6 +175,8 @@ class Steering:
         self._order = 0  # in which sequences began
         self._last_end = -inf
         self._prepared = False  # for the coming step
+        self._yielding: list[Any] = []  # requests whose prompts wait for the coming step to be over
+        self._yielded_in_vain = False  # in the last step nothing began for which they did
         self._preparing: tuple[float, int, Knobs, int, int, float]
 
     def let_go(self) -> None:
@@ -197,9 +211,8 @@ class Steering:
         if sequence is None or admission is None:
             return
         now = self.clock.now()
-        ahead = self.waiting.tokens_before(sequence)
-        ahead += admission.before(ahead + sequence.pending, [s.target - s.computed for s in self.prefills])
-        verdict = admission.arrive(sequence, now, ahead)
+        first = [s for s in self.prefills if precedes(s, sequence)]
+        verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
         if verdict is not None:
             late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
             if late[0] is sequence and not admission.relegates(verdict):
@@ -319,6 +332,9 @@ class Steering:
         wanted = self._own_ordering if order is None else ordering_of(order, self.slack.slos)
         if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
             self.waiting.reorder(wanted)
+            for sequence in self.prefills:
+                with suppress(StepFailedError):  # it keeps its place
+                    sequence.key = key_of(wanted, sequence)
             self._requeue()
         self._admission = made = (
             None if policy is None else Admission(policy, self.slack, weights=weights, source=source)
@@ -366,9 +382,7 @@ class Steering:
             slack = SlackTracker(slack.slos)
             slack.follow((*waiting, *self.prefills), self.decodes)
         oldest = waiting.oldest()
-        in_progress: tuple[tuple[int, int], ...] = ()
-        if self.prefills:
-            in_progress = tuple([(s.computed, s.target - s.computed) for s in self.prefills])
+        in_progress = tuple([(s.computed, s.target - s.computed) for s in self.begun()])
         deadlines = slack.token_deadlines(now, self._step, self._last_end if self._step else now)
         decode_slack = min([left for _, left in deadlines], default=inf)
         decodes = len(self.decodes)
@@ -422,83 +436,128 @@ class Steering:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
             asked = asked if budget is None else min(asked, budget)
-        in_progress = [] if self._admission is None else self._end_late_prompts(self._admission, now)
+        begun = self.begun()
+        ahead = [] if self._admission is None else self._end_late_prompts(self._admission, now, begun)
         running: list[Any] = scheduler.running
-        prompts = 0
-        if self.prefills:
-            prompts = sum([s.data.is_prefill_chunk for s in self.prefills])
-            if prompts and not all([r.is_prefill_chunk for r in running[-prompts:]]):
-                running.sort(key=_is_prompt)
+        if len(begun) > 1:
+            self.prefills = dict.fromkeys(begun)  # in the order of the step
+        prompts = self._put_in_order(running, begun)
         decodes = len(running) - prompts
         if not decodes:
             asked = max(asked, 1)  # whatever a policy says, a step with work does some
         given = max(asked, decodes)
-        left = asked - decodes
-        owed = 0  # KV blocks that prompts in progress will need after this step
-        for sequence in self.prefills:
-            done = sequence.data.num_computed_tokens
-            count = min(knobs.chunk_size, sequence.target - done, max(left, 0))
-            left -= count
-            owed += self._blocks(sequence.target) - self._blocks(done + count)
         slots = self._slots(knobs)
-        free_slots = slots - len(running)
-        held = -inf
-        reserve = self._watermark
-        active = slots
+        growing = kept = 0
         if self.waiting.count:
-            held = self.waiting.held_until(knobs, left, free_slots)
             kept = GROWTH_RESERVE * decodes
+            growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
+        held, may_begin, owed, yielding = self._plan_prompts(
+            knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
+        )
+        if yielding:  # they stand last
+            self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
+            del running[len(running) - len(self._yielding) :]
+        free = slots - len(self._yielding)
+        reserve, active = self._watermark, free
+        if self.waiting.count:
             reserve = max(reserve, kept + owed)
-            if held > now:
-                active = len(running) + sum(1 for s in self.waiting if s.preemptions)
-            elif left > 0 and free_slots > 0:
-                growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
-                spare = self._free_blocks() - self._committed() - growing - kept
-                active = len(running) + self._may_begin(knobs, left, free_slots, spare, in_progress, now)
-        if len(self._by_name) == 1:
+            active = min(free, len(running) + may_begin)
+        if len(self._by_name) - len(self._yielding) == 1:
             given = min(given, knobs.chunk_size)
         scheduler.max_num_scheduled_tokens = given
         scheduler.scheduler_config.long_prefill_token_threshold = knobs.chunk_size
-        scheduler.max_num_active_reqs = min(slots, active)
+        scheduler.max_num_active_reqs = active
         scheduler.kv_cache_manager.watermark_blocks = reserve
         self._preparing = now, epoch, knobs, asked, slots, held
         self._prepared = True
         return held if held > now and not running and not active else -inf
 
-    def _end_late_prompts(self, admission: Admission, now: float) -> list[int]:
-        in_progress: list[int] = []
-        for sequence in tuple(self.prefills):
-            if (verdict := admission.in_progress(sequence, now, in_progress)) is not None:
+    def begun(self) -> list[Sequence]:
+        """Those whose prompts are in progress, in the order in which they are computed."""
+        return sorted(self.prefills, key=rank) if len(self.prefills) > 1 else list(self.prefills)
+
+    @staticmethod
+    def _put_in_order(running: list[Any], begun: list[Sequence]) -> int:
+        """Decodes first, then the prompts in progress as in ``begun``; returns how many of these there are."""
+        wanted = [s.data for s in begun if s.data.is_prefill_chunk]
+        if wanted and not all([a is b for a, b in zip(running[-len(wanted) :], wanted, strict=False)]):
+            place = {request.request_id: i for i, request in enumerate(wanted, 1)}
+            running.sort(key=lambda r: place.get(r.request_id, 0))
+        return len(wanted)
+
+    def _end_late_prompts(self, admission: Admission, now: float, begun: list[Sequence]) -> list[float]:
+        """As the scheduler of our engine: end those of ``begun`` that come too late; what is left of each of the others."""
+        lefts: list[float] = []
+        for sequence in tuple(begun):
+            if (verdict := admission.in_progress(sequence, now, lefts)) is not None:
+                begun.remove(sequence)
                 self._late(admission, sequence, verdict, now)
             else:
-                in_progress.append(sequence.target - sequence.computed)
-        return in_progress
+                lefts.append(admission.left(sequence))
+        return lefts
 
-    def _may_begin(self, knobs: Knobs, left: int, slots: int, spare: int, in_progress: list[int], now: float) -> int:
-        """How many of those that wait may begin in this step: as many as have their whole prompts fit in ``spare`` blocks.
+    def _plan_prompts(
+        self, knobs: Knobs, left: int, slots: int, taken: int, begun: list[Sequence], ahead: list[float], now: float
+    ) -> _Prompts:
+        """What the scheduler of our engine would do with ``left`` tokens and ``slots``, as far as vLLM must be told.
 
-        Ends or relegates those whose turn it is and that would be late. Of the first vLLM sees to the blocks itself, and knows
-        what of it is cached; but it would begin others before the first has all of its blocks.
+        As many may begin as have their whole prompts fit beside the ``taken`` blocks. Ends or relegates those whose turn it is
+        and that would be late. Of the first vLLM sees to the blocks itself, and knows what of it is cached; but it would
+        begin others before the first has all of its blocks.
         """
-        admission = self._admission
-        if admission is None and not self._caches and spare >= self._blocks(self.waiting.tokens) + self.waiting.count:
-            return slots
-        begun = 0
-        for head in self.waiting.in_order():
-            if left <= 0 or begun >= slots:
-                return slots
-            if admission is not None and (verdict := admission.turn(head, now, in_progress)) is not None:
-                self._late(admission, head, verdict, now)
+        admission, waiting = self._admission, self.waiting
+        turn, begins, owed, held, most = 0, 0, 0, -inf, slots
+        yielding = False
+        spare: int | None = None
+        heads = waiting.in_order()
+        head = next(heads, None)
+        while True:
+            if turn < len(begun) and not yielding and (head is None or precedes(begun[turn], head)):
+                sequence = begun[turn]
+                done = sequence.data.num_computed_tokens
+                count = min(knobs.chunk_size, sequence.target - done, max(left, 0))
+                left -= count
+                owed += self._blocks(sequence.target) - self._blocks(done + count)
+                turn += 1
                 continue
+            if head is None:
+                break
+            if spare is None:
+                held = waiting.held_until(knobs, left, slots)
+                spare = self._free_blocks() - self._committed() - taken
+                if held > now:
+                    most = sum(1 for s in waiting if s.preemptions)
+            if held > now and not head.preemptions:
+                head = None
+                continue
+            if left <= 0 or begins >= slots:
+                head = None
+                continue
+            plain = admission is None and not self._caches and turn == len(begun) and held <= now
+            if plain and spare >= self._blocks(waiting.tokens) + waiting.count:
+                break  # whatever vLLM begins has room
+            if admission is not None:
+                verdict = admission.turn(head, now, ahead[:turn] + ahead[len(begun) :])
+                if verdict is not None:
+                    self._late(admission, head, verdict, now)
+                    head = next(heads, None)
+                    continue
             cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
             pending = head.target - cached
             spare -= self._blocks(pending) + idle
             if spare < 0:
-                return max(1, begun)
-            in_progress.append(pending)
-            begun += 1
+                most, head = max(1, begins), None
+                continue
+            yielding = turn < len(begun) and not self._yielded_in_vain
+            if admission is not None:
+                ahead.append(admission.rate.tokens(Work.of(pending, cached)))
+            begins += 1
             left -= min(knobs.chunk_size, pending)
-        return slots
+            head = next(heads, None)
+        yields = begun[turn:] if yielding else []
+        for sequence in yields:
+            owed += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
+        return _Prompts(held, most, owed, yields)
 
     def planned(self, output: Any) -> None:
         """Note what is in the step that vLLM has planned."""
@@ -509,6 +568,12 @@ class Steering:
             preempted += self._preempted(name)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         begun = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
+        if self._yielding:
+            self._scheduler.running += self._yielding
+            self._yielding = []
+            self._yielded_in_vain = not begun
+        else:
+            self._yielded_in_vain = False
         if begun:  # vLLM plans them last
             for name in reversed([*islice(reversed(scheduled), begun)]):
                 self._begin(self._by_name[name], scheduled[name], now, epoch)
@@ -676,10 +741,6 @@ class Steering:
     def take_steps(self) -> list[StepRecord]:
         found, self.steps = self.steps, []
         return found
-
-
-def _is_prompt(request: Any) -> bool:
-    return bool(request.is_prefill_chunk)
 
 
 def _reason(said: object) -> FinishReason:

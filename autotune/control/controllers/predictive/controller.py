@@ -209,7 +209,9 @@ class PredictiveController:
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
         least = self.start.token_budget if self._doubtful else _FLOOR
         budget = min(limits.token_budget, max(least, budget))
-        chunk = min(limits.chunk_size, budget if self._budgeted else self._chunks.size(self._targets.firsts, target, budget))
+        chunk = min(
+            limits.chunk_size, budget if self._budgeted else self._chunks.size(self._targets.firsts, target, budget)
+        )
         why = self._why(budget, batch, limits)
         regime = "demand-limited" if self._traffic.idle() else "kv-limited" if pool < most else "compute-limited"
         if self._traffic.tokens_bound < 0.01:

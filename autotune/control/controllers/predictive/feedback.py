@@ -11,8 +11,8 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
   hundredth without, where a step at the target is one at the limit.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
-k stays in 0.6 to 4, with budgets in 0.6 to 1: steps beyond the target make every decode late, and their decodes hold the KV pool that
-the late prompts wait for. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
+k stays in 0.6 to 4, with budgets in 0.6 to 1: steps beyond the target make every decode late, and these hold the KV pool that
+late prompts wait for. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
 a step of 0.6 of the target costs in throughput, and no more.
 """
 
