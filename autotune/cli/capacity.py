@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,9 +101,10 @@ def capacity(
         endless = unbounded_sentence(shown, scenario.slo, requests)
         if endless is not None:
             say(console, endless)
-        beside = requested.beside_capacity(shown[0].rate, requests) if not endless else None
-        if beside is not None:
-            say(console, beside)
+        with contextlib.suppress(Interrupted):
+            beside = None if endless or stopped else requested.beside_capacity(shown[0].rate, requests, stop.is_set)
+            if beside is not None:
+                say(console, beside)
     if best is not None and requested.price is not None:
         say(console, cheapest_sentence(best, scenario.slo, requested.price))
     if as_json:

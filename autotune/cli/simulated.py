@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from runtime.knobs import KNOBS
 if TYPE_CHECKING:
     from autotune.cli.display import Display
     from autotune.profile import Profile
-    from autotune.profile.parts import CostFacts
+    from autotune.profile.parts import CostFacts, Point
     from autotune.simulate.capacity import SettingCapacity
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
@@ -36,6 +37,7 @@ CONTROLLER_HELP = (
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
 _ALIKE = 0.03  # relative difference of two capacities that is no difference
+_DRAWS, _DRAWS_APART = 8, 1_000_003  # draws of the step-time noise over one measurement; between their seeds
 
 
 def one_profile(argument: str | None, option: str | None, verb: str) -> str:
@@ -87,6 +89,7 @@ class Requested:
         self.warnings = (
             *self.profile.warnings,
             *_unscaled(self.profile, speeds or {}),
+            *_off(self.profile),
             *_above(self.profile, overrides),
         )
         scenario = checked(
@@ -174,32 +177,62 @@ class Requested:
             or offered != setting.point.rate
         ):
             return None
-        point = setting.point
+        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
+        return f"{RECOMMENDED} measured {self._measured_and_simulated(setting.point, stop)}{longer}"
 
-        def simulated(scenario: Scenario) -> float:
+    def _measured_and_simulated(self, point: Point, stop: Callable[[], bool]) -> str:
+        """What ``point`` measured, and what simulations of its very requests say, under several draws of the step-time noise:
+        how much it differs, and that the simulation is off where no draw comes to what was measured."""
+        load = self.profile.workload
+
+        def simulated(scenario: Scenario, draw: int) -> float:
             scores = [
-                scenario.measure_over(setting.knobs, point.rate, seed, load.warmup_s, load.window_s, stop=stop)
+                scenario.measure_over(
+                    point.knobs,
+                    point.rate,
+                    seed,
+                    load.warmup_s,
+                    load.window_s,
+                    scatter=seed + draw * _DRAWS_APART,
+                    stop=stop,
+                )
                 for seed in dict.fromkeys(point.seeds)
             ]
             return sum(score.met for score in scores) / max(1, sum(score.offered for score in scores))
 
-        same, even = simulated(self.scenario), simulated(self.scenario.even())
-        scatter = f", {even:.1%} if each step took its mean time" if abs(even - same) > _ALIKE / 3 else ""
-        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
+        even = simulated(self.scenario.even(), 0)
+        noisy = self.scenario.cost.facts.jitter is not None
+        draws = [simulated(self.scenario, draw) for draw in range(_DRAWS)] if noisy else [even]
+        mean, low, high = statistics.fmean(draws), min(draws), max(draws)
+        said = f"{mean:.1%}"
+        if high - low > _ALIKE / 3:
+            said += f" on average ({low:.1%} to {high:.1%} in {_DRAWS} draws of the step-time noise)"
+        if abs(even - mean) > _ALIKE / 3:
+            said += f", {even:.1%} if each step took its mean time"
+        beyond = max(low - point.attainment_high, point.attainment_low - high)
+        if beyond > 0:
+            how = "pessimistic" if mean < point.attainment else "optimistic"
+            said += (
+                f"; simulations of this machine are {how} by {abs(mean - point.attainment) * 100:.0f} points here: steps took "
+                f"{'less' if mean < point.attainment else 'more'} time, or scattered "
+                f"{'less' if mean < point.attainment else 'more'}, than while the machine was calibrated"
+            )
         return (
-            f"{RECOMMENDED} measured {point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
-            f"simulated over those very requests: {same:.1%}{scatter}{longer}"
+            f"{point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
+            f"simulated over those very requests: {said}"
         )
 
-    def beside_capacity(self, found: float, requests: int) -> str | None:
+    def beside_capacity(self, found: float, requests: int, stop: Callable[[], bool]) -> str | None:
         """Why the capacity ``found`` differs from the one that ``autotune show`` tells; None where there is nothing to say."""
-        known, window = self.profile.capacity, self.profile.workload.window_s
+        from autotune.report.wording import number
+
+        known = self.profile.capacity
         point = None if known is None else next((p for p in known.tried if p.rate == known.rate), None)
         if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
             return None
         return (
-            f"the profile's own capacity, {point.offered_rate:.3g} req/s, was measured in windows of {window:.3g} s; "
-            f"{requests} requests take {requests / point.offered_rate:.3g} s, with longer bursts and more slow steps"
+            f"the profile's own capacity, {point.offered_rate:.3g} req/s, measured {self._measured_and_simulated(point, stop)}; "
+            f"{requests} requests take {number(requests / point.offered_rate)} s, with longer bursts and more slow steps"
         )
 
     def data(self) -> dict[str, Any]:
@@ -228,6 +261,16 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
         f"--scale bandwidth={speeds['bandwidth']:g} does not act on reading the weights: in a cost model of family {cost.family} "
         "that is part of the overhead (overhead= scales both)",
     )
+
+
+def _off(profile: Profile) -> tuple[str, ...]:
+    """How far off simulations were where this profile measured the same, a clause where that is far."""
+    from autotune.report.wording import DOUBTFUL
+
+    found = None if profile.simulation is None else profile.simulation.goodput_error
+    if found is None or found <= DOUBTFUL:
+        return ()
+    return (f"where this profile also measured, simulated goodput was off by {found:.0%} (median)",)
 
 
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:

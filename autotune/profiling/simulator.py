@@ -56,7 +56,6 @@ class Simulator:
             prefix_cache=facts.prefix_cache,
             workload=setup.apply(workload),
             slo=setup.slo,
-            common_jitter=True,
             growth_reserve=facts.growth_reserve,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)

@@ -34,9 +34,8 @@ WARM_UP = 0.1  # of the requests, before the window begins
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
-    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``common_jitter``: steps are slow at the same
-    times under every setting, for comparing settings that differ little (common random numbers). ``block_size``,
-    ``prefix_cache`` and ``growth_reserve`` are those of the engine.
+    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``block_size``, ``prefix_cache`` and
+    ``growth_reserve`` are those of the engine. Steps are slow at the same times under every setting (common random numbers).
     """
 
     cost: CostModel
@@ -46,7 +45,6 @@ class Scenario:
     prefix_cache: bool
     workload: Workload
     slo: SLO
-    common_jitter: bool = False
     growth_reserve: int = 1
 
     @classmethod
@@ -132,7 +130,7 @@ class Scenario:
             prefix_cache=self.prefix_cache,
             growth_reserve=self.growth_reserve,
             jitter=self.cost.facts.jitter,
-            jitter_by_time=self.common_jitter,
+            jitter_by_time=True,
             seed=seed,
         )
 
@@ -181,11 +179,15 @@ class Scenario:
         warmup: float,
         window: float,
         *,
+        scatter: int | None = None,
         controller: str | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Score:
-        """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
-        engine = self.start(self.limits.clamp(knobs), seed=seed)
+        """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then.
+
+        ``scatter``: the seed of the step-time noise, if it is not that of the arrivals.
+        """
+        engine = self.start(self.limits.clamp(knobs), seed=seed if scatter is None else scatter)
         with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
