@@ -68,7 +68,7 @@ def capacity(
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None
     stopped = False
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, shared.told_once():
         search = Search.of(
             scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
         )  # fmt: skip

@@ -224,8 +224,8 @@ def serve(
         made = None
         if target is not None and controlled is not False:  # knobs given by hand are the operator's word
             same = start_with is not None and name == start_with.model.name
-            made = stack.enter_context(
-                attach(
+            try:
+                attached = attach(
                     engine,
                     slo=target,
                     profile=start_with if same else None,  # what steps of another model take says nothing
@@ -235,7 +235,9 @@ def serve(
                     controller=controller,
                     steer=True,
                 )
-            )
+            except ValueError as error:
+                raise InputError(str(error)) from None
+            made = stack.enter_context(attached)
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,

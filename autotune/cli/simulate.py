@@ -71,7 +71,7 @@ def simulate(
     best: Best | None = None
     beside: str | None = None
     stopped = False
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, shared.told_once():
         display.stage("simulating")
         done, total, begun = 0, len(requested.settings) * seeds, time.monotonic()
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import check_rate, checked
@@ -312,6 +314,18 @@ def _by_knobs(profile: Profile) -> dict[str, Knobs]:
     for name, setting in profile.settings.items():
         names.setdefault(setting.knobs, []).append(str(name))
     return {EVERY_PURPOSE if [*those] == [*PURPOSES] else ", ".join(those): knobs for knobs, those in names.items()}
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What a controller does wrong is the command's own error, and not in the log as well."""
+    log = logging.getLogger("autotune.control.loop")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def progress(display: Display) -> Callable[[float, bool], None]:

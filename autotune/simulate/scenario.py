@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.control.attach import attach
+from autotune.control.controllers.protocol import failure
+from autotune.control.loop import Control
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import evaluate
 from autotune.measure.score import Score
@@ -188,14 +190,20 @@ class Scenario:
         ``scatter``: the seed of the step-time noise, if it is not that of the arrivals.
         """
         engine = self.start(self.limits.clamp(knobs), seed=seed if scatter is None else scatter)
-        with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext() as attached:
+        with self._controlled(engine, controller) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
                 vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
             )  # fmt: skip
         if attached is not None and (error := attached.failed) is not None:
-            raise InputError(f"controller {controller} failed: {type(error).__name__}: {error}") from error
+            raise InputError(f"controller {controller} failed: {failure(attached.controller, error)}") from error
         return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
+
+    def _controlled(self, engine: SimulatedEngine, controller: str) -> Control:
+        try:
+            return attach(engine, slo=self.slo, controller=controller)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
 
 def parse_speeds(text: str) -> dict[str, float]:
