@@ -72,7 +72,7 @@ def bench(
     gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
-    out: Annotated[Path | None, Option(help="A page of plots to write, .html.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""

@@ -63,7 +63,7 @@ def profile(
         list[str] | None, Option("--range", help="Search a knob within: token_budget=64:2048. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, Option(help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
+        Path | None, Option("--out", "-o", help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
     ] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
     rate: Annotated[

@@ -77,6 +77,10 @@ def model_lines(profile: Profile) -> list[str]:
             )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error
-        off = "" if error is None else f"; its goodput was off by {error:.1%} (median, at the rate compared)"
+        off = "" if error is None else f"; its goodput was off by {_off(error)} (median, at the rate compared)"
         lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU{off}")
     return lines
+
+
+def _off(error: float) -> str:
+    return "less than 0.1%" if error < 0.0005 else f"{error:.1%}"

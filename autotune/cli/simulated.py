@@ -267,12 +267,12 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
 
 def _off(profile: Profile) -> tuple[str, ...]:
     """How far off simulations were where this profile measured the same, a clause where that is far."""
-    from autotune.report.wording import DOUBTFUL
+    from autotune.report.wording import DOUBTFUL, error
 
     found = None if profile.simulation is None else profile.simulation.goodput_error
     if found is None or found <= DOUBTFUL:
         return ()
-    return (f"where this profile also measured, simulated goodput was off by {found:.0%} (median)",)
+    return (f"where this profile also measured, simulated goodput was off by {error(found)} (median)",)
 
 
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:

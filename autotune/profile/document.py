@@ -104,7 +104,11 @@ class Profile(Part):
     @property
     def warning(self) -> str:
         """The warnings as a line for people; empty without any. Whatever predicts from a profile says it."""
-        return f"warning: {'; '.join(self.warnings)}; run it again on a quiet machine" if self.warnings else ""
+        return (
+            f"warning: {'; '.join(self.warnings)}; profile again when nothing else runs on this machine"
+            if self.warnings
+            else ""
+        )
 
     def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
         for where, points in (("points", self.points), ("simulated", self.simulated)):

@@ -126,7 +126,7 @@ def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:
 def fitted_knobs(
     cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0, most: int = 8192
 ) -> Knobs:
-    """The calibration's own guess: as many slots as Little's law asks for, and the largest budget that leaves TPOT in SLO.
+    """The calibration's own guess: as many slots as Little's law asks for, the largest budget that leaves TPOT within the SLO.
 
     Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two.
     """

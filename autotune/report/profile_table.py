@@ -12,6 +12,7 @@ from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
 from autotune.report.tables import Room, fullest, setting_cells, setting_table
+from autotune.report.wording import compared, times
 from runtime.knobs import KNOBS, Knobs
 
 BASELINE, OTHERS, EVERY_PURPOSE = "vLLM defaults", "also Pareto", "every purpose"
@@ -156,22 +157,19 @@ def conclusion(profile: Profile) -> str:
             f"{advice}: {here.attainment:.0%} of requests within the SLO ({here.attainment_low:.0%}–{here.attainment_high:.0%}), "
             f"with vLLM's defaults {there.attainment:.0%} ({there.attainment_low:.0%}–{there.attainment_high:.0%})."
         )
-    more = (
-        f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
-        f"{gain.low:.2g}–{gain.high:.2g}{once})"
-        if gain.ratio >= 2
-        else f"{_change(gain.ratio)} requests within the SLO than with vLLM's defaults (95% interval "
-        f"{_percent(gain.low)} to {_percent(gain.high)}{once})"
-    )
+    if gain.ratio >= 2:
+        interval = f"{times(gain.low)}–{times(gain.high)}"
+    elif gain.high >= 3:
+        interval = f"{times(gain.low)} to {times(gain.high)} times as many"
+    else:
+        interval = f"{_percent(gain.low)} to {_percent(gain.high)}"
+    more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
+    more += f" (95% interval {interval}{once})"
     if gain.low > 1:
         return f"{advice}: {more}."
     target = profile.slo.attainment
     met = "; both meet the SLO at this rate" if min(setting.point.attainment, base.attainment) >= target else ""
     return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
-
-
-def _change(ratio: float) -> str:
-    return f"{abs(ratio - 1):.0%} {'more' if ratio >= 1 else 'fewer'}"
 
 
 def _percent(ratio: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from autotune.profile import Point, Spread
+from autotune.report import wording
 from autotune.report.evidence import Evidence
 from autotune.report.wording import number, percent, plus_minus
 from runtime.slo import wilson_interval
@@ -61,7 +62,7 @@ def standing(evidence: Evidence) -> Standing:
         times = f"{number(ratio, 2)}×"
         compared, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
     else:
-        compared = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
+        compared = wording.compared(ratio, "", "with the vLLM defaults")
         sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
         compared = "no clear difference to the vLLM defaults"

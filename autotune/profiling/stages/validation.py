@@ -452,7 +452,7 @@ class Validation:
             return ""
         knobs = self._candidates[self._posterior.choice()].knobs
         mine = next(p for p in points(self._validated()) if p.knobs == knobs).goodput
-        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
+        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s within the SLO"
 
 
 def _behaviour(one: Candidate) -> list[float]:
