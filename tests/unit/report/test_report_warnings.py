@@ -115,7 +115,7 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
     )
     assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.pairs()) + 1, "it is shown all the same"
     twice = paired.section(left(once, 32.4, 1.01)).title
-    assert twice.endswith("; by up to 131% at 32.4 and 39.2 req/s, before the speed was settled")
+    assert twice.endswith("; by up to a factor of 2.31 at 32.4 and 39.2 req/s, before the speed was settled")
 
 
 def test_the_title_says_the_error_that_the_profile_has() -> None:
