@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import multiprocessing
 import os
 import re
@@ -159,6 +160,7 @@ def test_files_that_are_no_studies(journal: Path, tmp_path: Path) -> None:
         b"\x00\xff\xfe" * 500,
         b"[1, 2]\n",
         b'{"a": 1}\n',
+        b'{"a": 1}\n{"a": 2',
     ):
         journal.write_bytes(content)
         with pytest.raises(InputError, match="it is no journal at all; --fresh"), open_study(journal, IDENTITY):
@@ -268,6 +270,24 @@ def test_an_empty_file_is_a_new_study(journal: Path) -> None:
         measure(study, 1)
     with open_study(journal, IDENTITY) as study:
         assert len(measured(study)) == 1
+
+
+@pytest.mark.parametrize("sums", ["at the end", "none"])
+def test_a_journal_whose_checksums_stand_elsewhere_goes_on(journal: Path, sums: str) -> None:
+    with open_study(journal, IDENTITY) as study:
+        measure(study, 2)
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    for line in lines:
+        told = line.pop("sum")
+        if sums == "at the end":
+            line["sum"] = told
+    journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+    log: list[int] = []
+    for _ in range(2):
+        with open_study(journal, IDENTITY) as study:
+            measure(study, 4, log)
+            assert measured(study) == ["0", "1", "2", "3"]
+    assert log == [2, 3]
 
 
 @pytest.mark.parametrize(
