@@ -267,10 +267,10 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
 
 def _off(profile: Profile) -> tuple[str, ...]:
     """How far off simulations were where this profile measured the same, a clause where that is far."""
-    from autotune.report.wording import DOUBTFUL, error
+    from autotune.report.wording import UNRELIABLE, error
 
     found = None if profile.simulation is None else profile.simulation.goodput_error
-    if found is None or found <= DOUBTFUL:
+    if found is None or found <= UNRELIABLE:
         return ()
     return (f"where this profile also measured, simulated goodput was off by {error(found)} (median)",)
 

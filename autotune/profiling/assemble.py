@@ -19,9 +19,7 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
-from autotune.profile.callable import CallableProfile, Group, Inputs, ServiceTime
-from autotune.profile.callable import LoadFacts as CallableLoad
-from autotune.profile.callable import Point as CallablePoint
+from autotune.profile.callable import CallableLoad, CallablePoint, CallableProfile, Group, Inputs, ServiceTime
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.callable import CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question

@@ -17,7 +17,7 @@ from scipy.stats import binom
 from autotune.cost.price import per_million
 from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting
-from autotune.profile.callable import Point as CallablePoint
+from autotune.profile.callable import CallablePoint
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 

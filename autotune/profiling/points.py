@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from autotune.measure.score import Score
-from autotune.profile.callable import BatcherSetting, StrategyName
-from autotune.profile.callable import Point as CallablePoint
+from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName
 from autotune.profile.parts import Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval

@@ -67,7 +67,7 @@ def compared(ratio: float, what: str, other: str) -> str:
     return f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'}{what} than {other}"
 
 
-DOUBTFUL = 0.1
+UNRELIABLE = 0.1
 """A typical error above which simulated or modelled figures are nothing to rely on."""
 
 
@@ -75,7 +75,7 @@ def off(what: str, middle: float, worst: float | None) -> str:
     """A title that says how far ``what`` (plural) are off, and warns where that is far: errors as shares."""
     far = "" if worst is None else f", at worst by {error(worst)}"
     said = f"typically off by {error(middle)} (median){far}"
-    return f"{what} are {said}" if middle <= DOUBTFUL else f"{what} are not to be relied on: {said}"
+    return f"{what} are {said}" if middle <= UNRELIABLE else f"{what} are not to be relied on: {said}"
 
 
 def ratio(scale: float) -> str:
