@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from autotune.cli.budget import seconds
 from autotune.cli.engine_options import ARG_HELP, engine_of, running
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import check_rate, checked
+from autotune.cli.options import check_rate, checked, seconds
 from runtime.errors import InputError
 
 if TYPE_CHECKING:

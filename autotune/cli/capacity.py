@@ -11,7 +11,7 @@ from typer import Argument, Option
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
-from autotune.profile.bounds import MOST_KV_TOKENS
+from autotune.profile.fields import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from autotune.cli.budget import seconds
 from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
-from autotune.cli.options import check_rate, checked
+from autotune.cli.options import check_rate, checked, seconds
 from runtime.errors import InputError
 
 if TYPE_CHECKING:

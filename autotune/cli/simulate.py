@@ -12,7 +12,7 @@ from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
 from autotune.cli.options import check_rate
-from autotune.profile.bounds import MOST_KV_TOKENS
+from autotune.profile.fields import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from autotune.profile.bounds import LEAST_RATE, MOST_RATE
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import METRICS, SLO
+
+LEAST_RATE: Final = 1e-6
+"""Requests/s. Beyond these figures nothing is a machine or a load, in options and in profiles alike."""
+
+MOST_RATE: Final = 1e6
+MOST_KV_TOKENS: Final = 2**30
+"""In a KV pool: far more than the memory of any machine of today holds."""
 
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Requests/s that are offered."""

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text
-from autotune.profile.bounds import MOST_KV_TOKENS
-from autotune.profile.fields import KnobsField, LimitsField, Rate, SLOField
+from autotune.profile.fields import MOST_KV_TOKENS, KnobsField, LimitsField, Rate, SLOField
 from autotune.profile.findings import Calibration, Confidence, Gain, SimulationFacts
 
 __all__ = [

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from autotune import __version__
-from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import app, run
+from autotune.cli.options import seconds
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import next_steps
 from autotune.cli.target import default_model
