@@ -148,13 +148,21 @@ class RequestClass:
             raise ValueError(f"weight of class {self.name} is {self.weight}; it must be above 0")
 
 
+def slos_of(slo: SLO | Mapping[str, SLO], classes: Iterable[RequestClass]) -> SLO | Mapping[str, SLO]:
+    """The SLO of each class, ``slo`` being that of all others (or those of some); without classes ``slo`` as it is."""
+    own = {one.name: one.slo for one in classes}
+    if not own:
+        return slo
+    return ({"default": slo} if isinstance(slo, SLO) else dict(slo)) | own
+
+
 def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
-    """``chat:ttft=300ms,tpot=30ms*2``: name, SLO, and weight relative to others (1). Raises ``ValueError``; ``where`` says
+    """``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, and weight relative to others (1). Raises ``ValueError``; ``where`` says
     who gave them."""
     made: dict[str, RequestClass] = {}
     for text in texts:
         name, colon, rest = text.partition(":")
-        slo, _, weight = rest.partition("*")
+        slo, star, weight = rest.partition("*")
         if not colon or not name or not slo:
             raise ValueError(
                 f"{where} is {text!r}; it must be NAME:SLO or NAME:SLO*WEIGHT, as chat:ttft=300ms,tpot=30ms*2"
@@ -163,7 +171,11 @@ def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
             taken = "it is given twice" if name in made else "its SLO is that of all other requests"
             raise ValueError(f"{where} {name}: {taken}")
         try:
-            made[name] = RequestClass(name, SLO.parse(slo), float(weight or 1))
+            worth = float(weight) if star else 1.0
+        except ValueError:
+            raise ValueError(f'{where} {name}: weight is "{weight}"; it must be a number above 0, as *0.2') from None
+        try:
+            made[name] = RequestClass(name, SLO.parse(slo), worth)
         except ValueError as error:
             raise ValueError(f"{where} {name}: {error}") from None
     return list(made.values())
@@ -225,5 +237,5 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "first_target", "wilson_interval"]
+__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "first_target", "slos_of", "wilson_interval"]
 assert {f.name for f in fields(SLO)} == {*(f"{m}_ms" for m in METRICS), "attainment"}
