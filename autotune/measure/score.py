@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from autotune.workload.replay import ReplayReport
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
-from runtime.slo import SLO, attainment, wilson_interval
+from runtime.slo import SLO, attainment, weighted_attainment, wilson_interval
 
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
@@ -76,9 +75,10 @@ class Score(BaseModel):
 
     ``rate`` is the workload's mean; ``offered_rate`` what came in this window, which for a few seconds of bursts or of a
     trace may be something else.
-    ``goodput``: requests/s that met every target, each counted by the weight of its class; ``completed_rate``: those that completed
-    at all; both of those due in the window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
-    met), weighted, of each second of the window (of longer parts where it has more than 10,000), for intervals that respect bursts.
+    ``goodput``: requests/s that met every target, each counted by the weight of its class; ``completed_rate``: those that
+    completed at all; both of those due in the window. ``throughput``: output tokens/s that came out during the window, whoever
+    they belong to. ``blocks``: (offered, met), weighted, of each second of the window (of longer parts where it has more than
+    10,000), for intervals that respect bursts.
     ``e2e_mean_ms``: over all but the rejected; one that was unfinished counts with the time it had been there.
     ``lateness_p99_ms``: how late the sender was. Each request is judged by the SLO of its class; ``classes`` has each class by
     itself, and is empty where there is one SLO for all (and in scores of earlier versions).
@@ -116,38 +116,6 @@ class Score(BaseModel):
     def weighted_attainment(self) -> float:
         """Goodput as a share of what was offered: attainment, each request counted by the weight of its class."""
         return weighted_attainment(self)
-
-
-class Counted(Protocol):
-    """Requests offered and met, and the attainment they make."""
-
-    @property
-    def offered(self) -> int: ...
-    @property
-    def met(self) -> int: ...
-    @property
-    def attainment(self) -> float: ...
-
-
-class CountedClass(Counted, Protocol):
-    """Those of one class, and what each of them weighs."""
-
-    @property
-    def weight(self) -> float: ...
-
-
-class CountedByClass(Counted, Protocol):
-    """Those of all classes; ``classes`` is empty where there is one SLO for all."""
-
-    @property
-    def classes(self) -> Mapping[str, CountedClass]: ...
-
-
-def weighted_attainment(counted: CountedByClass) -> float:
-    """Weight of the requests that met their SLO, as a share of that of all offered."""
-    classes = counted.classes.values()
-    offered = math.fsum(c.weight * c.offered for c in classes)
-    return math.fsum(c.weight * c.met for c in classes) / offered if offered else counted.attainment
 
 
 def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:

@@ -16,7 +16,7 @@ from runtime.errors import InputError
 
 @dataclass(frozen=True)
 class Part:
-    """``workload``'s requests, those of class ``name``, and how large a ``share`` of all they are. Its own rate is not looked at."""
+    """Requests of class ``name``, and how large a ``share`` of all they are. The rate of ``workload`` is not looked at."""
 
     name: str
     share: float
