@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
+from autotune.cli import class_options
 from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
 from autotune.cli.options import check_rate, checked, seconds
@@ -43,9 +44,17 @@ def profile(
             "(default: a preset that suits the machine)"
         ),
     ] = None,
-    workload: Annotated[str, Option(help="A preset, or azure-conv:FILE to replay a trace.")] = "azure-conv",
+    workload: Annotated[
+        str,
+        Option(
+            help="A preset, azure-conv:FILE to replay a trace, or classes: chat=azure-conv@0.8+batch=azure-code@0.2."
+        ),
+    ] = "azure-conv",
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can meet.")
+    ] = None,
+    classes: Annotated[
+        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=class_options.HELP)
     ] = None,
     sim_trials: Annotated[
         int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
@@ -168,7 +177,9 @@ def profile(
         space=make_space(KnobLimits() if engine == "own" else WIDEST, pin or (), ranges or ()),
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
+        classes=tuple(class_options.request_classes(classes or ())),
     )
+    class_options.check_classes(question.classes, question.workload)
     price_per_hour = None if price is None else parse_price(price)
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded

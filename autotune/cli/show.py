@@ -53,6 +53,7 @@ def show(
         f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}",
         f"model {model.name} ({model.parameters / 1e6:.0f}M, {model.dtype}) · "
         f"workload {load.spec}, lengths × {load.length_scale:g} · SLO {loaded.slo}",
+        *(f"class {one}" for one in loaded.classes),
         *model_lines(loaded),
     ):
         console.print(line, highlight=False, markup=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from autotune.cli import class_options
 from autotune.cli.options import check_rate, checked
 from autotune.control.controllers.registry import CONTROLLERS, find
 from runtime.errors import InputError
@@ -28,6 +29,7 @@ PROFILE_HELP = (
 OPTION_HELP = "Another way to give PROFILE."
 WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
 SLO_HELP = "The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
+CLASS_HELP = class_options.HELP.replace(" Repeatable.", " Repeatable.  (default: the profile's)")
 SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
 KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
@@ -63,6 +65,7 @@ class Requested:
         *,
         workload: str | None,
         slo: str | None,
+        classes: Sequence[str] | None,
         scale: str | None,
         kv_tokens: int | None,
         price: str | None,
@@ -80,6 +83,7 @@ class Requested:
             checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
         target = None if slo is None else checked("--slo", SLO.parse, slo)
+        own = class_options.request_classes(classes or ())
         if workload is not None:
             checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
@@ -95,13 +99,16 @@ class Requested:
             *_above(self.profile, overrides),
         )
         scenario = checked(
-            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=target, speeds=speeds, kv_tokens=kv_tokens)
+            "", lambda: Scenario.of(
+                self.profile, profile, workload=workload, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
+            ),
         )  # fmt: skip
+        class_options.check_classes(own, scenario.workload)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
         plain = not overrides and all(option is None for option in (controller, speeds, kv_tokens))
-        self.as_profiled = plain and not self.foreign and scenario.slo == self.profile.slo
+        self.as_profiled = plain and not self.foreign and self._same_slos(scenario)
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
         self.rate = parse_workload(workload).rate if workload is not None and self.named & {"rate", "time"} else None
@@ -109,6 +116,9 @@ class Requested:
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
             self.scenario = self.scenario.room_for(setting)
+
+    def _same_slos(self, scenario: Scenario) -> bool:
+        return (scenario.slo, scenario.classes) == (self.profile.slo, self.profile.classes)
 
     @property
     def others(self) -> dict[str, Knobs]:
@@ -156,6 +166,7 @@ class Requested:
             rate = f" at {offered[0]:.4g} req/s ({offered[1]}{another})"
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
+        classes = "".join(f"\nclass {one}" for one in self.scenario.classes)
         warning = f"\n{profile.warning}" if profile.warning else ""
         warning += "".join(f"\nwarning: {text}" for text in self.warnings[len(profile.warnings) :])
         return (
@@ -163,7 +174,7 @@ class Requested:
             f"{describe(profile.machine)}{speeds}\n"
             f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
-            f"{control}{warning}"
+            f"{control}{classes}{warning}"
         )
 
     def beside_measured(self, offered: float, window: float, stop: Callable[[], bool]) -> str | None:
@@ -246,6 +257,7 @@ class Requested:
             "workload": self.spec,
             "length_scale": scenario.workload.length_scale,
             "slo": str(scenario.slo),
+            "classes": [str(one) for one in scenario.classes],
             "kv_tokens": scenario.kv_tokens,
             "scale": self.scale,
             "controller": self.controller,

@@ -66,6 +66,8 @@ class Control(ReportsRates):
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
     ) -> None:
+        if engine.capabilities.virtual_time:  # the hour at which something is simulated says nothing of it
+            wall = None
         if not (isinstance(interval_s, int | float) and math.isfinite(interval_s) and interval_s > 0):
             raise ValueError(f"interval_s is {interval_s!r}; it must be a number of seconds above 0")
         check_controller(controller)
@@ -106,7 +108,9 @@ class Control(ReportsRates):
                 engine.set_step_policy(self, lease=self._lease)
             self._admission.install(self, self._lease)
         self._actuator.log(
-            "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._attainment.as_evidence()}
+            "attach",
+            f"{controller.name} controller, SLO {slo}",
+            {"slo": str(slo), **self._attainment.as_evidence(), **self._attainment.weights()},
         )
         self._actuator.begin(start)
 
@@ -331,7 +335,7 @@ class Control(ReportsRates):
         with self._lock:
             if self._ended:
                 return
-            self._actuator.log("detach", cause)
+            self._actuator.log("detach", cause, self._attainment.outcomes())
             self._ended = True
         with contextlib.suppress(AutotuneError):
             if not self.observe_only:

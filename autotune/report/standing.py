@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from autotune.profile import Point, Spread
+from autotune.profiling.objective import Objective
 from autotune.report import wording
 from autotune.report.evidence import Evidence
 from autotune.report.wording import number, percent, plus_minus
@@ -107,4 +108,4 @@ def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:
     kept = next((p for p in tried if p.rate == profile.capacity.rate), None)
     if kept is None:
         return None, []
-    return kept, [p for p in tried if p.offered_rate < kept.offered_rate and p.attainment < profile.slo.attainment]
+    return kept, [p for p in tried if p.offered_rate < kept.offered_rate and not Objective.of(profile).attained(p)]

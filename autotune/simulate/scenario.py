@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
@@ -25,7 +25,7 @@ from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Workload, named_options, parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
@@ -36,8 +36,9 @@ WARM_UP = 0.1  # of the requests, before the window begins
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
-    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``block_size``, ``prefix_cache`` and
-    ``growth_reserve`` are those of the engine. Steps are slow at the same times under every setting (common random numbers).
+    ``classes`` have an SLO of their own. ``workload`` has its lengths scaled and capped; its own rate is not looked at.
+    ``block_size``, ``prefix_cache`` and ``growth_reserve`` are those of the engine. Steps are slow at the same times under every
+    setting (common random numbers).
     """
 
     cost: CostModel
@@ -48,6 +49,7 @@ class Scenario:
     workload: Workload
     slo: SLO
     growth_reserve: int = 1
+    classes: tuple[RequestClass, ...] = ()
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Scenario:
         *,
         workload: str | None = None,
         slo: SLO | None = None,
+        classes: Sequence[RequestClass] | None = None,
         speeds: dict[str, float] | None = None,
         kv_tokens: int | None = None,
     ) -> Self:
@@ -104,6 +107,7 @@ class Scenario:
             ),
             slo=slo or profile.slo,
             growth_reserve=engine.growth_reserve,
+            classes=profile.classes if classes is None else tuple(classes),
         )
 
     def even(self) -> Self:
@@ -129,6 +133,7 @@ class Scenario:
             block_size=self.block_size,
             knobs=knobs,
             slo=self.slo,
+            classes=self.classes,
             prefix_cache=self.prefix_cache,
             growth_reserve=self.growth_reserve,
             jitter=self.cost.facts.jitter,
@@ -193,7 +198,7 @@ class Scenario:
         with self._controlled(engine, controller) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
-                vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
+                vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop, classes=self.classes,
             )  # fmt: skip
         if attached is not None and (error := attached.failed) is not None:
             raise InputError(f"controller {controller} failed: {failure(attached.controller, error)}") from error

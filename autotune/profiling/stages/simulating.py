@@ -107,7 +107,7 @@ def _search(
     found.simulated, found.failures = [], []
     begun, best = context.host.now(), 0.0
     tried = search(
-        Trial(Objective(setup.slo), context.simulator(setup), setup.rate, seed),
+        Trial(Objective.under(setup), context.simulator(setup), setup.rate, seed),
         proposals.space,
         starting=proposals.starting,
         trials=proposals.trials,
