@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import random
 from bisect import bisect_left
 from collections.abc import Callable
@@ -61,7 +60,7 @@ class CostExecutor:
         elif jitter is not None:
             self._factors = 2 * jitter_factors(jitter, seed)  # so that any run of them is a slice
         self._step = 0  # which of them is the next
-        self._end_of = operator.add if self._stretches is None else self._stretches.end
+        self._end_of = None if self._stretches is None else self._stretches.end  # None: the sum
         self._predict_run = cast("PredictRun", getattr(cost, "predict_run", self._one_by_one))
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
