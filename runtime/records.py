@@ -99,6 +99,7 @@ class RequestRecord(NamedTuple):
     ``scheduled`` is when it first entered a step, None if it never did. ``epoch_first`` and ``epoch_last`` are the knob
     settings in force when it was first scheduled and when it ended (-1: never scheduled). ``cause`` says more than ``reason``:
     of a rejection it is the reason of :class:`runtime.errors.RejectedError`, and ``retry_after_s`` the hint, if there is one.
+    ``relegated``: whether admission put it behind all that could still meet their targets, as a miss.
     """
 
     id: str
@@ -118,6 +119,7 @@ class RequestRecord(NamedTuple):
     epoch_last: int
     cause: str = ""
     retry_after_s: float | None = None
+    relegated: bool = False
 
     @property
     def queue_time(self) -> float | None:

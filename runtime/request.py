@@ -134,6 +134,7 @@ class Sequence:
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
         "pending", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target", "token_times",
+        "was_relegated",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -153,6 +154,7 @@ class Sequence:
         self.state = "waiting"  # waiting | prefill | decode | finished
         self.key = 0.0  # its place in the waiting order
         self.relegated: float | None = None  # the key its ordering gave it, since it waits behind the others as a miss
+        self.was_relegated = False  # at any time
         self.pending = 0  # tokens to compute when it was queued, less those in the prefix cache
         self.cause = ""
         self.retry_after: float | None = None  # s until one like it may be computed, if it is not
@@ -165,7 +167,7 @@ class Sequence:
         return RequestRecord(
             request.id, request.arrival, self.scheduled, finished, self.token_times, request.prompt_len, self.generated,
             self.cached, self.preemptions, reason, request.request_class, request.tenant, request.priority,
-            self.epoch_first, epoch_last, self.cause, self.retry_after,
+            self.epoch_first, epoch_last, self.cause, self.retry_after, self.was_relegated,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal, DecimalException
+from typing import Protocol
 
 from runtime.records import RequestRecord
 
@@ -147,25 +148,48 @@ class RequestClass:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight of class {self.name} is {self.weight}; it must be above 0")
 
-
-def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
-    """``chat:ttft=300ms,tpot=30ms*2``: name, SLO, and weight relative to others (1). Raises ``ValueError``; ``where`` says
-    who gave them."""
-    made: dict[str, RequestClass] = {}
-    for text in texts:
+    @classmethod
+    def parse(cls, text: str, *, where: str = "class") -> RequestClass:
+        """Read ``chat:ttft=300ms,tpot=30ms@95%*2``: name, SLO, weight (1 unless given). Raises ``ValueError``; ``where`` says
+        who gave it."""
         name, colon, rest = text.partition(":")
-        slo, _, weight = rest.partition("*")
+        slo, star, weight = rest.partition("*")
         if not colon or not name or not slo:
             raise ValueError(
                 f"{where} is {text!r}; it must be NAME:SLO or NAME:SLO*WEIGHT, as chat:ttft=300ms,tpot=30ms*2"
             )
-        if name == "default" or name in made:
-            taken = "it is given twice" if name in made else "its SLO is that of all other requests"
-            raise ValueError(f"{where} {name}: {taken}")
+        if name == "default":
+            raise ValueError(f"{where} {name}: its SLO is that of all other requests")
         try:
-            made[name] = RequestClass(name, SLO.parse(slo), float(weight or 1))
+            worth = float(weight) if star else 1.0
+        except ValueError:
+            raise ValueError(f'{where} {name}: weight is "{weight}"; it must be a number above 0, as *0.2') from None
+        try:
+            return cls(name, SLO.parse(slo), worth)
         except ValueError as error:
             raise ValueError(f"{where} {name}: {error}") from None
+
+    def __str__(self) -> str:
+        """The spelling that :meth:`parse` reads back to an equal class."""
+        return f"{self.name}:{self.slo}" + ("" if self.weight == 1 else f"*{_digits(self.weight)}")
+
+
+def slos_of(slo: SLO | Mapping[str, SLO], classes: Iterable[RequestClass]) -> SLO | Mapping[str, SLO]:
+    """The SLO of each class, ``slo`` being that of all others (or those of some); without classes ``slo`` as it is."""
+    own = {one.name: one.slo for one in classes}
+    if not own:
+        return slo
+    return ({"default": slo} if isinstance(slo, SLO) else dict(slo)) | own
+
+
+def request_classes(texts: Iterable[str], *, where: str) -> list[RequestClass]:
+    """Each as :meth:`RequestClass.parse` reads it. Raises ``ValueError``; ``where`` says who gave them."""
+    made: dict[str, RequestClass] = {}
+    for text in texts:
+        one = RequestClass.parse(text, where=where)
+        if one.name in made:
+            raise ValueError(f"{where} {one.name}: it is given twice")
+        made[one.name] = one
     return list(made.values())
 
 
@@ -214,6 +238,47 @@ def attainment(records: Iterable[RequestRecord], slo: SLO | Mapping[str, SLO]) -
     return Attainment(met, offered, cancelled, violations)
 
 
+class Counted(Protocol):
+    """Requests offered and met, and the attainment they make."""
+
+    @property
+    def offered(self) -> int: ...
+    @property
+    def met(self) -> int: ...
+    @property
+    def attainment(self) -> float: ...
+
+
+class CountedClass(Counted, Protocol):
+    """Those of one class, and what each of them weighs."""
+
+    @property
+    def weight(self) -> float: ...
+
+
+class CountedByClass(Counted, Protocol):
+    """Those of all classes; ``classes`` is empty where there is one SLO for all."""
+
+    @property
+    def classes(self) -> Mapping[str, CountedClass]: ...
+
+
+def weighted_attainment(counted: CountedByClass) -> float:
+    """Weight of the requests that met their SLO, as a share of that of all offered: goodput over what there was to gain."""
+    classes = counted.classes.values()
+    offered = math.fsum(c.weight * c.offered for c in classes)
+    return math.fsum(c.weight * c.met for c in classes) / offered if offered else counted.attainment
+
+
+def attained(counted: CountedByClass, slo: SLO, classes: Iterable[RequestClass] = ()) -> bool:
+    """Whether each of ``classes`` has the attainment of its own SLO, and all other requests that of ``slo``."""
+    targets = {one.name: one.slo.attainment for one in classes}
+    if not counted.classes:
+        return counted.attainment >= slo.attainment
+    by_class = counted.classes.items()
+    return all(c.attainment >= targets.get(name, slo.attainment) for name, c in by_class if c.offered)
+
+
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
     """The Wilson score interval of a share, (0, 1) without trials."""
     if trials == 0:
@@ -225,5 +290,17 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-__all__ = ["METRICS", "SLO", "Attainment", "RequestClass", "attainment", "first_target", "wilson_interval"]
+__all__ = [
+    "METRICS",
+    "SLO",
+    "Attainment",
+    "RequestClass",
+    "attained",
+    "attainment",
+    "first_target",
+    "request_classes",
+    "slos_of",
+    "weighted_attainment",
+    "wilson_interval",
+]
 assert {f.name for f in fields(SLO)} == {*(f"{m}_ms" for m in METRICS), "attainment"}

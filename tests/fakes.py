@@ -111,3 +111,23 @@ class Heard:
 
     def request(self) -> RequestRecord:
         return self.requests.get(timeout=30)
+
+
+@dataclass
+class Records:
+    """A listener that keeps what it hears, and may act on the engine's thread between two steps."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    act: Callable[[StepRecord], object] = lambda record: None
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.act(record)
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+    @property
+    def of(self) -> dict[str, RequestRecord]:
+        return {record.id: record for record in self.requests}

@@ -34,7 +34,10 @@ class Estimate(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What one contender did over its rounds. Percentiles are over all its requests that have the metric, by nearest rank."""
+    """What one contender did over its rounds. Percentiles are over all its requests that have the metric, by nearest rank.
+
+    In ``attainment`` and ``goodput`` each request counts by the weight of its class; ``classes`` has (met, offered) of each.
+    """
 
     contender: Contender
     rounds: int
@@ -45,6 +48,7 @@ class Standing(NamedTuple):
     unfinished: int
     latencies: dict[str, tuple[Estimate, Estimate]]
     """metric -> (p50, p99), ms"""
+    classes: dict[str, tuple[int, int]]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -57,6 +61,7 @@ class Standing(NamedTuple):
             "attainment": _json(self.attainment),
             "goodput": _json(self.goodput),
             "throughput": round(self.throughput, 2),
+            "classes": {name: {"met": met, "offered": offered} for name, (met, offered) in self.classes.items()},
             **{metric: {"p50": _json(p50), "p99": _json(p99)} for metric, (p50, p99) in self.latencies.items()},
         }
 
@@ -105,16 +110,21 @@ class Comparison:
         outcomes = [outcome for result in results for outcome in result.outcomes]
         met, offered = self._sums(results)
         seconds = self.duration * len(results)
-        met_here = sum(o.met for o in outcomes)
+        met_here, offered_here = _weighed(outcomes)
+        classes: dict[str, tuple[int, int]] = {}
+        for one in outcomes:
+            good, count = classes.get(one.request_class, (0, 0))
+            classes[one.request_class] = (good + one.met, count + 1)
         return Standing(
             contender,
             rounds=len(results),
             offered=len(outcomes),
-            attainment=_estimate(_ratio(met_here, len(outcomes)), _over(met, offered)),
+            attainment=_estimate(_ratio(met_here, offered_here), _over(met, offered)),
             goodput=_estimate(met_here / seconds, met / seconds),
             throughput=sum(r.score.throughput for r in results) / len(results),
             unfinished=sum(r.score.unfinished for r in results),
             latencies={metric: self._percentiles(results, metric) for metric in _METRICS},
+            classes=classes,
         )
 
     def difference(self, one: Contender, other: Contender) -> Difference | None:
@@ -127,7 +137,7 @@ class Comparison:
         for found in (mine, theirs):
             results = [found[r] for r in both]
             outcomes = [o for result in results for o in result.outcomes]
-            shares.append(_ratio(sum(o.met for o in outcomes), len(outcomes)))
+            shares.append(_ratio(*_weighed(outcomes)))
             samples.append(_over(*self._sums(results)))
         return Difference(
             one.name,
@@ -146,7 +156,7 @@ class Comparison:
         table = np.zeros((len(results), self._blocks, 2))
         for row, result in enumerate(results):
             for outcome in result.outcomes:
-                table[row, self._block(outcome)] += (outcome.met, 1)
+                table[row, self._block(outcome)] += (outcome.weight * outcome.met, outcome.weight)
         sums = table[self._draws(len(results))].sum(axis=(1, 2))
         return sums[:, 0], sums[:, 1]
 
@@ -181,6 +191,11 @@ class Comparison:
 def compare(results: Sequence[Result], duration: float) -> Comparison:
     """Raises ValueError when there are no results."""
     return Comparison(results, duration)
+
+
+def _weighed(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Weight of the requests that met their SLO, and of all."""
+    return math.fsum(o.weight * o.met for o in outcomes), math.fsum(o.weight for o in outcomes)
 
 
 def _over(above: Floats, below: Floats) -> Floats:

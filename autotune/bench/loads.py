@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.engines import Engine
@@ -11,7 +11,7 @@ from autotune.profiling.calibrate import draw_setup, request_alone
 from autotune.profiling.setup import Setup
 from autotune.profiling.steps import measure_steps
 from autotune.workload import Workload, parse_workload
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 SHARE = 0.8
 """Offered load, in units of what a full engine serves, when no rate is given: high, and yet it can be served."""
@@ -28,9 +28,12 @@ class Load:
     slo: SLO
     slo_from: str
     rate_from: str
+    classes: tuple[RequestClass, ...] = ()
 
 
-def of_profile(profile: Profile, spec: str | None, slo: SLO | None, rate: float | None) -> Load:
+def of_profile(
+    profile: Profile, spec: str | None, slo: SLO | None, rate: float | None, classes: Sequence[RequestClass] = ()
+) -> Load:
     """The load that ``profile`` was made under, as far as it is not overridden."""
     facts = profile.workload
     workload = parse_workload(spec or facts.spec)
@@ -45,6 +48,7 @@ def of_profile(profile: Profile, spec: str | None, slo: SLO | None, rate: float 
         slo=slo or profile.slo,
         slo_from="given" if slo else "the profile's",
         rate_from="given" if rate else "the profile's",
+        classes=tuple(classes) or profile.classes,
     )
 
 
@@ -59,6 +63,7 @@ def calibrated(
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
     budget_s: float = CALIBRATE_S,
+    classes: Sequence[RequestClass] = (),
 ) -> Load:
     """Lengths, SLO and rate as ``autotune profile`` would scale them, but below what fills the engine."""
     workload = parse_workload(spec)
@@ -71,6 +76,7 @@ def calibrated(
         stop=stop,
         advance=advance,
         budget_s=budget_s,
+        classes=classes,
     )
     chosen = rate or float(f"{SHARE * setup.calibration.saturated_rate:.3g}")
     return Load(
@@ -78,6 +84,7 @@ def calibrated(
         workload=setup.model_copy(update={"rate": chosen}).apply(workload),
         slo=setup.slo,
         slo_from=setup.slo_from,
+        classes=tuple(classes),
         rate_from="given" if rate else f"{SHARE:.0%} of what fills the engine",
     )
 
@@ -92,9 +99,12 @@ def setup_for(
     stop: Callable[[], bool] | None = None,
     advance: Callable[[float, str], None] = lambda share, note: None,
     budget_s: float = CALIBRATE_S,
+    classes: Sequence[RequestClass] = (),
 ) -> Setup:
     """What a calibration of ``budget_s`` seconds says of ``workload`` on ``engine``; its rate is yet to be chosen."""
     alone = request_alone(engine, model, seed=seed, stop=stop)
     measured = measure_steps(engine, model, budget_s=budget_s, seed=seed, stop=stop, advance=advance)
     cost = measured.cost(measured.seconds).serving()
-    return draw_setup(engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0)
+    return draw_setup(
+        engine, model, workload, cost, alone, seed=seed, slo=slo, rate=1.0, window_s=1.0, warmup_s=0.0, classes=classes
+    )

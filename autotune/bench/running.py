@@ -21,7 +21,7 @@ from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.measure.score import Score
 from autotune.workload import Workload
 from runtime.records import RequestRecord
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 
 class Turn(NamedTuple):
@@ -34,13 +34,16 @@ class Turn(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One request: seconds from the start of the turn at which it was due, and latencies in ms (None: it had none)."""
+    """One request: seconds from the start of the turn at which it was due, and latencies in ms (None: it had none); its class,
+    and what it counts for."""
 
     due: float
     met: bool
     ttft_ms: float | None
     tpot_ms: float | None
     e2e_ms: float | None
+    request_class: str = "default"
+    weight: float = 1.0
 
 
 class Result(NamedTuple):
@@ -78,14 +81,20 @@ def measure(
     vocab_size: int,
     duration: float,
     stop: Callable[[], bool] | None = None,
+    classes: Sequence[RequestClass] = (),
 ) -> Iterator[Result | Failure]:
-    """Make the measurements one by one. Ends early, without an error, when ``stop`` says so."""
+    """Make the measurements one by one. Ends early, without an error, when ``stop`` says so.
+
+    ``classes`` have an SLO and a weight of their own; the engine must know them.
+    """
     engine.set_slo(slo)
+    for one in classes:
+        engine.set_slo(one.slo, request_class=one.name)
     for turn in planned:
         if stop is not None and stop():
             return
         try:
-            yield _measure(engine, turn, workload, slo, vocab_size, duration, stop)
+            yield _measure(engine, turn, workload, slo, classes, vocab_size, duration, stop)
         except Interrupted:
             return
         except EvaluationError as error:
@@ -97,6 +106,7 @@ def _measure(
     turn: Turn,
     workload: Workload,
     slo: SLO,
+    classes: Sequence[RequestClass],
     vocab_size: int,
     duration: float,
     stop: Callable[[], bool] | None,
@@ -116,6 +126,7 @@ def _measure(
             label=f"bench-{turn.prompts}",
             stop=stop,
             keep=records.extend,
+            classes=classes,
         )
         decisions = () if attached is None else tuple(attached.decisions)
         if attached is not None and attached.status().ended:
@@ -127,7 +138,7 @@ def _measure(
     return Result(
         turn,
         score,
-        tuple(_outcome(record, start, slo) for record in records if record.offered),
+        tuple(_outcome(record, start, slo, classes) for record in records if record.offered),
         tuple(d._replace(at=max(0.0, d.at - start)) for d in decisions),
     )
 
@@ -138,6 +149,8 @@ def _attached(engine: Engine, contender: Contender, slo: SLO) -> AbstractContext
     return attach(engine, slo=slo) if contender.attach is None else contender.attach(engine, slo)
 
 
-def _outcome(record: RequestRecord, start: float, slo: SLO) -> Outcome:
-    latencies = (None if s is None else 1000 * s for s in (record.ttft, record.tpot, record.e2e))
-    return Outcome(record.arrival - start, slo.met(record), *latencies)
+def _outcome(record: RequestRecord, start: float, slo: SLO, classes: Sequence[RequestClass]) -> Outcome:
+    own = next((one for one in classes if one.name == record.request_class), None)
+    ttft, tpot, e2e = (None if s is None else 1000 * s for s in (record.ttft, record.tpot, record.e2e))
+    due, weight = record.arrival - start, 1.0 if own is None else own.weight
+    return Outcome(due, (slo if own is None else own.slo).met(record), ttft, tpot, e2e, record.request_class, weight)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from autotune.cli.budget import seconds
+from autotune.cli import class_options
 from autotune.cli.engine_options import ARG_HELP, engine_of, running
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import check_rate, checked
+from autotune.cli.options import check_rate, checked, seconds
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from autotune.cli.display import Display
     from autotune.engines import Engine
     from autotune.profile import ModelFacts, Profile
+    from runtime.slo import RequestClass
 
 HELP = (
     "Replay a workload against the live engine: with control, with vLLM's defaults and at fixed settings, taking turns."
@@ -52,6 +54,10 @@ def bench(
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%.  (default: the profile's, or a calibration's)")
     ] = None,
+    classes: Annotated[
+        list[str] | None,
+        Option("--class", metavar=class_options.METAVAR, help=class_options.HELP + "  (default: the profile's)"),
+    ] = None,
     rate: Annotated[
         float | None, Option(help="Requests/s.  (default: the profile's, or 80% of what saturates the engine)")
     ] = None,
@@ -72,7 +78,7 @@ def bench(
     gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
-    out: Annotated[Path | None, Option(help="A page of plots to write, .html.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""
@@ -103,12 +109,17 @@ def bench(
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else checked("--slo", SLO.parse, slo)
+    own_classes = class_options.request_classes(classes or ())
     if workload is not None:
-        checked("--workload", parse_workload, workload)
+        class_options.check_classes(own_classes, checked("--workload", parse_workload, workload))
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
     by, arguments = engine_of(given, engine, engine_args)
+    if workload is None:
+        spec = "azure-conv" if given is None else given.workload.spec
+        class_options.check_classes(own_classes, checked("", parse_workload, spec))
+    with_classes = tuple(own_classes) or (() if given is None else given.classes)
 
     def compared(limits: KnobLimits, stock: Knobs) -> list[Contender]:
         contenders = [defaults(limits, stock), controlled(limits, stock=stock)]
@@ -143,9 +154,11 @@ def bench(
         tokens = source.default_kv_tokens()
         if tokens is not None:
             source = source.with_kv_tokens(tokens)
+        if with_classes:
+            source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
             run = _Run(live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop)
-            found_load = run.load(workload, target, rate, given)
+            found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
                 run.measure(found_load)
     return _finish(run, found_load, out, as_json)
@@ -170,13 +183,15 @@ class _Run:
         self.console, self.stop = console, stop
         self.results: list[Result] = []
 
-    def load(self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None) -> Load | None:
+    def load(
+        self, spec: str | None, slo: Any, rate: float | None, profile: Profile | None, classes: Sequence[RequestClass]
+    ) -> Load | None:
         """The load; None when stopped before it was known."""
         from autotune.bench import loads
         from autotune.measure.evaluate import Interrupted
 
         if profile is not None:
-            return loads.of_profile(profile, spec, slo, rate)
+            return loads.of_profile(profile, spec, slo, rate, classes)
         display = self._display()
         display.stage("calibrating")
         try:
@@ -189,6 +204,7 @@ class _Run:
                 self.seed,
                 stop=self.stop.is_set,
                 advance=lambda share, note: display.progress(share, "", note, None),
+                classes=classes,
             )
         except Interrupted:
             return None
@@ -204,7 +220,12 @@ class _Run:
         display = self._display()
         display.stage("measuring")
         begun, done = time.monotonic(), 0
-        options = {"vocab_size": self.facts.vocab_size, "duration": self.duration, "stop": self.stop.is_set}
+        options: dict[str, Any] = {
+            "vocab_size": self.facts.vocab_size,
+            "duration": self.duration,
+            "stop": self.stop.is_set,
+        }
+        options["classes"] = load.classes
         try:
             self._say(display, done, planned, begun, "")
             for found in measure(self.engine, planned, load.workload, load.slo, **options):
@@ -234,11 +255,12 @@ class _Run:
 
         scale = load.workload.length_scale
         lengths = "" if scale == 1 else f", lengths × {ratio(scale)}"
+        classes = "".join(f"class {one}\n" for one in load.classes)
         why = {"given": "", "default": " (default)"}.get(load.slo_from, f" ({load.slo_from})")
         rate = f"{load.workload.rate:.3g} req/s" + ("" if load.rate_from == "given" else f" ({load.rate_from})")
         return (
             f"model {self.facts.name} ({self.facts.dtype}) · workload {load.spec}{lengths} · {rate}\n"
-            f"SLO {load.slo}{why}\n"
+            f"SLO {load.slo}{why}\n{classes}"
             f"{self.rounds} rounds of {', '.join(c.name for c in self.contenders)}; {self.duration:g} s a turn"
         )
 
@@ -254,7 +276,7 @@ def _finish(run: _Run, load: Load | None, out: Path | None, as_json: bool) -> in
         return INTERRUPTED if stopped else FELL_SHORT
     comparison = compare(run.results, run.duration)
     baseline = run.contenders[0]
-    show(comparison, load.slo, run.console, baseline=baseline)
+    show(comparison, load.slo, run.console, baseline=baseline, classes=load.classes)
     if out is not None:
         title = f"{run.facts.name}, {load.spec} at {load.workload.rate:.3g} req/s, SLO {load.slo}"
         write_whole(out, plotting.render(comparison, load.slo, title))
@@ -276,6 +298,7 @@ def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, s
         "length_scale": load.workload.length_scale,
         "rate": load.workload.rate,
         "slo": str(load.slo),
+        "classes": [str(one) for one in load.classes],
         "duration_s": run.duration,
         "seed": run.seed,
         "contenders": [comparison.standing(c).as_dict() for c in comparison.contenders],

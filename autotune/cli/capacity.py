@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from autotune.cli import class_options
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
-from autotune.profile.bounds import MOST_KV_TOKENS
+from autotune.profile.fields import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
@@ -30,6 +32,9 @@ def capacity(
     profile: Annotated[str | None, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)] = None,
     profile_option: Annotated[str | None, Option("--profile", metavar="PROFILE", help=shared.OPTION_HELP)] = None,
     slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
+    classes: Annotated[
+        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=shared.CLASS_HELP)
+    ] = None,
     workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
     knobs: dict[str, float] | None = None,
     controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
@@ -44,12 +49,13 @@ def capacity(
     """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")
     requested = shared.Requested(
-        profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
-        knobs=knobs or {},
+        profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
+        controller=controller, knobs=knobs or {},
     )  # fmt: skip
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.measure.evaluate import Interrupted
+    from autotune.profiling.objective import Objective
     from autotune.report.simulation_tables import (
         capacity_data,
         capacity_table,
@@ -67,7 +73,7 @@ def capacity(
     known: dict[str, SettingCapacity] = {}
     best: Best | None = None
     stopped = False
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, shared.told_once():
         search = Search.of(
             scenario, tuple(range(seed, seed + seeds)), requests, controller=controller, stop=stop.is_set
         )  # fmt: skip
@@ -91,18 +97,20 @@ def capacity(
         shown = list(known.values())
         top = max(shown, key=lambda one: one.order) if best is None else best.setting
         console.print(capacity_table(shown, top, requested.price, console.width), soft_wrap=True)
+        meeting = Objective(scenario.slo, classes=scenario.classes).shares
         say(
             console,
-            f"highest rate at which {scenario.slo.attainment * 100:g}% of {requests} requests meet {scenario.slo}, "
+            f"highest rate at which {meeting} of {requests} requests meet {'their SLO' if scenario.classes else scenario.slo}, "
             f"to {search.precision:.0%}; {interval_words(seeds)}",
             "dim",
         )
         endless = unbounded_sentence(shown, scenario.slo, requests)
         if endless is not None:
             say(console, endless)
-        beside = requested.beside_capacity(shown[0].rate, requests) if not endless else None
-        if beside is not None:
-            say(console, beside)
+        with contextlib.suppress(Interrupted):
+            beside = None if endless or stopped else requested.beside_capacity(shown[0].rate, requests, stop.is_set)
+            if beside is not None:
+                say(console, beside)
     if best is not None and requested.price is not None:
         say(console, cheapest_sentence(best, scenario.slo, requested.price))
     if as_json:

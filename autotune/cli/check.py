@@ -52,10 +52,10 @@ def check(
 ) -> int:
     """Compare this machine with the profile."""
     from autotune.cli import check_callable
-    from autotune.cli.budget import seconds
     from autotune.cli.display import make_console
     from autotune.cli.engine_options import engine_of
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.options import seconds
     from autotune.cli.target import loading
     from autotune.engines.named import named
     from autotune.measure.evaluate import EvaluationError, Interrupted

@@ -67,9 +67,10 @@ class Display:
             else "about what the best setting can just serve, so that settings differ"
         )
         scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
+        classes = "".join(f"class {one}\n" for one in setup.classes)
         self._console.print(
             f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"
-            f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n"
+            f"SLO {targets} for {setup.slo.attainment * 100:g}% of requests{why}\n{classes}"
             f"rate {setup.rate:.3g} req/s ({basis}); {setup.window_s:g} s windows",
             markup=False,
             highlight=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -12,10 +12,14 @@ from autotune.cli.exits import DONE
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
+if TYPE_CHECKING:
+    from autotune.control.tally import ClassTally
+
 HELP = (
-    "Show what a controller did, and why: LOG as a timeline, then how often each knob was changed and how long each regime "
-    "lasted. LOG is the file given as autotune.control(engine, log=…) or autotune serve --decisions. Exit codes: 0 shown, 2 LOG "
-    "cannot be read."
+    "Show what a controller did, and why, and where goodput went: LOG as a timeline, then how often each knob was changed, how "
+    "long each regime lasted, and what was rejected, relegated or late, by class. LOG is the file given as "
+    "autotune.control(engine, log=…) or autotune serve --decisions. Times of a simulation are seconds of virtual time. "
+    "Exit codes: 0 shown, 2 LOG cannot be read."
 )
 EXAMPLES = "Examples:  autotune explain run.jsonl  ·  autotune explain run.jsonl --knob token_budget --json"
 
@@ -26,6 +30,15 @@ def explain(
         list[str] | None,
         Option(help=f"Only decisions about this knob; may be repeated. {', '.join(s.name for s in KNOBS)}."),
     ] = None,
+    records: Annotated[
+        Path | None,
+        Option(
+            help="The requests of LOG's last run, as autotune serve --records wrote them: of a run that was cut off."
+        ),
+    ] = None,
+    every: Annotated[
+        bool, Option("--all", help="Every decision; else flips between regimes that changed no knob are one line.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Print the timeline; 2 when the file is no decision log."""
@@ -38,7 +51,12 @@ def explain(
         if name not in known:
             raise InputError(f"--knob is {name}; it must be one of {', '.join(known)}")
     decisions = list(read_decisions(log))
-    summary = summarize(decisions, knobs=knobs)
+    try:
+        summary = summarize(decisions, knobs=knobs)
+    except InputError as error:
+        raise InputError(f"{log}: {error}") from None
+    if records is not None:
+        summary.outcomes, summary.open = _outcomes(log, records), 0
     if as_json:
         shown = [d for d in decisions if not knobs or any(name in knobs for name, _, _ in d.changes)]
         changes = {name: {"count": n, "first": a, "last": b} for name, (n, a, b) in summary.changes.items()}
@@ -47,15 +65,34 @@ def explain(
             "changes": changes,
             "would_change": summary.would_change,
             "regime_seconds": {name: round(seconds, 3) for name, seconds in summary.seconds.items()},
+            "outcomes": {name: one.as_dict() for name, one in summary.outcomes.items()},
         }
         print(json.dumps(found))
         return DONE
     if not decisions:
         print(f"{log} holds no decision")
         return DONE
-    for line in timeline(decisions, knobs=knobs, width=min(WIDEST, make_console().width)):
+    for line in timeline(decisions, knobs=knobs, width=min(WIDEST, make_console().width), fold=not every):
         print(line)
     print()
     for line in summary.lines():
         print(line)
+    if summary.open:
+        runs = "a run that has" if summary.open == 1 else f"{summary.open} runs that have"
+        print(f"requests  not known of {runs} no end in this log: --records FILE, if autotune serve kept one, has them")
     return DONE
+
+
+def _outcomes(log: Path, records: Path) -> dict[str, ClassTally]:
+    """How the requests of the last run ended, by class, each judged by the SLO of when it came."""
+    from autotune.control.tally import ClassTally
+    from autotune.report.run import read_run
+
+    run = read_run(log, records)
+    weights = run.decisions[0].evidence.get("weights", {})
+    found: dict[str, ClassTally] = {}
+    for record in run.records:
+        name = run.class_of(record)
+        if (slo := run.slo_of(name, record.arrival)) is not None:
+            found.setdefault(name, ClassTally(weight=float(weights.get(name, 1.0)))).add(record, slo)
+    return found

@@ -24,7 +24,7 @@ def export(
     profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
     to: Annotated[str, Option("--to", help="The engine: vllm.")],
     purpose: Annotated[str, Option("--for", help="interactive, balanced or throughput.")] = "balanced",
-    out: Annotated[Path | None, Option(help="The file to write.  (default: vllm.yaml)")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="The file to write.  (default: vllm.yaml)")] = None,
     model: Annotated[
         str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
     ] = None,

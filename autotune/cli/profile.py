@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from autotune.cli.budget import seconds
+from autotune.cli import class_options
 from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
-from autotune.cli.options import check_rate, checked
+from autotune.cli.options import check_rate, checked, seconds
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,9 +44,17 @@ def profile(
             "(default: a preset that suits the machine)"
         ),
     ] = None,
-    workload: Annotated[str, Option(help="A preset, or azure-conv:FILE to replay a trace.")] = "azure-conv",
+    workload: Annotated[
+        str,
+        Option(
+            help="A preset, azure-conv:FILE to replay a trace, or classes: chat=azure-conv@0.8+batch=azure-code@0.2."
+        ),
+    ] = "azure-conv",
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can meet.")
+    ] = None,
+    classes: Annotated[
+        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=class_options.HELP)
     ] = None,
     sim_trials: Annotated[
         int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
@@ -63,7 +71,7 @@ def profile(
         list[str] | None, Option("--range", help="Search a knob within: token_budget=64:2048. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, Option(help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
+        Path | None, Option("--out", "-o", help="The profile to write.  (default: MODEL-cpu.yaml or MODEL-gpu.yaml)")
     ] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load, the search and random weights.")] = 0,
     rate: Annotated[
@@ -169,7 +177,9 @@ def profile(
         space=make_space(KnobLimits() if engine == "own" else WIDEST, pin or (), ranges or ()),
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
+        classes=tuple(class_options.request_classes(classes or ())),
     )
+    class_options.check_classes(question.classes, question.workload)
     price_per_hour = None if price is None else parse_price(price)
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.budget import seconds
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.options import seconds
 from runtime.errors import InputError
 from runtime.slo import SLO
 

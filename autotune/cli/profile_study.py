@@ -57,6 +57,7 @@ class Requested:
             "space": question.space.as_dict(),
             "autotune": __version__,
             "layout": _LAYOUT,
+            **({"classes": [str(one) for one in question.classes]} if question.classes else {}),
             **told_apart(source),
         }
 

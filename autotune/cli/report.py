@@ -40,7 +40,9 @@ def report(
     out: Annotated[
         Path | None,
         Option(
-            help="The page to write.  (default: beside the profile or log, .html instead of .yaml; here for a shipped profile)"
+            "--out",
+            "-o",
+            help="The page to write.  (default: beside the profile or log, .html instead of .yaml; here for a shipped profile)",
         ),
     ] = None,
     records: Annotated[

@@ -51,7 +51,8 @@ def serve(
         Option(
             "--class",
             metavar="NAME:SLO[*WEIGHT]",
-            help="Requests that say request_class NAME have an SLO of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.",
+            help="Requests that say request_class NAME have an SLO of their own: chat:ttft=300ms,tpot=30ms*2. Repeatable.  "
+            "(default: the profile's, without --slo)",
         ),
     ] = None,
     host: Annotated[
@@ -77,7 +78,8 @@ def serve(
         bool,
         Option(
             "--reject-late/--no-reject-late",
-            help="Reject (429) what cannot meet its TTFT any more, and order by deadline. Needs an SLO with a TTFT.",
+            help="Reject (429) what cannot meet its TTFT any more, or relegate it if its class weighs less than 1, and order by "
+            "deadline. Needs an SLO with a TTFT.",
         ),
     ] = False,
     relegate_late: Annotated[
@@ -130,6 +132,8 @@ def serve(
         )
     if profile is None and purpose != "balanced":
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
+    if not classes and slo is None and start_with is not None:
+        classes = [str(one) for one in start_with.classes]
     with_classes = request_classes(classes or [])
     if with_classes and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
@@ -224,8 +228,8 @@ def serve(
         made = None
         if target is not None and controlled is not False:  # knobs given by hand are the operator's word
             same = start_with is not None and name == start_with.model.name
-            made = stack.enter_context(
-                attach(
+            try:
+                attached = attach(
                     engine,
                     slo=target,
                     profile=start_with if same else None,  # what steps of another model take says nothing
@@ -235,7 +239,9 @@ def serve(
                     controller=controller,
                     steer=True,
                 )
-            )
+            except ValueError as error:
+                raise InputError(str(error)) from None
+            made = stack.enter_context(attached)
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,

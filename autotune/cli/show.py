@@ -53,6 +53,7 @@ def show(
         f"{describe(loaded.machine)} · {loaded.machine.cpu} · {loaded.created} · autotune {loaded.software.autotune}",
         f"model {model.name} ({model.parameters / 1e6:.0f}M, {model.dtype}) · "
         f"workload {load.spec}, lengths × {load.length_scale:g} · SLO {loaded.slo}",
+        *(f"class {one}" for one in loaded.classes),
         *model_lines(loaded),
     ):
         console.print(line, highlight=False, markup=False)
@@ -77,6 +78,10 @@ def model_lines(profile: Profile) -> list[str]:
             )
     if (simulation := profile.simulation) is not None:
         error = simulation.goodput_error
-        off = "" if error is None else f"; its goodput was off by {error:.1%} (median, at the rate compared)"
+        off = "" if error is None else f"; its goodput was off by {_off(error)} (median, at the rate compared)"
         lines.append(f"{simulation.trials} settings simulated in {simulation.cpu_seconds:.0f} s of CPU{off}")
     return lines
+
+
+def _off(error: float) -> str:
+    return "less than 0.1%" if error < 0.0005 else f"{error:.1%}"

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from autotune.cli import class_options
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.knob_options import with_knobs
 from autotune.cli.options import check_rate
-from autotune.profile.bounds import MOST_KV_TOKENS
+from autotune.profile.fields import MOST_KV_TOKENS
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -34,6 +35,9 @@ def simulate(
     profile_option: Annotated[str | None, Option("--profile", metavar="PROFILE", help=shared.OPTION_HELP)] = None,
     workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
     slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
+    classes: Annotated[
+        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=shared.CLASS_HELP)
+    ] = None,
     rate: Annotated[
         float | None, Option(help="Requests/s.  (default: the one --workload names, or else the profile's)")
     ] = None,
@@ -51,15 +55,17 @@ def simulate(
     profile = shared.one_profile(profile, profile_option, "simulate")
     check_rate("--rate", rate)
     requested = shared.Requested(
-        profile, workload=workload, slo=slo, scale=scale, kv_tokens=kv_tokens, price=price, controller=controller,
-        knobs=knobs or {},
+        profile, workload=workload, slo=slo, classes=classes, scale=scale, kv_tokens=kv_tokens, price=price,
+        controller=controller, knobs=knobs or {},
     )  # fmt: skip
     from autotune.cli.display import Display, make_console, say
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.measure.evaluate import Interrupted
     from autotune.profiling.points import Run, point
     from autotune.report.simulation_tables import cheapest_data, cheapest_sentence, point_data, simulated_table
+    from autotune.report.tables import class_table
     from autotune.simulate.capacity import Search, best_so_far
+    from runtime.slo import attained
 
     console = make_console(stderr=as_json)
     offered, whose = requested.offered(rate)
@@ -71,7 +77,7 @@ def simulate(
     best: Best | None = None
     beside: str | None = None
     stopped = False
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, shared.told_once():
         display.stage("simulating")
         done, total, begun = 0, len(requested.settings) * seeds, time.monotonic()
         try:
@@ -104,7 +110,11 @@ def simulate(
             display.close()
     if points:
         console.print()
-        console.print(simulated_table(points, scenario.slo, requested.price, console.width), soft_wrap=True)
+        console.print(
+            simulated_table(points, scenario.slo, requested.price, console.width, scenario.classes), soft_wrap=True
+        )
+        if (drawn := class_table([(p.label, p) for p in points], scenario.slo, scenario.classes)) is not None:
+            console.print(drawn)
         say(
             console,
             f"{offered:.3g} req/s in the long run, {sum(p.offered_rate for p in points) / len(points):.3g} in these: {requests} "
@@ -128,4 +138,4 @@ def simulate(
             len(points), len(requested.settings), pricing=requested.price is not None, priced=best is not None
         )
         return INTERRUPTED
-    return DONE if any(p.attainment >= scenario.slo.attainment for p in points) else FELL_SHORT
+    return DONE if any(attained(p, scenario.slo, scenario.classes) for p in points) else FELL_SHORT

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from autotune.cli import class_options
 from autotune.cli.options import check_rate, checked
 from autotune.control.controllers.registry import CONTROLLERS, find
 from runtime.errors import InputError
@@ -14,7 +18,7 @@ from runtime.knobs import KNOBS
 if TYPE_CHECKING:
     from autotune.cli.display import Display
     from autotune.profile import Profile
-    from autotune.profile.parts import CostFacts
+    from autotune.profile.parts import CostFacts, Point
     from autotune.simulate.capacity import SettingCapacity
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
@@ -25,6 +29,7 @@ PROFILE_HELP = (
 OPTION_HELP = "Another way to give PROFILE."
 WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
 SLO_HELP = "The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
+CLASS_HELP = class_options.HELP.replace(" Repeatable.", " Repeatable.  (default: the profile's)")
 SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
 KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
 PRICE_HELP = (
@@ -36,6 +41,7 @@ CONTROLLER_HELP = (
 SEEDS_HELP = "Independent sets of requests; intervals are over these."
 REQUESTS_HELP = "Requests in each simulation."
 _ALIKE = 0.03  # relative difference of two capacities that is no difference
+_DRAWS, _DRAWS_APART = 8, 1_000_003  # draws of the step-time noise over one measurement; between their seeds
 
 
 def one_profile(argument: str | None, option: str | None, verb: str) -> str:
@@ -59,6 +65,7 @@ class Requested:
         *,
         workload: str | None,
         slo: str | None,
+        classes: Sequence[str] | None,
         scale: str | None,
         kv_tokens: int | None,
         price: str | None,
@@ -76,6 +83,7 @@ class Requested:
             checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
         target = None if slo is None else checked("--slo", SLO.parse, slo)
+        own = class_options.request_classes(classes or ())
         if workload is not None:
             checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
@@ -87,16 +95,20 @@ class Requested:
         self.warnings = (
             *self.profile.warnings,
             *_unscaled(self.profile, speeds or {}),
+            *_off(self.profile),
             *_above(self.profile, overrides),
         )
         scenario = checked(
-            "", lambda: Scenario.of(self.profile, profile, workload=workload, slo=target, speeds=speeds, kv_tokens=kv_tokens)
+            "", lambda: Scenario.of(
+                self.profile, profile, workload=workload, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
+            ),
         )  # fmt: skip
+        class_options.check_classes(own, scenario.workload)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
         plain = not overrides and all(option is None for option in (controller, speeds, kv_tokens))
-        self.as_profiled = plain and not self.foreign and scenario.slo == self.profile.slo
+        self.as_profiled = plain and not self.foreign and self._same_slos(scenario)
         """Whether nothing but the requests differs from what the profile measured."""
         self.named = named_options(workload) if workload is not None else set()
         self.rate = parse_workload(workload).rate if workload is not None and self.named & {"rate", "time"} else None
@@ -104,6 +116,9 @@ class Requested:
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
             self.scenario = self.scenario.room_for(setting)
+
+    def _same_slos(self, scenario: Scenario) -> bool:
+        return (scenario.slo, scenario.classes) == (self.profile.slo, self.profile.classes)
 
     @property
     def others(self) -> dict[str, Knobs]:
@@ -151,6 +166,7 @@ class Requested:
             rate = f" at {offered[0]:.4g} req/s ({offered[1]}{another})"
         speeds = f" × {self.scale}" if self.scale else ""
         control = f" · {self.controller} controller" if self.controller else ""
+        classes = "".join(f"\nclass {one}" for one in self.scenario.classes)
         warning = f"\n{profile.warning}" if profile.warning else ""
         warning += "".join(f"\nwarning: {text}" for text in self.warnings[len(profile.warnings) :])
         return (
@@ -158,7 +174,7 @@ class Requested:
             f"{describe(profile.machine)}{speeds}\n"
             f"cost model {profile.cost_model.family}, error {profile.cost_model.error:.1%}{_as_served(profile.cost_model)}\n"
             f"workload {self.spec}{lengths}{rate} · KV {self.scenario.kv_tokens} tokens · SLO {self.scenario.slo}"
-            f"{control}{warning}"
+            f"{control}{classes}{warning}"
         )
 
     def beside_measured(self, offered: float, window: float, stop: Callable[[], bool]) -> str | None:
@@ -174,32 +190,62 @@ class Requested:
             or offered != setting.point.rate
         ):
             return None
-        point = setting.point
+        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
+        return f"{RECOMMENDED} measured {self._measured_and_simulated(setting.point, stop)}{longer}"
 
-        def simulated(scenario: Scenario) -> float:
+    def _measured_and_simulated(self, point: Point, stop: Callable[[], bool]) -> str:
+        """What ``point`` measured, and what simulations of its very requests say, under several draws of the step-time noise:
+        how much it differs, and that the simulation is off where no draw comes to what was measured."""
+        load = self.profile.workload
+
+        def simulated(scenario: Scenario, draw: int) -> float:
             scores = [
-                scenario.measure_over(setting.knobs, point.rate, seed, load.warmup_s, load.window_s, stop=stop)
+                scenario.measure_over(
+                    point.knobs,
+                    point.rate,
+                    seed,
+                    load.warmup_s,
+                    load.window_s,
+                    scatter=seed + draw * _DRAWS_APART,
+                    stop=stop,
+                )
                 for seed in dict.fromkeys(point.seeds)
             ]
             return sum(score.met for score in scores) / max(1, sum(score.offered for score in scores))
 
-        same, even = simulated(self.scenario), simulated(self.scenario.even())
-        scatter = f", {even:.1%} if each step took its mean time" if abs(even - same) > _ALIKE / 3 else ""
-        longer = "; longer runs, as here, hold longer bursts" if window > 1.5 * load.window_s else ""
+        even = simulated(self.scenario.even(), 0)
+        noisy = self.scenario.cost.facts.jitter is not None
+        draws = [simulated(self.scenario, draw) for draw in range(_DRAWS)] if noisy else [even]
+        mean, low, high = statistics.fmean(draws), min(draws), max(draws)
+        said = f"{mean:.1%}"
+        if high - low > _ALIKE / 3:
+            said += f" on average ({low:.1%} to {high:.1%} in {_DRAWS} draws of the step-time noise)"
+        if abs(even - mean) > _ALIKE / 3:
+            said += f", {even:.1%} if each step took its mean time"
+        beyond = max(low - point.attainment_high, point.attainment_low - high)
+        if beyond > 0:
+            how = "pessimistic" if mean < point.attainment else "optimistic"
+            said += (
+                f"; simulations of this machine are {how} by {abs(mean - point.attainment) * 100:.0f} points here: steps took "
+                f"{'less' if mean < point.attainment else 'more'} time, or scattered "
+                f"{'less' if mean < point.attainment else 'more'}, than while the machine was calibrated"
+            )
         return (
-            f"{RECOMMENDED} measured {point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
-            f"simulated over those very requests: {same:.1%}{scatter}{longer}"
+            f"{point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "
+            f"simulated over those very requests: {said}"
         )
 
-    def beside_capacity(self, found: float, requests: int) -> str | None:
+    def beside_capacity(self, found: float, requests: int, stop: Callable[[], bool]) -> str | None:
         """Why the capacity ``found`` differs from the one that ``autotune show`` tells; None where there is nothing to say."""
-        known, window = self.profile.capacity, self.profile.workload.window_s
+        from autotune.report.wording import number
+
+        known = self.profile.capacity
         point = None if known is None else next((p for p in known.tried if p.rate == known.rate), None)
         if not self.as_profiled or point is None or abs(found / point.offered_rate - 1) < _ALIKE:
             return None
         return (
-            f"the profile's own capacity, {point.offered_rate:.3g} req/s, was measured in windows of {window:.3g} s; "
-            f"{requests} requests take {requests / point.offered_rate:.3g} s, with longer bursts and more slow steps"
+            f"the profile's own capacity, {point.offered_rate:.3g} req/s, measured {self._measured_and_simulated(point, stop)}; "
+            f"{requests} requests take {number(requests / point.offered_rate)} s, with longer bursts and more slow steps"
         )
 
     def data(self) -> dict[str, Any]:
@@ -211,6 +257,7 @@ class Requested:
             "workload": self.spec,
             "length_scale": scenario.workload.length_scale,
             "slo": str(scenario.slo),
+            "classes": [str(one) for one in scenario.classes],
             "kv_tokens": scenario.kv_tokens,
             "scale": self.scale,
             "controller": self.controller,
@@ -228,6 +275,16 @@ def _unscaled(profile: Profile, speeds: dict[str, float]) -> tuple[str, ...]:
         f"--scale bandwidth={speeds['bandwidth']:g} does not act on reading the weights: in a cost model of family {cost.family} "
         "that is part of the overhead (overhead= scales both)",
     )
+
+
+def _off(profile: Profile) -> tuple[str, ...]:
+    """How far off simulations were where this profile measured the same, a clause where that is far."""
+    from autotune.report.wording import UNRELIABLE, error
+
+    found = None if profile.simulation is None else profile.simulation.goodput_error
+    if found is None or found <= UNRELIABLE:
+        return ()
+    return (f"where this profile also measured, simulated goodput was off by {error(found)} (median)",)
 
 
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:
@@ -269,6 +326,18 @@ def _by_knobs(profile: Profile) -> dict[str, Knobs]:
     for name, setting in profile.settings.items():
         names.setdefault(setting.knobs, []).append(str(name))
     return {EVERY_PURPOSE if [*those] == [*PURPOSES] else ", ".join(those): knobs for knobs, those in names.items()}
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What a controller does wrong is the command's own error, and not in the log as well."""
+    log = logging.getLogger("autotune.control.loop")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def progress(display: Display) -> Callable[[float, bool], None]:

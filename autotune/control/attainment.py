@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.control.controllers.protocol import SLOAware
 from autotune.control.status import ClassStatus
+from autotune.control.tally import ClassTally
 from runtime.records import FinishReason, RequestRecord, percentile
 from runtime.slo import METRICS, SLO, Attainment
 from runtime.tunable import Tunable
@@ -21,6 +24,7 @@ class AttainmentTracker:
         self.all = Outcomes()
         self._engine = engine
         self._classes: dict[str, Outcomes] = {}
+        self._tallies: dict[str, ClassTally] = {}
 
     @property
     def default(self) -> SLO:
@@ -45,7 +49,9 @@ class AttainmentTracker:
         self.all.add(record, slo)
         if name not in self._classes:
             self._classes[name] = Outcomes()
+            self._tallies[name] = ClassTally(weight=self._weights.get(name, 1.0))
         self._classes[name].add(record, slo)
+        self._tallies[name].add(record, slo)
 
     def by_class(self) -> dict[str, ClassStatus]:
         """Attainment and latencies of each class."""
@@ -63,6 +69,22 @@ class AttainmentTracker:
     def as_evidence(self) -> dict[str, dict[str, str]]:
         """Class → SLO, for the decision log."""
         return {"slos": {name: str(slo) for name, slo in sorted(self.slos.items())}}
+
+    def weights(self) -> dict[str, dict[str, float]]:
+        """Class → weight, for the decision log; nothing where all weigh the same."""
+        return {"weights": dict(sorted(self._weights.items()))} if set(self._weights.values()) - {1} else {}
+
+    @property
+    def _weights(self) -> Mapping[str, float]:
+        """Of classes, where the engine has any."""
+        weights: Mapping[str, float] = getattr(self._engine, "weights", {})
+        return weights
+
+    def outcomes(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """How all requests of each class have ended since the beginning, for the decision log; nothing of none."""
+        return (
+            {"outcomes": {name: one.as_dict() for name, one in sorted(self._tallies.items())}} if self._tallies else {}
+        )
 
     def as_text(self) -> str:
         """The same in words."""

@@ -1,29 +1,38 @@
-"""A decision log as text: one line a decision, and a summary."""
+"""A decision log as text: one line a decision, and a summary that says where goodput went."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 from autotune.control.decision_log import SHORT, Decision
+from autotune.control.tally import ClassTally, losses
+from runtime.errors import InputError
 
 _INDENT = " " * 14
+_FLIPS = 3  # between regimes that are told together
 _NARROWEST = 40  # columns of a reason
 
 
 def timeline(
-    decisions: Iterable[Decision], *, knobs: Collection[str] = (), dates: bool = True, width: int | None = None
+    decisions: Iterable[Decision],
+    *,
+    knobs: Collection[str] = (),
+    dates: bool = True,
+    width: int | None = None,
+    fold: bool = False,
 ) -> Iterator[str]:
     """The lines of a log: local time (or seconds on the engine's clock, where the wall clock was not logged), what, why.
 
     ``knobs``: only the decisions that change one of these, and only those changes. ``dates``: a line wherever
-    a new day begins. ``width``: columns that a line may take, the reason folded to its column; None for any number.
+    a new day begins. ``width``: columns that a line may take, the reason folded to its column; None for any number. ``fold``:
+    three and more regimes in a row that changed no knob are one line.
     """
     day = ""
-    for decision in decisions:
+    for decision in _folded(decisions) if fold else decisions:
         changes = [c for c in decision.changes if not knobs or c[0] in knobs]
         if knobs and not changes:
             continue
@@ -44,10 +53,30 @@ def timeline(
             yield f"{_INDENT if index else f'{time}  '}{left:<25}  {right}".rstrip()
 
 
+def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
+    """Flips between regimes as one decision, if there are several."""
+    for idle, group in groupby(decisions, key=lambda decision: decision.action == "hold"):
+        run = list(group)
+        if not idle or len(run) < _FLIPS:
+            yield from run
+            continue
+        regimes = " and ".join(dict.fromkeys(decision.regime for decision in run))
+        first, last = run[0], run[-1]
+        yield first._replace(
+            action=f"hold × {len(run)}",
+            cause=f"{regimes} by turns for {_between(first, last):.1f} s, which changed no knob; at last: {last.cause}",
+            regime=last.regime,
+        )
+
+
 @dataclass
 class Summary:
-    """``changes``: for each knob how often it was changed, its first and its last value. ``seconds``: time per regime."""
+    """``changes``: for each knob how often it was changed, its first and its last value. ``seconds``: time per regime.
+    ``outcomes``: how the requests of each class ended, as far as the log tells; ``open``: runs of which it does
+    not, for they have not ended, or were cut off."""
 
+    outcomes: dict[str, ClassTally] = field(default_factory=dict)
+    open: int = 0
     changes: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     would_change: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -63,13 +92,19 @@ class Summary:
         if total > 0:
             spent = (f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in self.seconds.items())
             yield f"regimes   {', '.join(spent)}"
+        yield from losses(self.outcomes)
 
 
 def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> Summary:
     """What a log came to. A run that was cut off counts up to its last decision; time under an operator's pause is apart."""
     found = Summary()
-    state, before = "", None
+    state, before, running = "", None, False
     for decision in decisions:
+        if decision.action == "attach":
+            found.open, running = found.open + running, True
+        elif decision.action == "detach":
+            running = False
+            _count(found.outcomes, decision)
         if state and before is not None and decision.action != "attach":
             found.seconds[state] = found.seconds.get(state, 0.0) + _between(before, decision)
         for name, old, new in decision.changes:
@@ -82,7 +117,18 @@ def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> 
                 found.changes[name] = (count + 1, first, new)
         state = _state(decision, state)
         before = decision
+    found.open += running
     return found
+
+
+def _count(outcomes: dict[str, ClassTally], decision: Decision) -> None:
+    told = decision.evidence.get("outcomes", {})
+    if not isinstance(told, Mapping) or not all(isinstance(one, Mapping) for one in told.values()):
+        raise InputError(
+            f"the outcomes of the {decision.action} at {decision.at:g} s are {told!r:.40}; they must be by class"
+        )
+    for name, one in told.items():
+        outcomes[name] = outcomes.get(name, ClassTally()) + ClassTally.of(one)
 
 
 def _state(decision: Decision, before: str) -> str:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Self
 from autotune.control.actuator import Actuator
 from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates
 from autotune.control.attainment import AttainmentTracker
-from autotune.control.controllers.protocol import Budgeted, Controller, check_controller
+from autotune.control.controllers.protocol import (
+    Budgeted,
+    Controller,
+    Proposal,
+    check_controller,
+    checked_proposal,
+    failure,
+)
 from autotune.control.decision_log import Decision, DecisionLog
 from autotune.control.guardrails import Guardrails
 from autotune.control.profile_drift import ProfileDrift
@@ -59,6 +66,8 @@ class Control(ReportsRates):
         log_path: str | Path | None = None,
         wall: Callable[[], float] | None = time.time,
     ) -> None:
+        if engine.capabilities.virtual_time:  # the hour at which something is simulated says nothing of it
+            wall = None
         if not (isinstance(interval_s, int | float) and math.isfinite(interval_s) and interval_s > 0):
             raise ValueError(f"interval_s is {interval_s!r}; it must be a number of seconds above 0")
         check_controller(controller)
@@ -86,15 +95,22 @@ class Control(ReportsRates):
         self._actuator = Actuator(engine, self._lease, guardrails, decisions, now, observe_only=observe_only, wall=wall)
         engine.set_slo(slo)
         self._attainment.changed()
-        self._attainment.tell(controller)
-        self._budgets_apply(True)
+        try:
+            self._attainment.tell(controller)
+            self._budgets_apply(True)
+        except Exception as error:  # the controller's: nothing of it is attached yet
+            self._lease.release()
+            decisions.join()
+            raise InputError(f"the {controller.name} controller failed: {failure(controller, error)}") from error
         self._unsubscribe = engine.subscribe(self)
         if not observe_only:
             if engine.capabilities.step_budgets:
                 engine.set_step_policy(self, lease=self._lease)
             self._admission.install(self, self._lease)
         self._actuator.log(
-            "attach", f"{controller.name} controller, SLO {slo}", {"slo": str(slo), **self._attainment.as_evidence()}
+            "attach",
+            f"{controller.name} controller, SLO {slo}",
+            {"slo": str(slo), **self._attainment.as_evidence(), **self._attainment.weights()},
         )
         self._actuator.begin(start)
 
@@ -142,9 +158,12 @@ class Control(ReportsRates):
         try:
             if view.decoding and self._watchdog.begins(view):  # never so in a batcher's view
                 self._fall_back()
-            return int(
-                self.controller.budget(view)
-            )  # what is not a number is this controller's fault, and reported as such
+            found = self.controller.budget(view)
+            try:
+                return int(found)
+            except (TypeError, ValueError, OverflowError):
+                kind = type(self.controller).__qualname__
+                raise TypeError(f"{kind}.budget returned {found!r}; it must return a whole number of tokens") from None
         except Exception as error:
             self._failure = error  # for the next record: a batcher asks under its own lock, in which no knob can be set
             return view.knobs.token_budget
@@ -166,14 +185,18 @@ class Control(ReportsRates):
         """The controller failed: restore the knobs from before it and detach."""
         if not self._ended:
             self.failed = error
-            log.error(
-                "the %s controller failed: the knobs from before it are restored", self.controller.name, exc_info=error
-            )
-            self._actuator.restore(f"the controller failed: {type(error).__name__}: {error}")
+            why = failure(self.controller, error)
+            log.error("the %s controller failed: %s; the knobs from before it are restored", self.controller.name, why)
+            log.debug("the %s controller failed", self.controller.name, exc_info=error)
+            self._actuator.restore(f"the controller failed: {why}")
         self._detach("detached: the knobs from before are restored")
 
     def _decide(self, now: float) -> None:
-        self._actuator.apply(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
+        self._actuator.apply(self._decided(now))
+
+    def _decided(self, now: float) -> Proposal:
+        found = self.controller.decide(now, self._engine.knobs, self._engine.effective_limits)
+        return checked_proposal(self.controller, found)
 
     def _budgets_apply(self, applied: bool) -> bool:
         """Tell the controller whether its per-step budgets are used. False if that makes no difference to it."""
@@ -188,7 +211,7 @@ class Control(ReportsRates):
         if not self._budgets_apply(False) or not self._actuator.changed or self._watchdog.raised:
             return
         try:
-            last = self.controller.decide(self._actuator.now, self._engine.knobs, self._engine.effective_limits)
+            last = self._decided(self._actuator.now)
             last = last._replace(cause=f"no per-step budgets from here on, so the knobs alone must hold: {last.cause}")
             self._actuator.apply(last, at_once=True)
         except EngineClosedError:
@@ -312,7 +335,7 @@ class Control(ReportsRates):
         with self._lock:
             if self._ended:
                 return
-            self._actuator.log("detach", cause)
+            self._actuator.log("detach", cause, self._attainment.outcomes())
             self._ended = True
         with contextlib.suppress(AutotuneError):
             if not self.observe_only:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 from autotune.engines.protocol import Engine
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 
 
@@ -42,6 +43,10 @@ class NamedSource(Protocol):
 
     def with_kv_tokens(self, tokens: int) -> Self:
         """The same with a KV pool of ``tokens``, in blocks of the engine's own size."""
+        ...
+
+    def with_classes(self, classes: Iterable[RequestClass]) -> Self:
+        """The same for requests of these classes, and of none of them."""
         ...
 
     def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> Self:

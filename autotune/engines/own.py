@@ -5,13 +5,14 @@ It is an :class:`~autotune.engines.protocol.Engine` as it stands. Torch is loade
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from autotune.engines.defaults import VLLM_DEFAULTS
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
+from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 from runtime.version import __version__
 
@@ -60,6 +61,10 @@ class OwnSource:
     def with_kv_tokens(self, tokens: int) -> OwnSource:
         """The same model with a KV pool of ``tokens``, in blocks of :data:`BLOCK`."""
         return self.with_options(kv_tokens=tokens, block_size=BLOCK)
+
+    def with_classes(self, classes: Iterable[RequestClass]) -> OwnSource:
+        """The same model for requests of these classes, and of none of them."""
+        return self.with_options(classes=tuple(classes))
 
     def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> OwnSource:
         """The same model with the KV pool, prefix cache and CPU threads of a profile."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from runtime.errors import AutotuneError, RejectedError
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass, slos_of
 
 __all__ = ["MAX_DRAIN_S", "EvaluationError", "Interrupted", "Recorder", "evaluate", "wait_until_idle"]
 
@@ -92,10 +93,12 @@ def evaluate(
     label: str = "run",
     stop: Callable[[], bool] | None = None,
     keep: Callable[[Sequence[RequestRecord]], None] | None = None,
+    classes: Sequence[RequestClass] = (),
 ) -> Score:
     """Serve ``workload`` for ``warmup + duration`` seconds under ``setting`` (None: as the knobs stand) and score it.
 
-    ``slo``: one for all requests, or one for each class (an engine's ``slos``), with ``default`` for classes not named.
+    ``slo``: one for all requests, or one for each class (an engine's ``slos``), with ``default`` for classes not named;
+    ``classes``: those with an SLO and a weight of their own, beside one for all others.
     ``seed`` fixes the arrivals and their lengths; ``prompt_seed`` (``seed`` unless given) the token ids, so that two
     measurements may have the same load and yet share no cached prefix. ``keep`` is given the records behind the score, in the
     order of their arrivals (which are when they were due).
@@ -103,6 +106,7 @@ def evaluate(
     Raises :class:`EvaluationError` when the engine is not idle, a request fails, or its limits were below the setting at
     any time; :class:`Interrupted` when ``stop`` returns true. The engine is left idle either way, its knobs at ``setting``.
     """
+    slo = slos_of(slo, classes)
     clock, simulated = engine.clock, virtual(engine)
     begun = clock.now()
     arrivals = list(workload.arrivals(seed, duration=warmup + duration))
@@ -142,7 +146,9 @@ def evaluate(
     if keep is not None:
         keep(records)
     start = report.start + warmup
-    tokens = sum(bisect_left(r.token_times, start + duration) - bisect_left(r.token_times, start) for r in every)
+    tokens: Counter[str] = Counter()
+    for r in every:
+        tokens[r.request_class] += bisect_left(r.token_times, start + duration) - bisect_left(r.token_times, start)
     return score(
         records,
         slo,
@@ -152,10 +158,12 @@ def evaluate(
         rate=workload.rate,
         start=start,
         duration=duration,
-        tokens=tokens,
+        tokens=tokens.total(),
         steps=[s for s in recorder.steps if start <= s.start < start + duration],
         report=report,
         wall_s=clock.now() - begun,
+        weights={one.name: one.weight for one in classes},
+        tokens_by_class=tokens,
     )
 
 

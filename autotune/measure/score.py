@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from autotune.workload.replay import ReplayReport
 from runtime.knobs import Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord, percentile
-from runtime.slo import SLO, attainment, wilson_interval
+from runtime.slo import SLO, attainment, weighted_attainment, wilson_interval
 
 CDF_AT = (0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95, 97.5, 99, 100)
 """The percentiles a latency distribution is kept at."""
@@ -47,15 +47,27 @@ class StepStats(BaseModel):
 
 
 class ClassScore(BaseModel):
-    """How the requests of one class fared against their own SLO. ``goodput``: requests/s that met all its targets."""
+    """How the requests of one class fared against their own SLO.
+
+    ``goodput``: its requests/s that met all their targets, not weighted. ``throughput``: its output tokens/s that came out during
+    the window. ``relegated``: requests that waited behind all that could still be met; ``rejections``: those rejected, by cause.
+    Scores of earlier versions lack these and the weight.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     slo: str
+    weight: float = 1.0
     offered: int
     met: int
     attainment: float
     goodput: float
     violations: dict[str, int]
+    throughput: float = 0.0
+    relegated: int = 0
+    rejections: dict[str, int] = {}
+    ttft_ms: Latency | None = None
+    tpot_ms: Latency | None = None
+    e2e_ms: Latency | None = None
 
 
 class Score(BaseModel):
@@ -63,9 +75,11 @@ class Score(BaseModel):
 
     ``rate`` is the workload's mean; ``offered_rate`` what came in this window, which for a few seconds of bursts or of a
     trace may be something else.
-    ``goodput``, ``completed_rate``: requests/s that met every target, and that completed at all, of those due in the
-    window. ``throughput``: output tokens/s that came out during the window, whoever they belong to. ``blocks``: (offered,
-    met) of each second of the window (of longer parts where it has more than 10,000), for intervals that respect bursts.
+    ``goodput``: requests/s that met every target, each counted by the weight of its class; ``completed_rate``: those that
+    completed at all; both of those due in the window. ``throughput``: output tokens/s that came out during the window, whoever
+    they belong to. ``blocks``: (offered, met), weighted, of each second of the window (of longer parts where it has more than
+    10,000), for intervals that respect bursts.
+    ``e2e_mean_ms``: over all but the rejected; one that was unfinished counts with the time it had been there.
     ``lateness_p99_ms``: how late the sender was. Each request is judged by the SLO of its class; ``classes`` has each class by
     itself, and is empty where there is one SLO for all (and in scores of earlier versions).
     """
@@ -90,12 +104,18 @@ class Score(BaseModel):
     e2e_ms: Latency
     violations: dict[str, int]
     unfinished: int
-    blocks: list[tuple[int, int]]
+    blocks: list[tuple[int | float, int | float]]
     lateness_p99_ms: float
     sender_busy: float
     steps: StepStats
     wall_s: float
     classes: dict[str, ClassScore] = {}
+    e2e_mean_ms: float | None = None
+
+    @property
+    def weighted_attainment(self) -> float:
+        """Goodput as a share of what was offered: attainment, each request counted by the weight of its class."""
+        return weighted_attainment(self)
 
 
 def slo_for(slos: SLO | Mapping[str, SLO], request_class: str) -> SLO:
@@ -128,18 +148,25 @@ def score(
     steps: Sequence[StepRecord],
     report: ReplayReport,
     wall_s: float,
+    weights: Mapping[str, float] | None = None,
+    tokens_by_class: Mapping[str, int] | None = None,
 ) -> Score:
     """Pure arithmetic from records (arrival = when due) to a :class:`Score`. ``slo``: one for all, or one for each class, with
-    ``default`` for those not named."""
+    ``default`` for those not named; ``weights``: of classes, 1 for those not named."""
+    weights = weights or {}
     judged = attainment(records, slo)
     low, high = wilson_interval(judged.met, judged.offered)
     width = max(1.0, duration / _MOST_BLOCKS)
-    blocks = [(0, 0)] * max(1, math.ceil(duration / width))
+    blocks: list[tuple[int | float, int | float]] = [(0, 0)] * max(1, math.ceil(duration / width))
+    goodput = 0.0
     for record in records:
         at = min(len(blocks) - 1, max(0, int((record.arrival - start) / width)))
         offered, met = blocks[at]
         good = record.offered and slo_for(slo, record.request_class).met(record)
-        blocks[at] = (offered + record.offered, met + good)
+        weight = weights.get(record.request_class, 1)
+        goodput += weight * good
+        blocks[at] = (offered + weight * record.offered, met + weight * good)
+    lasted = [_there(r) for r in records if r.offered and r.reason is not FinishReason.REJECTED]
     return Score(
         setting=setting.as_dict(),
         epoch=epoch,
@@ -152,7 +179,7 @@ def score(
         attainment=judged.share,
         attainment_low=low,
         attainment_high=high,
-        goodput=judged.met / duration,
+        goodput=goodput / duration,
         completed_rate=sum(r.completed for r in records) / duration,
         throughput=tokens / duration,
         ttft_ms=_latency(r.ttft for r in records),
@@ -165,21 +192,42 @@ def score(
         sender_busy=report.busy / max(report.end - report.start, 1e-9),
         steps=step_stats(steps),
         wall_s=wall_s,
-        classes={} if isinstance(slo, SLO) else _by_class(records, slo, duration),
+        classes={} if isinstance(slo, SLO) else _by_class(records, slo, duration, weights, tokens_by_class or {}),
+        e2e_mean_ms=1000 * math.fsum(lasted) / len(lasted) if lasted else None,
     )
 
 
-def _by_class(records: Sequence[RequestRecord], slos: Mapping[str, SLO], duration: float) -> dict[str, ClassScore]:
+def _there(record: RequestRecord) -> float:
+    """Seconds from its arrival to its end."""
+    e2e = record.e2e if record.completed else None
+    return record.finished - record.arrival if e2e is None else e2e
+
+
+def _by_class(
+    records: Sequence[RequestRecord],
+    slos: Mapping[str, SLO],
+    duration: float,
+    weights: Mapping[str, float],
+    tokens: Mapping[str, int],
+) -> dict[str, ClassScore]:
+    """Of each class with an SLO of its own; of the others, which go by ``default``, where there are any."""
+    if len(slos) < 2:
+        return {}
     found = {}
     for name, slo in slos.items():
-        judged = attainment(
-            [r for r in records if (r.request_class if r.request_class in slos else "default") == name], slo
-        )
+        mine = [r for r in records if (r.request_class if r.request_class in slos else "default") == name]
+        if name == "default" and not mine:
+            continue
+        judged = attainment(mine, slo)
+        rejected = Counter(r.cause or "rejected" for r in mine if r.reason is FinishReason.REJECTED)
         found[name] = ClassScore(
-            slo=str(slo), offered=judged.offered, met=judged.met, attainment=judged.share, goodput=judged.met / duration,
-            violations=dict(judged.violations),
+            slo=str(slo), weight=weights.get(name, 1.0), offered=judged.offered, met=judged.met, attainment=judged.share,
+            goodput=judged.met / duration, violations=dict(judged.violations),
+            throughput=sum(n for c, n in tokens.items() if (c if c in slos else "default") == name) / duration,
+            relegated=sum(r.relegated for r in mine), rejections=dict(rejected), ttft_ms=_latency(r.ttft for r in mine),
+            tpot_ms=_latency(r.tpot for r in mine), e2e_ms=_latency(r.e2e for r in mine),
         )  # fmt: skip
-    return found if len(found) > 1 else {}
+    return found
 
 
 def step_stats(steps: Sequence[StepRecord]) -> StepStats:

@@ -70,7 +70,7 @@ class ServiceTime(Part):
     ended: Text = Field(description="why no larger one was tried")
 
 
-class LoadFacts(Part):
+class CallableLoad(Part):
     """Under what the settings were compared. ``capacity``: items/s by calibration, in calls short enough for the SLO."""
 
     rate: AboveZero
@@ -82,7 +82,7 @@ class LoadFacts(Part):
     seed: Count
 
 
-class Point(Part):
+class CallablePoint(Part):
     """What one setting did."""
 
     source: Literal["measured", "simulated"]
@@ -106,7 +106,7 @@ class Point(Part):
         return BatcherSetting(self.strategy, self.knobs)
 
     @model_validator(mode="after")
-    def _possible(self) -> Point:
+    def _possible(self) -> CallablePoint:
         if self.met > self.offered:
             raise ValueError(f".met is {self.met}; it must be at most offered ({self.offered})")
         return self
@@ -133,8 +133,8 @@ class CallableProfile(Part):
     knobs: KnobsField = Field(description="the recommended setting")
     replicas: Positive = Field(default=1, description="workers that called the function at a time")
     service: ServiceTime
-    load: LoadFacts
-    points: tuple[Point, ...] = Field(min_length=1, description="what was tried, the recommended setting first")
+    load: CallableLoad
+    points: tuple[CallablePoint, ...] = Field(min_length=1, description="what was tried, the recommended setting first")
     simulated: Count = Field(description="how many settings were simulated")
     verdict: Text
     slo_met: bool

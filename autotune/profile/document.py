@@ -19,6 +19,7 @@ from autotune.profile.fields import FileName, Moment, shortened
 from autotune.profile.parts import (
     Calibration,
     Capacity,
+    ClassField,
     Confidence,
     CostFacts,
     EngineFacts,
@@ -61,6 +62,9 @@ class Profile(Part):
     workload: LoadFacts
     slo: SLOField
     slo_from: str = Field(description="where the SLO comes from: given, or found by the calibration")
+    classes: tuple[ClassField, ...] = Field(
+        default=(), description="request classes with an SLO and a weight of their own; slo is that of all others"
+    )
     calibration: Calibration
     knobs: KnobsField = Field(description="the setting recommended for balanced use")
     settings: dict[Purpose, Setting] = Field(min_length=1)
@@ -93,6 +97,10 @@ class Profile(Part):
                     spec.check(getattr(knobs, spec.name), high=getattr(self.engine.limits, spec.name))
                 except ValueError as error:
                     raise ValueError(f"{where}.{error} (the engine's ceiling)") from None
+        names = [one.name for one in self.classes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"classes: {name} is given twice")
         known = {point.key for point in (*self.points, *self.simulated)}
         for name, setting in self.settings.items():
             if setting.point.key not in known:
@@ -104,7 +112,11 @@ class Profile(Part):
     @property
     def warning(self) -> str:
         """The warnings as a line for people; empty without any. Whatever predicts from a profile says it."""
-        return f"warning: {'; '.join(self.warnings)}; run it again on a quiet machine" if self.warnings else ""
+        return (
+            f"warning: {'; '.join(self.warnings)}; profile again when nothing else runs on this machine"
+            if self.warnings
+            else ""
+        )
 
     def _measured_knobs(self) -> Iterator[tuple[str, Knobs]]:
         for where, points in (("points", self.points), ("simulated", self.simulated)):

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from autotune.profile.bounds import LEAST_RATE, MOST_RATE
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import METRICS, SLO
+from runtime.slo import METRICS, SLO, RequestClass
+
+LEAST_RATE: Final = 1e-6
+"""Requests/s. Beyond these figures nothing is a machine or a load, in options and in profiles alike."""
+
+MOST_RATE: Final = 1e6
+MOST_KV_TOKENS: Final = 2**30
+"""In a KV pool: far more than the memory of any machine of today holds."""
 
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Requests/s that are offered."""
@@ -79,6 +85,17 @@ def _slo(value: object) -> SLO:
         raise ValueError(f": {error}") from None
 
 
+def _request_class(value: object) -> RequestClass:
+    if isinstance(value, RequestClass):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f" is {shortened(value)}; write chat:ttft=300ms,tpot=30ms@99%, or batch:e2e=60s*0.2")
+    try:
+        return RequestClass.parse(value, where="")
+    except ValueError as error:
+        raise ValueError(f": {str(error).strip()}") from None
+
+
 def shortened(value: object) -> str:
     """``value`` as an error quotes it: on one line, and not pages of it."""
     text = repr(value)
@@ -110,10 +127,11 @@ def _knobs_schema(what: str) -> WithJsonSchema:
 
 
 _TARGET = rf"\s*({'|'.join(METRICS)})\s*=\s*\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*(ms|s)\s*"
+_SLO_PATTERN = rf"{_TARGET}(,{_TARGET})*(@\s*(\d+\.?\d*|\.\d+)\s*%?\s*)?"
 _SLO_SCHEMA = WithJsonSchema(
     {
         "type": "string",
-        "pattern": rf"^{_TARGET}(,{_TARGET})*(@\s*(\d+\.?\d*|\.\d+)\s*%?\s*)?$",
+        "pattern": rf"^{_SLO_PATTERN}$",
         "examples": ["ttft=500ms,tpot=50ms@99%"],
     }
 )
@@ -128,3 +146,16 @@ LimitsField = Annotated[
     _knobs_schema("the engine's start-up ceilings; no knob of this profile is above them"),
 ]
 SLOField = Annotated[SLO, BeforeValidator(_slo), PlainSerializer(str), _SLO_SCHEMA]
+ClassField = Annotated[
+    RequestClass,
+    BeforeValidator(_request_class),
+    PlainSerializer(str),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": rf"^[^:]+:{_SLO_PATTERN}(\*\s*(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*)?$",
+            "examples": ["batch:e2e=60s@99%*0.2"],
+        }
+    ),
+]
+"""A request class with its SLO and weight."""

@@ -6,19 +6,21 @@ imported from here too.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text
-from autotune.profile.bounds import MOST_KV_TOKENS
-from autotune.profile.fields import KnobsField, LimitsField, Rate, SLOField
+from autotune.profile.fields import MOST_KV_TOKENS, ClassField, KnobsField, LimitsField, Rate, SLOField
 from autotune.profile.findings import Calibration, Confidence, Gain, SimulationFacts
+from runtime.slo import weighted_attainment
 
 __all__ = [
     "Calibration",
     "Capacity",
+    "ClassField",
+    "ClassPoint",
     "Confidence",
     "CostFacts",
     "EngineFacts",
@@ -174,6 +176,19 @@ class Spread(Part):
         return self
 
 
+class ClassPoint(Part):
+    """The requests of one class in all runs of a point, judged by its own SLO. Percentiles are medians over the runs."""
+
+    weight: AboveZero = Field(description="what each counts for in goodput")
+    offered: Count
+    met: Count = Field(description="of them, those that met every target of the class")
+    attainment: Share = Field(description="met / offered")
+    throughput: Amount = Field(description="output tokens/s")
+    ttft_p99_ms: Amount | None
+    tpot_p99_ms: Amount | None
+    e2e_p99_ms: Amount | None
+
+
 class Point(Part):
     """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar file has every run."""
 
@@ -188,7 +203,7 @@ class Point(Part):
     attainment: Share = Field(description="met / offered")
     attainment_low: Share = Field(description="lower end of its 95% interval")
     attainment_high: Share = Field(description="upper end of its 95% interval")
-    goodput: Spread = Field(description="requests/s that met every target")
+    goodput: Spread = Field(description="requests/s that met every target, each counted by the weight of its class")
     throughput: Spread = Field(description="output tokens/s")
     ttft_p50_ms: Amount | None
     ttft_p99_ms: Amount | None
@@ -197,6 +212,7 @@ class Point(Part):
     e2e_p99_ms: Amount | None
     preemptions: Count
     lateness_p99_ms: Amount = Field(description="how late the sender was at worst; counted in the latencies")
+    classes: dict[str, ClassPoint] = Field(default={}, description="by name; empty where there is one SLO for all")
 
     @model_validator(mode="after")
     def _possible(self) -> Point:
@@ -213,6 +229,19 @@ class Point(Part):
             counted = f"{self.met} of {self.offered}"
             raise ValueError(f".attainment is {self.attainment:g}; it must be met / offered ({counted})")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_classes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file says nothing of classes where there are none."""
+        data: dict[str, Any] = dump(self)
+        if not self.classes:
+            data.pop("classes", None)
+        return data
+
+    @property
+    def weighted_attainment(self) -> float:
+        """Goodput as a share of what was offered: attainment, each request counted by the weight of its class."""
+        return weighted_attainment(self)
 
     @property
     def key(self) -> tuple[object, ...]:

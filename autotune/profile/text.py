@@ -116,7 +116,7 @@ def _another_kind(text: str, path: Path) -> str | None:
     if first.get("kind") == "step" or ("stage" in first and ("score" in first or "failed" in first)):
         name = path.name.removesuffix(".points.jsonl") + ".yaml"
         return f"the raw runs of a profile; name the profile itself, {path.with_name(name)}"
-    if "op_code" in first:
+    if "sum" in first:  # as each line of a study's journal begins
         return "the study of a profiling run, not a profile; `autotune profile` goes on with it and writes the profile"
     return None if {"schema_version", "kind"} & first.keys() else "not a profile; `autotune profile` makes one"
 

@@ -19,9 +19,7 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
-from autotune.profile.callable import CallableProfile, Group, Inputs, ServiceTime
-from autotune.profile.callable import LoadFacts as CallableLoad
-from autotune.profile.callable import Point as CallablePoint
+from autotune.profile.callable import CallableLoad, CallablePoint, CallableProfile, Group, Inputs, ServiceTime
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.callable import CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
@@ -88,6 +86,7 @@ def assemble(
         ),
         slo=setup.slo,
         slo_from=setup.slo_from,
+        classes=setup.classes,
         calibration=setup.calibration,
         knobs=settings["balanced"].knobs,
         settings=settings,
@@ -127,7 +126,7 @@ def assemble_callable(
     baselines = [p for p in simulated if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
     shown = best_first[:_MOST_SIMULATED]
     shown += [p for p in baselines if p.setting not in [r.setting for r in shown]]
-    slo_met = not Objective(setup.slo).refuted(best)
+    slo_met = not Objective.under(setup).refuted(best)
     return CallableProfile(
         kind="callable",
         schema_version=1,
@@ -243,8 +242,8 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     """
     setup: Setup | None = findings.setup
     assert setup is not None
-    slo, objective = setup.slo, Objective(setup.slo)
-    share = f"{slo.attainment * 100:g}%"
+    objective = Objective.under(setup)
+    share = objective.shares
     if findings.capacity is None:
         return not objective.refuted(balanced), (
             f"stopped before the highest rate at which {share} meet the SLO was looked for; at {_rate(balanced)} offered, "
@@ -262,8 +261,8 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
         )
     at = next(p for p in tried if p.rate == findings.capacity.rate)
     beyond = next((p for p in missed if p.offered_rate > at.offered_rate), None)
-    fell = "" if beyond is None else f"; at {_rate(beyond)} only {beyond.attainment * 100:.1f}% of {beyond.offered}"
-    if at.attainment < slo.attainment:
+    fell = "" if beyond is None else f"; at {_rate(beyond)} only {_few(beyond)}"
+    if not objective.attained(at):
         return True, (
             f"balanced may serve {share} within the SLO up to about {_rate(at)}{fell}: {_share(at)} is too short a measurement "
             f"to tell; {_LONGER}"
@@ -292,7 +291,16 @@ def _rate(p: Point) -> str:
     return f"{p.offered_rate:.3g} req/s"
 
 
+def _few(p: Point) -> str:
+    """What share met the SLO, of each class."""
+    if not p.classes:
+        return f"{p.attainment * 100:.1f}% of {p.offered}"
+    return ", ".join(f"{name} {c.attainment * 100:.1f}% of {c.offered}" for name, c in p.classes.items())
+
+
 def _share(p: Point) -> str:
+    if p.classes:
+        return _few(p)
     return f"{p.attainment * 100:.1f}% of {p.offered} (95% interval {p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f}%)"
 
 
@@ -304,7 +312,7 @@ def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> s
     at = f"{how}, {share} met it at {setup.rate:.3g} items/s"
     if not met:
         return f"violates the SLO at this rate: {at}, the target is {target}; ask for less (--slo, --rate)"
-    if not Objective(setup.slo).confirmed(best):
+    if not Objective.under(setup).confirmed(best):
         return f"too short to tell whether the SLO is met: {at}, the target is {target}; a longer --budget tells more"
     return f"meets the SLO ({target}): {at}"
 

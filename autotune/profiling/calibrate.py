@@ -32,7 +32,7 @@ from autotune.workload import Arrival, Workload, prompt_ids
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import SamplingParams
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepModel
 from runtime.tunable import Facts
 
@@ -92,8 +92,12 @@ def draw_setup(
     rate: float | None,
     window_s: float,
     warmup_s: float,
+    classes: Sequence[RequestClass] = (),
 ) -> Setup:
-    """The load and the SLO for this engine; ``rate`` and ``slo`` as they were given."""
+    """The load and the SLO for this engine; ``rate``, ``slo`` and ``classes`` as they were given.
+
+    Without an ``slo`` where every request is of a class that has one, it is that of the class that weighs the most.
+    """
     scale = workload.length_scale
     if scale == 1.0:  # no scale of its own
         natural = sample(workload, seed)
@@ -108,7 +112,14 @@ def draw_setup(
     context = mean_prompt + mean_output / 2
     saturated = full_rate(cost, lengths, engine.limits, engine.facts)
     tokens_per_s = saturated * (mean_prompt + mean_output)
-    chosen, why = (slo, "given") if slo is not None else default_slo(cost, mean_prompt)
+    names = {one.name for one in classes}
+    if slo is not None:
+        chosen, why = slo, "given"
+    elif classes and all(arrival.request_class in names for arrival in lengths):
+        heaviest = max(classes, key=lambda one: one.weight)
+        chosen, why = heaviest.slo, f"that of class {heaviest.name}"
+    else:
+        chosen, why = default_slo(cost, mean_prompt)
     most = most_rate(scaled, seed, warmup_s + window_s)
     return Setup(
         length_scale=scale,
@@ -121,6 +132,7 @@ def draw_setup(
         rate_from="calibration" if rate is None else "user",
         slo=chosen,
         slo_from=why,
+        classes=tuple(classes),
         fitted=engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output, context)),
         window_s=window_s,
         warmup_s=warmup_s,

@@ -19,7 +19,7 @@ from autotune.engines.callable import CallableSource
 from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score, score
 from autotune.profile import Machine
-from autotune.profile.callable import BatcherSetting, Point
+from autotune.profile.callable import BatcherSetting, CallablePoint
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, choose, grid
 from autotune.profiling.calls import CallCost, calibrated, measure_calls
 from autotune.profiling.findings import Findings, Question
@@ -86,7 +86,7 @@ CallableQuestion: TypeAlias = Question[BatcherSpace]
 CallableFindings: TypeAlias = Findings[BatcherSetting, CallableSetup, CallCost, BatcherSpace]
 
 
-def ranked(found: CallableFindings) -> list[Point]:
+def ranked(found: CallableFindings) -> list[CallablePoint]:
     """The best setting first: of those measured, else of those simulated."""
     assert found.setup is not None
     failed = {setting for _, setting, _ in found.unmeasured}

@@ -94,7 +94,8 @@ class RegionCheck:
         """``decode steps 14% slower``, with ± if ``uncertainty``."""
         how = "slower" if self.difference >= 0 else "faster"
         about = f" (±{self.uncertainty:.0%})" if uncertainty else ""
-        return f"{self.region} {self.noun} {abs(self.difference):.0%} {how}{about}"
+        size = f"{1 + self.difference:.3g} times" if self.difference >= 1 else f"{abs(self.difference):.0%}"
+        return f"{self.region} {self.noun} {size} {how}{about}"
 
 
 @dataclass(frozen=True)
@@ -121,19 +122,20 @@ class Check:
         verdict = self.verdict
         about = [region for region in self.regions if region.verdict == verdict]
         if verdict == "stale":
-            return f"stale: {', '.join(r.words() for r in about)} than the profile"
+            return f"stale: {', '.join(r.words() for r in about)} than the profile; to renew it, profile this machine again"
         if verdict == "fits":
-            worst = max(abs(r.difference) for r in about)
+            worst = max(0.01, *(abs(r.difference) for r in about))  # what is not known cannot be "0%"
             rough = [r.region for r in self.regions if r.verdict != verdict]
             but = f" (of {', '.join(rough)} steps its cost model knows too little)" if rough else ""
             return f"fits: no kind of {self.kind} differs from the profile by more than {worst:.0%}{but}"
         if any(r.crowded for r in about):
             why = f"other processes took {self.taken:.1f} cores meanwhile"
+            then = "check again when they have ended"
         elif any(r.noise >= r.model for r in about):
-            why = "machine too noisy"
+            why, then = "machine too noisy", "check again when it is idle, or with a longer --budget"
         else:
-            why = "the profile's cost model is too rough"
-        return f"cannot tell: {why} ({', '.join(r.words(uncertainty=True) for r in about)})"
+            why, then = "the profile's cost model is too rough", "profile this machine again, with a longer --budget"
+        return f"cannot tell: {why} ({', '.join(r.words(uncertainty=True) for r in about)}); {then}"
 
     def as_dict(self) -> dict[str, Any]:
         return {

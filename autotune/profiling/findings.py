@@ -13,7 +13,7 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage, clearly_better, points
 from autotune.workload import Workload
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 SIM_TRIALS = 240
 
@@ -24,7 +24,8 @@ class Question(Generic[SpaceT]):
 
     ``slo`` and ``rate`` None: found by the calibration and the simulation. ``space``: where settings are looked for.
     ``sim_trials``: settings to simulate, by ``workers`` processes.
-    ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound.
+    ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound. ``classes``: those with an
+    SLO of their own.
     """
 
     workload: Workload
@@ -36,6 +37,7 @@ class Question(Generic[SpaceT]):
     space: SpaceT
     sim_trials: int = SIM_TRIALS
     workers: int = 1
+    classes: tuple[RequestClass, ...] = ()
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
             return {}
         found = [p for p in found if p.knobs in self.expected] or found  # what one run showed is not what is expected
         allowed = [p for p in found if self.space.allows(p.knobs)]
-        return Objective(self.setup.slo).choose(
+        return Objective.under(self.setup).choose(
             allowed or found, self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
         )
 

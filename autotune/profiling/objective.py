@@ -17,9 +17,11 @@ from scipy.stats import binom
 from autotune.cost.price import per_million
 from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting
-from autotune.profile.callable import Point as CallablePoint
+from autotune.profile.callable import CallablePoint
+from autotune.profile.parts import ClassPoint
+from autotune.profiling.setup import Comparison
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, Counted, RequestClass
 
 GIVE_UP = 0.15
 """Goodput the interactive setting may cost, as a share of the best."""
@@ -29,50 +31,53 @@ SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True)
 class Objective:
-    """Goodput within ``slo``, and what that costs on a machine of ``price_per_hour`` (None: not known)."""
+    """Goodput within ``slo``, and what that costs on a machine of ``price_per_hour`` (None: not known).
+
+    Requests of ``classes`` are judged by their own SLO and count by their weight.
+    """
 
     slo: SLO
     price_per_hour: float | None = None
+    classes: tuple[RequestClass, ...] = ()
 
     @classmethod
     def of(cls, profile: Profile) -> Objective:
         """That of a profile."""
-        return cls(profile.slo, profile.price_per_hour)
+        return cls(profile.slo, profile.price_per_hour, profile.classes)
+
+    @classmethod
+    def under(cls, setup: Comparison) -> Objective:
+        """That of a profiling run."""
+        return cls(setup.slo, classes=setup.classes)
 
     # -- one setting ------------------------------------------------------------------------------------------------------
 
     def value(self, score: Score) -> float:
-        """What a simulated trial is worth: its goodput, requests/s."""
+        """What a simulated trial is worth: its goodput, requests/s, by weight."""
         return score.goodput
 
     def order(self, point: Point) -> tuple[float, float]:
         """Higher for the better of two settings at one rate: by attainment, of equals by latency."""
-        return point.attainment, -self.latency(point)
+        return point.weighted_attainment, -self.latency(point)
 
     def latency(self, point: Point) -> float:
-        """The worst p99 in units of its target; lower is better, inf when nothing finished."""
-        pairs = (
-            (point.ttft_p99_ms, self.slo.ttft_ms),
-            (point.tpot_p99_ms, self.slo.tpot_ms or self.slo.itl_ms),
-            (point.e2e_p99_ms, self.slo.e2e_ms),
-        )
-        ratios = [inf if value is None else value / target for value, target in pairs if target is not None]
-        return max(ratios, default=inf)
+        """The worst p99 in units of its target, of all classes; lower is better, inf when nothing finished."""
+        if not point.classes:
+            return _worst(point, self.slo)
+        own = {one.name: one.slo for one in self.classes}
+        return max(_worst(seen, own.get(name, self.slo)) for name, seen in point.classes.items())
 
     def cost(self, tokens_per_s: float) -> float | None:
         """Money per million output tokens; None without a price, or where no tokens come out."""
         return None if self.price_per_hour is None else per_million(self.price_per_hour, tokens_per_s)
 
     def refuted(self, point: Point | CallablePoint) -> bool:
-        """Whether this point shows that the SLO's attainment is not met.
+        """Whether this point shows that the SLO's attainment is not met, of any class by its own.
 
         By the binomial tail: were it met, so many misses would be seen less than once in twenty times. (Of 14 requests one
         may miss an SLO of 99% by bad luck, of 400 hardly 12.)
         """
-        if not point.offered:
-            return True
-        misses = point.offered - point.met
-        return misses > 0 and float(binom.sf(misses - 1, point.offered, 1 - self.slo.attainment)) < SIGNIFICANCE
+        return not point.offered or any(_refuted(seen, share) for seen, share in self._judged(point))
 
     def confirmed(self, point: Point | CallablePoint) -> bool:
         """Whether this point met the SLO's attainment, with requests enough to say so.
@@ -80,9 +85,27 @@ class Objective:
         Enough: an attainment that is just met brings one miss among them. If none came, three times as many misses as
         allowed are ruled out (the rule of three: 95% upper bound 3/n); of 100%, 3%.
         """
-        return (
-            point.attainment >= self.slo.attainment and point.offered * max(1 - self.slo.attainment, 0.01) >= 1 - 1e-9
+        return self.attained(point) and all(
+            seen.offered * max(1 - share, 0.01) >= 1 - 1e-9 for seen, share in self._judged(point)
         )
+
+    def attained(self, point: Point | CallablePoint) -> bool:
+        """Whether this point measured the SLO's attainment, of every class its own."""
+        return all(seen.attainment >= share for seen, share in self._judged(point))
+
+    def _judged(self, point: Point | CallablePoint) -> list[tuple[Counted, float]]:
+        """What is judged by itself, and the attainment it must have: every class that was offered, or all there is."""
+        targets = {one.name: one.slo.attainment for one in self.classes}
+        by_class = point.classes if isinstance(point, Point) else {}
+        parts = [(c, targets.get(name, self.slo.attainment)) for name, c in by_class.items() if c.offered]
+        return [*parts] or [(point, self.slo.attainment)]
+
+    @property
+    def shares(self) -> str:
+        """The attainments that are asked for, in words: ``99%``, or ``99% of chat and 90% of batch``."""
+        if not self.classes:
+            return f"{self.slo.attainment * 100:g}%"
+        return " and ".join(f"{one.slo.attainment * 100:g}% of {one.name}" for one in self.classes)
 
     # -- among several ----------------------------------------------------------------------------------------------------
 
@@ -97,8 +120,8 @@ class Objective:
     ) -> dict[Purpose, Setting]:
         """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
 
-        ``expected``: attainment that each is expected to have; without it, what it measured. ``noise``: attainments that
-        differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
+        ``expected``: attainment, by weight, that each is expected to have; without it, what it measured. ``noise``: attainments
+        that differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
         too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
         goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
         requests. Then the other is not balanced, whatever is expected of it.
@@ -107,7 +130,12 @@ class Objective:
         worth = {p.knobs: _expected(p, known) for p in found}
         base = next((p for p in found if p.knobs == baseline), None)
         fair = [p for p in found if base is None or p is base or not dominated(p, base)]
-        beaten = {p.knobs: q for p in fair for q in found if q.attainment > p.attainment and better(q.knobs, p.knobs)}
+        beaten = {
+            p.knobs: q
+            for p in fair
+            for q in found
+            if q.weighted_attainment > p.weighted_attainment and better(q.knobs, p.knobs)
+        }
         preferred = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
         fair = [p for p in fair if p.knobs not in beaten] or fair
         best = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
@@ -123,10 +151,15 @@ class Objective:
             )
         if preferred.knobs in beaten and preferred not in fair:
             why += f"; more is expected of {preferred.knobs}, which measured clearly less than {beaten[preferred.knobs].knobs}"
-        most = max(found, key=lambda p: p.attainment)
-        if expected and most.attainment > balanced.attainment and not better(most.knobs, balanced.knobs):
+        most = max(found, key=lambda p: p.weighted_attainment)
+        if (
+            expected
+            and most.weighted_attainment > balanced.weighted_attainment
+            and not better(most.knobs, balanced.knobs)
+        ):
             why += (
-                f"; {most.knobs} measured {most.attainment:.1%} within the SLO against {balanced.attainment:.1%}, which is not "
+                f"; {most.knobs} measured {most.weighted_attainment:.1%} within the SLO against "
+                f"{balanced.weighted_attainment:.1%}, which is not "
                 "beyond chance"
             )
         return {
@@ -168,6 +201,20 @@ class Objective:
         return max(below, key=lambda p: p.offered_rate, default=None)
 
 
+def _worst(seen: Point | ClassPoint, slo: SLO) -> float:
+    pairs = (
+        (seen.ttft_p99_ms, slo.ttft_ms),
+        (seen.tpot_p99_ms, slo.tpot_ms or slo.itl_ms),
+        (seen.e2e_p99_ms, slo.e2e_ms),
+    )
+    return max((inf if value is None else value / target for value, target in pairs if target is not None), default=inf)
+
+
+def _refuted(seen: Counted, share: float) -> bool:
+    misses = seen.offered - seen.met
+    return misses > 0 and float(binom.sf(misses - 1, seen.offered, 1 - share)) < SIGNIFICANCE
+
+
 def equals(found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float) -> list[Point]:
     """Those of ``found`` whose goodput is not told apart from that of ``point``, itself among them; as in ``choose``."""
     here = _expected(point, expected)
@@ -184,12 +231,13 @@ def dominated(point: Point, other: Point) -> bool:
         (point.e2e_p99_ms, other.e2e_p99_ms),
     )
     both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
-    return bool(both) and other.attainment >= point.attainment and all(mine > theirs for mine, theirs in both)
+    no_less = other.weighted_attainment >= point.weighted_attainment
+    return bool(both) and no_less and all(mine > theirs for mine, theirs in both)
 
 
 def _expected(point: Point, expected: Mapping[Knobs, float]) -> float:
     """The attainment a setting is expected to have; without an expectation, what it measured."""
-    return min(1.0, max(0.0, expected.get(point.knobs, point.attainment)))
+    return min(1.0, max(0.0, expected.get(point.knobs, point.weighted_attainment)))
 
 
 def _tolerance(a: Point, b: Point, noise: float) -> float:

@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from autotune.measure.score import Score
-from autotune.profile.callable import BatcherSetting, StrategyName
-from autotune.profile.callable import Point as CallablePoint
-from autotune.profile.parts import Gain, Part, Point, Spread, StepPoint
+from autotune.measure.score import Latency, Score
+from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName
+from autotune.profile.parts import ClassPoint, Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 
@@ -119,7 +118,31 @@ def point(runs: Sequence[Run]) -> Point:
         e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
         preemptions=sum(s.steps.preemptions for s in scores),
         lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
+        classes=_by_class(list(seeds.values())),
     )
+
+
+def _by_class(seeds: Sequence[Sequence[Score]]) -> dict[str, ClassPoint]:
+    """Scores by seed, those of one seed together once, as in :func:`point`."""
+    found = {}
+    for name in dict.fromkeys(name for same in seeds for score in same for name in score.classes):
+        known = [[c for s in same if (c := s.classes.get(name)) is not None] for same in seeds]
+        known = [same for same in known if same]
+        every = [one for same in known for one in same]
+        offered = round(sum(statistics.fmean(c.offered for c in same) for same in known))
+        met = min(offered, round(sum(statistics.fmean(c.met for c in same) for same in known)))
+        found[name] = ClassPoint(
+            weight=every[0].weight, offered=offered, met=met, attainment=_round(met / offered if offered else 0.0),
+            throughput=_round(statistics.fmean(c.throughput for c in every)),
+            ttft_p99_ms=_middle(c.ttft_ms for c in every), tpot_p99_ms=_middle(c.tpot_ms for c in every),
+            e2e_p99_ms=_middle(c.e2e_ms for c in every),
+        )  # fmt: skip
+    return found
+
+
+def _middle(latencies: Iterable[Latency | None]) -> float | None:
+    known = [one.p99 for one in latencies if one is not None and one.p99 is not None]
+    return _round(statistics.median(known)) if known else None
 
 
 def callable_points(runs: Iterable[Run]) -> list[CallablePoint]:

@@ -39,6 +39,8 @@ _STEPS = 0.25  # share of the latter in δ's variance
 _DRAWS = 4096
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 
+_NOTHING = 0.0005  # a share that would read 0.0%
+
 
 class Observation(NamedTuple):
     """A measurement of candidate number ``candidate``: measured − simulated goodput, as a share of the offered rate.
@@ -203,6 +205,10 @@ def count_noise(met: int, offered: int) -> float:
     return float(((1 - share) / (share * offered)) ** 0.5)
 
 
+def _at_least(share: float) -> str:
+    return "less than 0.1%" if share < _NOTHING else f"{share:.1%}"
+
+
 def confidence(
     best: float,
     regret: float,
@@ -229,12 +235,13 @@ def confidence(
     elif repeats is None:
         said = "nothing was measured twice"
     else:
-        said = f"runs of one setting differ by {repeats:.1%}"
+        said = f"runs of one setting differ by {_at_least(repeats)}"
         if noise > repeats:
-            said += f", where chance alone makes {noise:.1%}"
+            said += f", where chance alone makes {_at_least(noise)}"
     what, likely = ("the best", best) if unbeaten is None else ("as good as any measured", unbeaten)
     chance = "above 99%" if likely > 0.99 else f"of {likely:.0%}"
-    sure = f"{what} with a probability {chance}, and is expected to serve {regret:.1%} less than the best of them"
+    less = "as much as" if regret < _NOTHING else f"{regret:.1%} less than"
+    sure = f"{what} with a probability {chance}, and is expected to serve {less} the best of them"
     if measured < 2:
         said += "; the recommended setting is the only one measured: the recommendation rests on simulation"
     elif not near:

@@ -10,7 +10,7 @@ import math
 import statistics
 from typing import Literal
 
-from autotune.profile.parts import Calibration, KnobsField, Part, SLOField
+from autotune.profile.parts import Calibration, ClassField, KnobsField, Part, SLOField
 from autotune.workload import Arrival, Workload
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -39,14 +39,15 @@ _NICE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 class Comparison(Part):
     """What settings are compared under, whatever is profiled.
 
-    ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``window_s``, ``warmup_s``: of a
-    measurement.
+    ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``classes``: request classes
+    with an SLO of their own; ``window_s``, ``warmup_s``: of a measurement.
     """
 
     rate: float
     rate_from: str
     slo: SLOField
     slo_from: str
+    classes: tuple[ClassField, ...] = ()
     window_s: float
     warmup_s: float
 
@@ -126,7 +127,7 @@ def default_slo(cost: StepModel, mean_prompt: float) -> tuple[SLO, str]:
 def fitted_knobs(
     cost: StepModel, slo: SLO, rate: float, mean_output: float, mean_context: float = 0.0, most: int = 8192
 ) -> Knobs:
-    """The calibration's own guess: as many slots as Little's law asks for, and the largest budget that leaves TPOT in SLO.
+    """The calibration's own guess: as many slots as Little's law asks for, the largest budget that leaves TPOT within the SLO.
 
     Concurrency = rate · residence; a request decodes for about mean_output · target. Rounded to powers of two.
     """

@@ -56,7 +56,7 @@ class Simulator:
             prefix_cache=facts.prefix_cache,
             workload=setup.apply(workload),
             slo=setup.slo,
-            common_jitter=True,
+            classes=setup.classes,
             growth_reserve=facts.growth_reserve,
         )
         return cls(scenario, setup.simulated_requests, setup.warmup_s)

@@ -33,7 +33,8 @@ _ALLOWED = ("postgresql+psycopg", "sqlite")
 _SECRETS = ((re.compile(r"(://[^:/@\s]*:)\S*@"), r"\1***@"), (re.compile(r"([?&](?:ssl)?password=)[^\s&]*"), r"\1***"))
 _TRIES = 6
 _CLASH = ("already exists", "duplicate key", "UNIQUE constraint", "is locked")  # two are making the tables at once
-_SUM, _FIRST = "sum", b'{"op_code":'
+_SUM = "sum"
+_BEGINS = f'{{"{_SUM}":'.encode()  # each of our lines
 _WAYS_OUT = "--fresh starts a new one, another --out leaves it alone"
 
 
@@ -164,10 +165,16 @@ def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStora
                 leftover.unlink(missing_ok=True)
             if fresh:
                 os.ftruncate(file, 0)
-            checksum = _repaired(path, file)
+            whole, checksum, summed = _sound(path)
+            storage = _opened(
+                path, checksum, ours, summed=summed
+            )  # before anything is removed from what may be somebody else's
+            if whole < os.fstat(file).st_size:
+                os.ftruncate(file, whole)
+                os.fsync(file)
         except OSError as error:
             raise unwritable(path, error) from None
-        yield _opened(path, checksum, ours)
+        yield storage
     finally:
         if made and os.fstat(file).st_size == 0:
             path.unlink(missing_ok=True)  # nothing came of it, as on a full disk
@@ -179,8 +186,8 @@ def unwritable(path: str | Path, error: OSError) -> InputError:
 
 
 class _Journal(JournalFileBackend):
-    """Optuna's file of whole lines: a write that fails leaves none of its line behind. Each ends with a checksum over all so far,
-    in a field that Optuna does not look at."""
+    """Optuna's file of whole lines: a write that fails leaves none of its line behind. Each begins with a checksum over all so
+    far, in a field that Optuna does not look at."""
 
     def __init__(self, path: Path, checksum: int) -> None:
         super().__init__(str(path))
@@ -190,7 +197,7 @@ class _Journal(JournalFileBackend):
         checksum, summed = self._checksum, []
         for log in logs:
             checksum = _with(checksum, log)
-            summed.append(log | {_SUM: checksum})
+            summed.append({_SUM: checksum} | log)
         try:
             size = self._path.stat().st_size  # never made anew: whoever removed it meant it
             try:
@@ -207,36 +214,37 @@ def _with(checksum: int, log: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(log, separators=(",", ":")).encode(), checksum)
 
 
-def _repaired(path: Path, file: int) -> int:
-    """Remove what follows the last whole line; the checksum of the others. Raises :class:`InputError` if one is damaged."""
+def _sound(path: Path) -> tuple[int, int, bool]:
+    """Bytes of the whole lines, their checksum, and whether it stands there; what follows was cut off.
+
+    Raises :class:`InputError` if a line is damaged.
+    """
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     checksum, summed = 0, False
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
         try:
             log = dict(json.loads(line))
-            told = log.pop(_SUM, None)
-            checksum, sound = _with(checksum, log), "worker_id" in log
+            told, sound = log.pop(_SUM, None), True
+            checksum = _with(checksum, log)
         except (ValueError, TypeError):
             sound = False
         summed = summed or (sound and told is not None)  # the journal of an earlier version begins without checksums
         if not sound or (summed and told != checksum):
             what = "it is no journal at all" if number == 1 else f"line {number} is damaged"
             raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
-    if whole == 0 and not _FIRST.startswith(data[: len(_FIRST)]):
+    if whole == 0 and not _BEGINS.startswith(data[: len(_BEGINS)]):
         raise InputError(f"{path}: is not a readable study: it is no journal at all; {_WAYS_OUT}")
-    if whole < len(data):
-        os.ftruncate(file, whole)
-        os.fsync(file)
-    return checksum
+    return whole, checksum, summed
 
 
-def _opened(path: Path, checksum: int, ours: str) -> BaseStorage:
+def _opened(path: Path, checksum: int, ours: str, *, summed: bool) -> BaseStorage:
     try:
         storage = JournalStorage(_Journal(path, checksum))
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         # what Optuna raises for lines that are whole, and make no sense one after the other
-        raise InputError(f"{path}: is not a readable study ({type(error).__name__}: {error}); {_WAYS_OUT}") from None
+        what = f"{type(error).__name__}: {error}" if summed else "it is no journal at all"
+        raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}") from None
     names = optuna.get_all_study_names(storage)
     if names and ours not in names:
         raise InputError(f"{path}: is another program's journal, of {', '.join(sorted(names))}; {_WAYS_OUT}")

@@ -230,6 +230,7 @@ class EngineTarget:
                 alone,
                 seed=seed,
                 slo=question.slo,
+                classes=question.classes,
                 rate=question.rate,
                 window_s=schedule.window_s,
                 warmup_s=schedule.warmup_s,
@@ -273,6 +274,7 @@ class EngineTarget:
                 prompt_seed=prompt_seed,
                 label=label,
                 stop=stop,
+                classes=setup.classes,
             )
         finally:
             unsubscribe()

@@ -35,7 +35,8 @@ def warnings(found: Findings) -> tuple[str, ...]:
         )
     speed = 1.0 if found.setup is None else found.setup.speed
     if not 1 / MOVED <= speed <= MOVED:
-        reasons.append(f"the machine served at {speed:.0%} of the speed it was calibrated at")
+        served = f"{speed:.0%} of" if speed < 2 else f"{speed:.3g} times"
+        reasons.append(f"the machine served at {served} the speed it was calibrated at")
     seconds = sum(s for s, _ in found.others)
     cores = sum(s * c for s, c in found.others) / seconds if seconds else 0.0
     if cores > BUSY * (os.cpu_count() or 1):

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.profile.callable import CallableProfile, Point
+from autotune.profile.callable import CallablePoint, CallableProfile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Room, empty_table, fullest
 
@@ -78,18 +78,18 @@ def _drawn(profile: CallableProfile, room: Room) -> Table:
     return drawn
 
 
-def _rows(profile: CallableProfile) -> list[Point]:
+def _rows(profile: CallableProfile) -> list[CallablePoint]:
     baselines = [p for p in profile.points[1:] if p.setting in (AS_IT_COMES, ONE_AT_A_TIME)]
     others = [p for p in profile.points[1:] if p not in baselines]
     return [profile.points[0], *others[:_OTHERS], *baselines]
 
 
-def _label(index: int, point: Point) -> str:
+def _label(index: int, point: CallablePoint) -> str:
     known = {AS_IT_COMES: "as it comes", ONE_AT_A_TIME: "no batching"}.get(point.setting, "also tried")
     return ("recommended" if index == 0 else known) + (" (simulated)" if point.source == "simulated" else "")
 
 
-def _knobs(profile: CallableProfile, point: Point) -> list[str]:
+def _knobs(profile: CallableProfile, point: CallablePoint) -> list[str]:
     knobs, top = point.knobs, AS_IT_COMES.knobs
     items = "open" if knobs.max_batch_size >= top.max_batch_size else f"{knobs.max_batch_size}"
     wait = "open" if knobs.max_wait_ms >= top.max_wait_ms else f"{knobs.max_wait_ms:g} ms"
@@ -97,7 +97,7 @@ def _knobs(profile: CallableProfile, point: Point) -> list[str]:
     return [items, wait, *([cost] if profile.inputs.cost else [])]
 
 
-def _figures(p: Point, wide: bool) -> list[str]:
+def _figures(p: CallablePoint, wide: bool) -> list[str]:
     interval = f" ({p.attainment_low * 100:.0f}–{p.attainment_high * 100:.0f})" if wide else ""
     rates = [f"{p.goodput:.4g}", f"{p.items_per_call:.1f}"] if wide else []
     return [f"{p.attainment * 100:.1f}%{interval}", *rates, _ms(p.e2e_p50_ms), _ms(p.e2e_p99_ms)]

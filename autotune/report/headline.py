@@ -121,8 +121,10 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         "attainment",
         percent(point.attainment),
         "of requests",
-        f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
-        "good" if point.attainment >= profile.slo.attainment else "",
+        f"at {number(point.offered_rate)} req/s offered; target {Objective.of(profile).shares}"
+        if profile.classes
+        else f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
+        "good" if Objective.of(profile).attained(point) else "",
     )
     found = [goodput, share]
     for target in targets(profile.slo):
@@ -173,6 +175,7 @@ def _facts(evidence: Evidence) -> tuple[tuple[str, str], ...]:
         ("Model", f"{model.name}, {size}, {model.dtype}{', random weights' if model.random_weights else ''}"),
         ("Workload", f"{load.spec}{scale}: {load.description}"),
         ("SLO", f"{bounds} for {target_share(profile.slo.attainment)} of requests"),
+        *((f"Class {one.name}", f"{one.slo}, weight {one.weight:g}") for one in profile.classes),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot
 from autotune.report.headline import Headline, headline
-from autotune.report.panels import capacity, history, latency, paired, pareto, provenance, sensitivity, steps
+from autotune.report.panels import capacity, classes, history, latency, paired, pareto, provenance, sensitivity, steps
 from autotune.report.section import Section
 from autotune.report.sweep import Sweep, sweep
 from autotune.version import __version__
@@ -35,6 +35,7 @@ def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = Non
     chosen = evidence.recommended
     swept: Sweep | None = sweep(evidence.profile, chosen.knobs, chosen.point.rate, advance=advance)
     sections = (
+        *classes.sections(evidence),
         pareto.section(evidence),
         sensitivity.section(evidence, swept),
         capacity.section(evidence),

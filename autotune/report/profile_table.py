@@ -11,7 +11,8 @@ from autotune.cost.price import money
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
-from autotune.report.tables import Room, fullest, setting_cells, setting_table
+from autotune.report.tables import Room, class_table, fullest, setting_cells, setting_table
+from autotune.report.wording import compared, times
 from runtime.knobs import KNOBS, Knobs
 
 BASELINE, OTHERS, EVERY_PURPOSE = "vLLM defaults", "also Pareto", "every purpose"
@@ -91,12 +92,16 @@ def show(profile: Profile, console: Console) -> None:
         "search": "the search's own seed, not validated",
         "simulation": "simulated, not measured",
     }
+    weighed = ", each counted by the weight of its class" if profile.classes else ""
     console.print()
     console.print(escape(conclusion(profile)), highlight=False, style="bold")
     console.print()
     console.print(table(profile, console.width))
+    drawn = class_table([(label, point) for label, point, _ in rows(profile)], profile.slo, profile.classes)
+    if drawn is not None:
+        console.print(drawn)
     console.print(
-        f"req/s: those that met the SLO, of about {first.rate:.3g} req/s offered to every setting alike; "
+        f"req/s: those that met the SLO{weighed}, of about {first.rate:.3g} req/s offered to every setting alike; "
         f"{profile.workload.window_s:g} s windows, {how.get(first.stage, first.stage)}; "
         "± and ( ) are 95% intervals; wait in ms; p99 of so few requests is rough",
         style="dim",
@@ -113,7 +118,9 @@ def show(profile: Profile, console: Console) -> None:
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
     chosen = profile.settings.get(RECOMMENDED)
-    if chosen is not None and any(point.attainment > chosen.point.attainment for _, point, _ in rows(profile)):
+    if chosen is not None and any(
+        point.weighted_attainment > chosen.point.weighted_attainment for _, point, _ in rows(profile)
+    ):
         console.print(f"{RECOMMENDED}: {escape(chosen.why)}", highlight=False, style="dim")
     if (text := cheapest(profile)) is not None:
         console.print(escape(text), highlight=False)
@@ -131,7 +138,7 @@ def conclusion(profile: Profile) -> str:
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
     if base is not None and base.knobs == setting.knobs:
         others = [p for p in profile.points if p.stage == setting.point.stage and p.knobs != base.knobs]
-        measured_more = any(p.rate == base.rate and p.attainment > base.attainment for p in others)
+        measured_more = any(p.rate == base.rate and p.weighted_attainment > base.weighted_attainment for p in others)
         count = len({p.knobs for p in others})
         best = (
             f"none of {count} others measured was {'clearly ' * measured_more}better"
@@ -156,22 +163,20 @@ def conclusion(profile: Profile) -> str:
             f"{advice}: {here.attainment:.0%} of requests within the SLO ({here.attainment_low:.0%}–{here.attainment_high:.0%}), "
             f"with vLLM's defaults {there.attainment:.0%} ({there.attainment_low:.0%}–{there.attainment_high:.0%})."
         )
-    more = (
-        f"{gain.ratio:.2g} times as many requests within the SLO as with vLLM's defaults (95% interval "
-        f"{gain.low:.2g}–{gain.high:.2g}{once})"
-        if gain.ratio >= 2
-        else f"{_change(gain.ratio)} requests within the SLO than with vLLM's defaults (95% interval "
-        f"{_percent(gain.low)} to {_percent(gain.high)}{once})"
-    )
+    if gain.ratio >= 2:
+        interval = f"{times(gain.low)}–{times(gain.high)}"
+    elif gain.high >= 3:
+        interval = f"{times(gain.low)} to {times(gain.high)} times as many"
+    else:
+        interval = f"{_percent(gain.low)} to {_percent(gain.high)}"
+    more = compared(gain.ratio, "requests within the SLO", "with vLLM's defaults")
+    more += f" (95% interval {interval}{once})"
     if gain.low > 1:
         return f"{advice}: {more}."
-    target = profile.slo.attainment
-    met = "; both meet the SLO at this rate" if min(setting.point.attainment, base.attainment) >= target else ""
+    objective = Objective.of(profile)
+    both = objective.attained(setting.point) and objective.attained(base)
+    met = "; both meet the SLO at this rate" if both else ""
     return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
-
-
-def _change(ratio: float) -> str:
-    return f"{abs(ratio - 1):.0%} {'more' if ratio >= 1 else 'fewer'}"
 
 
 def _percent(ratio: float) -> str:

@@ -14,20 +14,24 @@ from autotune.profile.parts import Point
 from autotune.report.tables import Room, fullest, latency, setting_cells, setting_table
 from autotune.simulate.capacity import Best, SettingCapacity
 from runtime.knobs import Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass, attained
 
 _LABEL = 14  # columns of a label that is broken into lines
 
 
-def simulated_table(points: Sequence[Point], slo: SLO, price: float | None, width: int = 120) -> Table:
+def simulated_table(
+    points: Sequence[Point], slo: SLO, price: float | None, width: int = 120, classes: Sequence[RequestClass] = ()
+) -> Table:
     """One row a setting: what it did at the requested rate. Those that met the SLO's share are bright.
 
     For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """
-    return fullest(lambda room: _simulated(points, slo, price, room), width)
+    return fullest(lambda room: _simulated(points, slo, price, room, classes), width)
 
 
-def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Room) -> Table:
+def _simulated(
+    points: Sequence[Point], slo: SLO, price: float | None, room: Room, classes: Sequence[RequestClass]
+) -> Table:
     full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
     shown: dict[str, Callable[[Point], str]] = {
         "met" if room >= Room.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
@@ -51,7 +55,7 @@ def _simulated(points: Sequence[Point], slo: SLO, price: float | None, room: Roo
         shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: _price(price, p.throughput.mean)
     drawn = setting_table(shown, room)
     for point in points:
-        style = "" if point.attainment >= slo.attainment else "dim"
+        style = "" if attained(point, slo, classes) else "dim"
         _add(drawn, point.label, point.knobs, [cell(point) for cell in shown.values()], style, room)
     return drawn
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from autotune.profile import Point, Spread
+from autotune.profiling.objective import Objective
+from autotune.report import wording
 from autotune.report.evidence import Evidence
 from autotune.report.wording import number, percent, plus_minus
 from runtime.slo import wilson_interval
@@ -61,7 +63,7 @@ def standing(evidence: Evidence) -> Standing:
         times = f"{number(ratio, 2)}×"
         compared, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
     else:
-        compared = f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'} than with the vLLM defaults"
+        compared = wording.compared(ratio, "", "with the vLLM defaults")
         sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
         compared = "no clear difference to the vLLM defaults"
@@ -106,4 +108,4 @@ def limit(evidence: Evidence) -> tuple[Point | None, list[Point]]:
     kept = next((p for p in tried if p.rate == profile.capacity.rate), None)
     if kept is None:
         return None, []
-    return kept, [p for p in tried if p.offered_rate < kept.offered_rate and p.attainment < profile.slo.attainment]
+    return kept, [p for p in tried if p.offered_rate < kept.offered_rate and not Objective.of(profile).attained(p)]

@@ -8,8 +8,11 @@ from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from autotune.profile.parts import Point
 from runtime.knobs import KNOBS, Knobs
+from runtime.slo import SLO, RequestClass
 
 SHORTER = {spec.name: spec.short for spec in KNOBS} | {"max_batch_size": "batch"}
 """Titles of the knobs where not even their short ones find room."""
@@ -72,6 +75,27 @@ def setting_cells(label: str, knobs: Knobs, room: Room) -> list[str]:
     under the label of a setting that does."""
     values = (f"{getattr(knobs, spec.name):g}" for spec in KNOBS if spec.required)
     return ["\n".join([label, *turned(knobs)]), *values, *([] if room >= Room.SHORT else ["│"])]
+
+
+def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[RequestClass]) -> Table | None:
+    """How each class fared under each setting, by its own SLO; None where no point tells classes apart."""
+    targets = {one.name: one.slo for one in classes}
+    drawn = empty_table(Room.ALL)
+    for title in ("setting", "class"):
+        drawn.add_column(title, no_wrap=True)
+    for title in ("attainment", "target", "of", "weight", "tok/s", "TTFT p99", "TPOT p99", "E2E p99"):
+        drawn.add_column(title, justify="right", no_wrap=True)
+    any_class = False
+    for label, point in rows:
+        for index, (name, seen) in enumerate(point.classes.items()):
+            any_class, target = True, targets.get(name, slo).attainment
+            style = "" if seen.attainment >= target else "yellow"
+            drawn.add_row(
+                "" if index else label, name, Text(f"{seen.attainment:.1%}", style=style), f"{target * 100:g}%",
+                f"{seen.offered}", f"{seen.weight:g}", f"{seen.throughput:.0f}",
+                *(latency(ms) for ms in (seen.ttft_p99_ms, seen.tpot_p99_ms, seen.e2e_p99_ms)),
+            )  # fmt: skip
+    return drawn if any_class else None
 
 
 def turned(knobs: Knobs) -> list[str]:

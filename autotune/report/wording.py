@@ -46,11 +46,28 @@ def target_share(share: float) -> str:
 
 
 def error(share: float) -> str:
-    """A relative error: 2.1%, 14%."""
+    """A relative error: 2.1%, 14%, a factor of 22.9 (what is more than 100% off is too high)."""
+    if share > 1:
+        return f"a factor of {times(1 + share)}"
     return f"{share * 100:.1f}%" if share < 0.0995 else f"{share * 100:.0f}%"
 
 
-DOUBTFUL = 0.1
+def times(ratio: float) -> str:
+    """A large ratio: 2.5, 22.9, 2,188."""
+    return f"{ratio:.3g}" if ratio < 999.5 else f"{ratio:,.0f}"
+
+
+def compared(ratio: float, what: str, other: str) -> str:
+    """``31% more requests than A``, ``as many requests as A``, ``22.9 times as many requests as A``; ``what`` may be empty."""
+    what = f" {what}" if what else ""
+    if ratio >= 2:
+        return f"{times(ratio)} times as many{what} as {other}"
+    if abs(ratio - 1) < 0.005:
+        return f"as many{what} as {other}"
+    return f"{abs(ratio - 1) * 100:.0f}% {'more' if ratio > 1 else 'fewer'}{what} than {other}"
+
+
+UNRELIABLE = 0.1
 """A typical error above which simulated or modelled figures are nothing to rely on."""
 
 
@@ -58,7 +75,7 @@ def off(what: str, middle: float, worst: float | None) -> str:
     """A title that says how far ``what`` (plural) are off, and warns where that is far: errors as shares."""
     far = "" if worst is None else f", at worst by {error(worst)}"
     said = f"typically off by {error(middle)} (median){far}"
-    return f"{what} are {said}" if middle <= DOUBTFUL else f"{what} are not to be relied on: {said}"
+    return f"{what} are {said}" if middle <= UNRELIABLE else f"{what} are not to be relied on: {said}"
 
 
 def ratio(scale: float) -> str:

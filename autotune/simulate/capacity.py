@@ -28,6 +28,7 @@ from autotune.measure.evaluate import Interrupted
 from autotune.measure.score import Score
 from autotune.simulate.scenario import Scenario
 from runtime.knobs import Knobs
+from runtime.slo import attained
 
 PRECISION: Final = 0.01
 _REACH: Final = 2.0**20  # times the rate where the search begins, in both directions
@@ -223,13 +224,13 @@ def uphill(
 class Search:
     """How to look for capacities: what a setting does at a rate under a seed, over which seeds, to which relative precision.
 
-    ``simulate`` None: the setting cannot be simulated there, which counts as missed. ``target``: the attainment that must be
-    held; ``answer``: mean output tokens of a seed's requests; ``lowest``, ``highest``: rates worth trying; ``step``: the
+    ``simulate`` None: the setting cannot be simulated there, which counts as missed. ``holds``: whether a score meets what is
+    aimed at; ``answer``: mean output tokens of a seed's requests; ``lowest``, ``highest``: rates worth trying; ``step``: the
     first one from where a search begins; ``late``: no further simulation of a setting, and no further setting, then.
     """
 
     simulate: Callable[[Knobs, float, int], Score | None]
-    target: float
+    holds: Callable[[Score], bool]
     seeds: tuple[int, ...]
     precision: float = PRECISION
     answer: Callable[[int], float] = lambda seed: 0.0
@@ -253,7 +254,7 @@ class Search:
             lambda knobs, rate, seed: scenario.measure(
                 knobs, rate, seed, requests=requests, controller=controller, stop=stop
             ),
-            scenario.slo.attainment,
+            lambda score: attained(score, scenario.slo, scenario.classes),
             seeds,
             answer=partial(scenario.mean_answer, requests=requests),
         )
@@ -317,7 +318,7 @@ class Search:
 
     def _holds(self, knobs: Knobs, rate: float, seed: int, progress: Progress) -> tuple[bool, Score | None]:
         score = self.simulate(knobs, rate, seed)
-        held = score is not None and score.attainment >= self.target
+        held = score is not None and self.holds(score)
         progress(rate, held)
         return held, score
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.control.attach import attach
+from autotune.control.controllers.protocol import failure
+from autotune.control.loop import Control
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import evaluate
 from autotune.measure.score import Score
@@ -23,7 +25,7 @@ from autotune.simulate.engine import SimulatedEngine
 from autotune.workload import Workload, named_options, parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 
 SPEEDS = ("compute", "bandwidth", "overhead")
 _FASTEST = 1000  # times as fast, or as slow
@@ -34,9 +36,9 @@ WARM_UP = 0.1  # of the requests, before the window begins
 class Scenario:
     """Everything a simulation needs but the setting, the rate and the seed. Plain data.
 
-    ``workload`` has its lengths scaled and capped; its own rate is not looked at. ``common_jitter``: steps are slow at the same
-    times under every setting, for comparing settings that differ little (common random numbers). ``block_size``,
-    ``prefix_cache`` and ``growth_reserve`` are those of the engine.
+    ``classes`` have an SLO of their own. ``workload`` has its lengths scaled and capped; its own rate is not looked at.
+    ``block_size``, ``prefix_cache`` and ``growth_reserve`` are those of the engine. Steps are slow at the same times under every
+    setting (common random numbers).
     """
 
     cost: CostModel
@@ -46,8 +48,8 @@ class Scenario:
     prefix_cache: bool
     workload: Workload
     slo: SLO
-    common_jitter: bool = False
     growth_reserve: int = 1
+    classes: tuple[RequestClass, ...] = ()
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Scenario:
         *,
         workload: str | None = None,
         slo: SLO | None = None,
+        classes: Sequence[RequestClass] | None = None,
         speeds: dict[str, float] | None = None,
         kv_tokens: int | None = None,
     ) -> Self:
@@ -104,6 +107,7 @@ class Scenario:
             ),
             slo=slo or profile.slo,
             growth_reserve=engine.growth_reserve,
+            classes=profile.classes if classes is None else tuple(classes),
         )
 
     def even(self) -> Self:
@@ -129,10 +133,11 @@ class Scenario:
             block_size=self.block_size,
             knobs=knobs,
             slo=self.slo,
+            classes=self.classes,
             prefix_cache=self.prefix_cache,
             growth_reserve=self.growth_reserve,
             jitter=self.cost.facts.jitter,
-            jitter_by_time=self.common_jitter,
+            jitter_by_time=True,
             seed=seed,
         )
 
@@ -181,19 +186,29 @@ class Scenario:
         warmup: float,
         window: float,
         *,
+        scatter: int | None = None,
         controller: str | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Score:
-        """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then."""
-        engine = self.start(self.limits.clamp(knobs), seed=seed)
-        with attach(engine, slo=self.slo, controller=controller) if controller else nullcontext() as attached:
+        """The same over a ``window`` of so many seconds behind a ``warmup``: the very arrivals that a live engine meets then.
+
+        ``scatter``: the seed of the step-time noise, if it is not that of the arrivals.
+        """
+        engine = self.start(self.limits.clamp(knobs), seed=seed if scatter is None else scatter)
+        with self._controlled(engine, controller) if controller else nullcontext() as attached:
             found = evaluate(
                 engine, None, self.workload.at_rate(rate), self.slo,
-                vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop,
+                vocab_size=2, seed=seed, duration=window, warmup=warmup, stop=stop, classes=self.classes,
             )  # fmt: skip
         if attached is not None and (error := attached.failed) is not None:
-            raise InputError(f"controller {controller} failed: {type(error).__name__}: {error}") from error
+            raise InputError(f"controller {controller} failed: {failure(attached.controller, error)}") from error
         return found.model_copy(update={"rate": rate})  # as it was requested, not as the scaled workload rounds it
+
+    def _controlled(self, engine: SimulatedEngine, controller: str) -> Control:
+        try:
+            return attach(engine, slo=self.slo, controller=controller)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
 
 def parse_speeds(text: str) -> dict[str, float]:

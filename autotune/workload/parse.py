@@ -1,4 +1,5 @@
-"""The one spelling of workloads: ``NAME``, ``NAME:option=…,option=…``, ``NAME:TRACE,option=…`` or ``TRACE,option=…``.
+"""The one spelling of workloads: ``NAME``, ``NAME:option=…,option=…``, ``NAME:TRACE,option=…`` or ``TRACE,option=…``; or several
+of these as request classes with their shares of the requests, ``chat=azure-conv@0.8+batch=poisson:prompt=900@0.2``.
 
 Names are those of the presets; ``azure-conv``, ``azure-code`` and ``mooncake`` take a trace file and replay it; a file
 alone is read as what it looks like. Options after it scale what it gives: ``azure-conv:trace.csv,rate=2,length=1/8``.
@@ -10,6 +11,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from autotune.workload.mix import Mix, Part
 from autotune.workload.options import Options
 from autotune.workload.presets import FITTED, PRESETS
 from autotune.workload.readers import Reader, guess_reader, read_azure, read_mooncake
@@ -23,6 +25,9 @@ READERS: dict[str, Reader] = {**dict.fromkeys(FITTED, read_azure), "mooncake": r
 NAMES = (*PRESETS, "mooncake")
 
 _OPTION = re.compile(r"\s*[A-Za-z_]+\s*=")
+_CLASS = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*=\s*")
+_SHARE = re.compile(r"\s*@([^@+=:,]*)(?:\+|$)")  # behind a part of a mix, with what separates it from the next
+_OF_THE_WHOLE = ("rate", "time")
 
 
 def parse_workload(text: str) -> Workload:
@@ -39,12 +44,62 @@ def parse_workload(text: str) -> Workload:
 def named_options(text: str) -> set[str]:
     """Which options the spelling of a workload that :func:`parse_workload` takes gives itself: ``rate``, ``length``, …"""
     text = text.strip()
+    if _is_mix(text):  # its parts have theirs
+        return set()
     head, _, rest = text.partition(":")
     _, parts = _split(rest if head.strip() in NAMES else text)
     return {part.split("=", 1)[0] for part in parts}
 
 
+def _is_mix(text: str) -> bool:
+    named = _CLASS.match(text)
+    return named is not None and named[1] not in (*COMMON, *TRACE) and not Path(text).is_file()
+
+
+def _mix(text: str) -> Workload:
+    parts: list[Part] = []
+    spellings: list[str] = []
+    at = 0
+    while at < len(text):
+        named = _CLASS.match(text, at)
+        if named is None:
+            raise InputError(f"{text[at:]!r} is no class; write CLASS=WORKLOAD@SHARE, as chat=azure-conv@0.8")
+        name, ends = named[1], _SHARE.search(text, named.end())
+        spelling, said = text[named.end() : ends.start() if ends else len(text)], ends[1] if ends else None
+        if said is None and parts:
+            raise InputError(f"class {name} has no share; write {name}={spelling}@0.2")
+        for option in _OF_THE_WHOLE:
+            if option in named_options(spelling):
+                raise InputError(f"class {name}: {option} is of all classes together, which --rate sets; drop it here")
+        try:
+            workload = _parse(spelling.strip())
+        except ValueError as error:
+            raise InputError(f"class {name}: {error}") from error
+        parts.append(Part(name, 1.0 if said is None else _share(name, said), workload))
+        spellings.append(f"{name}={workload.name}" + ("" if said is None else f"@{said.strip()}"))
+        at = ends.end() if ends else len(text)
+    if text.rstrip().endswith("+"):
+        raise InputError("nothing follows the last +")
+    return Workload(
+        "+".join(spellings), "; ".join(f"{p.name}: {p.workload.description}" for p in parts), Mix.of((*parts,))
+    )
+
+
+def _share(name: str, text: str) -> float:
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    top, slash, bottom = number.partition("/")
+    try:
+        share = (float(top) / float(bottom) if slash else float(top)) / (100 if percent else 1)
+    except (ValueError, ZeroDivisionError):
+        share = 0.0
+    if not 0 < share <= 1:
+        raise InputError(f"class {name}: share is {text!r}; it must be above 0 and at most 1, such as 0.8, 80% or 4/5")
+    return share
+
+
 def _parse(text: str) -> Workload:
+    if _is_mix(text):
+        return _mix(text)
     head, colon, rest = text.partition(":")
     if not colon and "," in text and text.split(",")[0].strip() in NAMES:
         raise InputError(f'options follow a colon; write "{text.replace(",", ":", 1)}"')

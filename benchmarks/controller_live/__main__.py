@@ -44,6 +44,7 @@ from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.learning import slowdown
 from benchmarks.controller_live.machine import live, simulated
 from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
+from benchmarks.live.command import command, say, say_failed, say_turn, seconds, share
 from benchmarks.live.contenders import ours, ours_knobs_only
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
@@ -77,14 +78,12 @@ class Loads(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.controller_live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )  # fmt: skip
+    parser = command("controller_live", __doc__)
     parser.add_argument("--quick", action="store_true", help="two fixed settings, shorter turns: within ten minutes")
-    parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 13, quick 8)")
-    parser.add_argument("--calibrate", type=_seconds, help="seconds of calibration (default: 40, quick 15)")
+    parser.add_argument("--duration", type=seconds(), help="seconds of arrivals in a turn (default: 13, quick 8)")
+    parser.add_argument("--calibrate", type=seconds(), help="seconds of calibration (default: 40, quick 15)")
     parser.add_argument(
-        "--load", type=_share, default=LOAD, help=f"of what the engine completes when kept full ({LOAD})"
+        "--load", type=share, default=LOAD, help=f"of what the engine completes when kept full ({LOAD})"
     )
     parser.add_argument("--keep", type=_counts, help="fixed settings in each round (default: 8,4,4,2, quick 2,2)")
     parser.add_argument(
@@ -125,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         statics = {name: [s.contender for s in found] for name, found in loads.screened.items()}
         contest = Contest(
             simulation(args.seed) if args.simulated else machine, loads.cases, everywhere, statics, plan.keep, seed=args.seed,
-            duration=plan.duration, stop=stop.is_set, tell=_teller(machine), fail=_failed,
+            duration=plan.duration, stop=stop.is_set, tell=_teller(machine), fail=say_failed,
         )  # fmt: skip
         contest.run()
         stopped = stop.is_set()
@@ -190,18 +189,9 @@ def prepare(
 
 def _teller(machine: Machine) -> Callable[[Case, Result], None]:
     def tell(case: Case, result: Result) -> None:
-        s = result.score
-        say(
-            f"  round {result.turn.round} {case.name:<12} {result.turn.contender.name:<17} {s.attainment:6.1%} of {s.offered:4} "
-            f"TTFT {s.ttft_ms.p50 or 0:5.0f}/{s.ttft_ms.p99 or 0:5.0f} TPOT {s.tpot_ms.p50 or 0:5.1f}/{s.tpot_ms.p99 or 0:6.1f} "
-            f"missed {s.violations}, steps {s.steps.mean_ms:.1f} ms, pace {machine.pace():.2f}"
-        )
+        say_turn(case, result, f", pace {machine.pace():.2f}")
 
     return tell
-
-
-def _failed(case: Case, contender: Contender, cause: str) -> None:
-    say(f"  {case.name}: the turn of {contender.name} is left out: {cause}")
 
 
 def _others(found: Sequence[Compared], other: Contender, duration: float) -> None:
@@ -218,31 +208,6 @@ def _saved(case: Case, result: Result) -> dict[str, object]:
         "score": result.score.model_dump(mode="json"),
         "outcomes": [list(outcome) for outcome in result.outcomes],
     }
-
-
-def say(text: str) -> None:
-    """Progress goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} s; it must be 1 to 3600")
-    return value
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"{text}; it must be 0.1 to 2, such as 0.9")
-    return value
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from autotune.engines.vllm import VllmEngine, VllmSource
+from benchmarks.live.command import count
+from benchmarks.vllm.model import PRESET, SMALL
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 
@@ -46,6 +49,27 @@ def ready() -> None:
         )
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def vllm_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark that starts vLLM: which model, and how many threads compute it."""
+    parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
+    parser.add_argument(
+        "--threads",
+        type=count,
+        default=max(1, (os.cpu_count() or 1) - 1),
+        help="of vLLM's computation (default: all cores but one)",
+    )
+
+
+def prepared(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Prepare this process as ``args`` say; the preset of the model. Ends it where there is no vLLM."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    try:
+        ready()
+    except InputError as error:
+        parser.error(str(error))
+    return SMALL if args.small else PRESET
 
 
 def source(folder: Path) -> VllmSource:

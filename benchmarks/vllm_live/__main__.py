@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -37,10 +36,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.bench import Contender, Result
+from autotune.bench import Contender
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.writing import write_whole
+from benchmarks.live.command import command, count, say, say_failed, say_turn, seconds
 from benchmarks.live.contenders import admitted
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
@@ -50,13 +50,12 @@ from benchmarks.live.screening import expected, screen
 from benchmarks.live.serving import Contest
 from benchmarks.vllm import overhead
 from benchmarks.vllm.machine import live, simulated
-from benchmarks.vllm.model import PRESET, SMALL, model_folder
-from benchmarks.vllm.starting import ready
+from benchmarks.vllm.model import model_folder
+from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
 from benchmarks.vllm_live.contenders import GRID, KNOBS_ONLY, OURS, STOCK
 from benchmarks.vllm_live.loads import NAMES, cases
 from benchmarks.vllm_live.summary import compared, report, summary
-from runtime.errors import InputError
 
 INTERRUPTED, FAILED = 130, 1
 PARTS = ("agreement", "overhead", "contest", "client")
@@ -76,34 +75,22 @@ QUICK = Plan((2, 1), 8.0, 30.0, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("vllm_live", __doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds, shorter turns, two fixed settings of a kind")
-    parser.add_argument("--rounds", type=_count, help="rounds of each load (default: 6, quick 2)")
-    parser.add_argument("--duration", type=_seconds, help="seconds of arrivals in a turn (default: 15, quick 8)")
-    parser.add_argument("--calibrate", type=_seconds, help="seconds of calibration (default: 75, quick 30)")
+    parser.add_argument("--rounds", type=count, help="rounds of each load (default: 6, quick 2)")
+    parser.add_argument("--duration", type=seconds(), help="seconds of arrivals in a turn (default: 15, quick 8)")
+    parser.add_argument("--calibrate", type=seconds(), help="seconds of calibration (default: 75, quick 30)")
     parser.add_argument(
         "--case", action="append", choices=NAMES, help="one of the loads alone; may be given several times"
     )
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="one of the parts alone; may be given several times"
     )
-    parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
-    parser.add_argument(
-        "--threads",
-        type=_count,
-        default=max(1, (os.cpu_count() or 1) - 1),
-        help="of vLLM's computation (default: all cores but one)",
-    )
+    vllm_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     args = parser.parse_args(argv)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    try:
-        ready()
-    except InputError as error:
-        parser.error(str(error))
+    preset = prepared(parser, args)
     given = QUICK if args.quick else FULL
     rounds = args.rounds or given.rounds
     keep = (*given.keep, *[given.keep[-1]] * rounds)[:rounds]
@@ -113,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from autotune.cli.interrupt import stop_on_interrupt
 
     begun, shape, failures = time.monotonic(), dict[str, Any](), list[str]()
-    preset = SMALL if args.small else PRESET
     with tempfile.TemporaryDirectory(prefix="vllm-live-") as kept, stop_on_interrupt() as stop:
         folder = model_folder(Path(kept) / preset, preset)
         if "overhead" in parts:
@@ -178,7 +164,7 @@ def _contest(
     statics = {case.name: _screened(machine, cost, case, plan) for case in chosen}
     contest = Contest(
         machine, chosen, [STOCK, OURS, KNOBS_ONLY], statics, plan.keep, seed=args.seed, duration=plan.duration, stop=stop,
-        tell=_tell, fail=_failed,
+        tell=say_turn, fail=say_failed,
     )  # fmt: skip
     contest.run()
     found = compared(contest, chosen, plan.duration)
@@ -223,44 +209,6 @@ def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[]
             "sent": [r.sent for r in found.stock],
         }
     }
-
-
-def _tell(case: Case, result: Result) -> None:
-    s = result.score
-    say(
-        f"  round {result.turn.round} {case.name:<8} {result.turn.contender.name:<26} {s.attainment:6.1%} of {s.offered:4} "
-        f"TTFT {s.ttft_ms.p50 or 0:5.0f}/{s.ttft_ms.p99 or 0:5.0f} TPOT {s.tpot_ms.p50 or 0:5.1f}/{s.tpot_ms.p99 or 0:6.1f} "
-        f"missed {s.violations}, steps {s.steps.mean_ms:.1f} ms"
-    )
-
-
-def _failed(case: Case, contender: Contender, cause: str) -> None:
-    say(f"  {case.name}: the turn of {contender.name} is left out: {cause}")
-
-
-def say(text: str) -> None:
-    """Progress goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} s; it must be 1 to 3600")
-    return value
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text}; it must be a whole number from 1 to 100")
-    return value
 
 
 if __name__ == "__main__":

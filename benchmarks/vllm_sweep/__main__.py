@@ -26,10 +26,8 @@ Run it by a Python that has vLLM: ``python -m benchmarks.vllm_sweep`` (about 80 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -48,15 +46,15 @@ from autotune.profiling.setup import LOAD
 from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
 from benchmarks.live import loads
+from benchmarks.live.command import command, say, seconds
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.machine import Machine
 from benchmarks.sweep.cases import Grid
 from benchmarks.sweep.rivals import Choice, auto_tune, exhaustive, load_seed, tpe
 from benchmarks.vllm.machine import live
-from benchmarks.vllm.model import PRESET, SMALL, model_folder
-from benchmarks.vllm.starting import DEFAULTS, LIMITS, ready
+from benchmarks.vllm.model import model_folder
+from benchmarks.vllm.starting import DEFAULTS, LIMITS, prepared, vllm_options
 from benchmarks.vllm_sweep.rig import Case, LiveRig
-from runtime.errors import InputError
 from runtime.knobs import Knobs
 
 INTERRUPTED = 130
@@ -101,27 +99,18 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("vllm_sweep", __doc__)
     parser.add_argument("--quick", action="store_true", help="12 cells, one seed, short windows")
     parser.add_argument(
-        "--budget", type=_seconds, help="that ours is given, s, beside a start of vLLM (default: 140, quick 45)"
+        "--budget",
+        type=seconds(30, 36000),
+        help="that ours is given, s, beside a start of vLLM (default: 140, quick 45)",
     )
     parser.add_argument("--seeds", type=int, choices=range(1, 11), help="of the searches (default: 2, quick 1)")
     parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
-    parser.add_argument("--small", action="store_true", help="a model of 7M parameters: to try the benchmark out")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="of vLLM's computation")
+    vllm_options(parser)
     args = parser.parse_args(argv)
-    if args.threads < 1:
-        parser.error(f"--threads is {args.threads}; it must be at least 1")
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    try:
-        ready()
-    except InputError as error:
-        parser.error(str(error))
+    preset = prepared(parser, args)
     given = QUICK if args.quick else FULL
     plan = given._replace(
         budget=args.budget or given.budget, seeds=args.seeds or given.seeds, rounds=args.rounds or given.rounds
@@ -129,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from autotune.cli.interrupt import stop_on_interrupt
 
-    begun, preset = time.monotonic(), SMALL if args.small else PRESET
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vllm-sweep-") as kept, stop_on_interrupt() as stop:
         folder = model_folder(Path(kept) / preset, preset)
         with live(folder, preset) as machine:
@@ -241,21 +230,6 @@ def report(results: Sequence[Result], shares: dict[Knobs, float], grid_s: float)
             f"{r.contender:24s} seed {r.seed}  regret {regret(r, shares):7.1%}  time {r.choice.spent_s / grid_s:6.3f} of the "
             f"grid's  {r.choice.runs:3} runs  {r.choice.knobs or 'nothing found'}"
         )
-
-
-def say(text: str) -> None:
-    """Progress goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 30 <= value <= 36000:
-        raise argparse.ArgumentTypeError(f"{text} s; it must be 30 to 36000")
-    return value
 
 
 if __name__ == "__main__":

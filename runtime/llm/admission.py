@@ -10,9 +10,10 @@ computed before a request's own and of that one, and r the rate of such work as 
   before is reserved for prediction error; a prompt half computed has the whole of D, for what it has cost is spent;
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
-With ``late="relegate"`` none of these is ended. It waits behind all that can still be met, by arrival, begins when none of those
+A request that is relegated instead is not ended. It waits behind all that can still be met, by arrival, begins when none of those
 waits and there is room, and counts for no other as work before its own. A prompt already begun is computed to its end, for
-vLLM cannot put one that waits before it; relegated work delays others by that much.
+vLLM cannot put one that waits before it; relegated work delays others by that much. By default that is done to classes that
+weigh less than 1: nobody waits at a screen for those, and an answer that comes late is worth more than none.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
@@ -56,18 +57,19 @@ class AdmissionPolicy:
     """What an engine does about requests that come too late. Without a policy it accepts all and computes all.
 
     ``late``: what becomes of a request as soon as its TTFT (or E2E) target cannot be met any more: ``"reject"`` ends it,
-    ``"relegate"`` computes it after all that can still be met, None like the others. ``queue_timeout``: end one that has waited
+    ``"relegate"`` computes it after all that can still be met, ``"by_weight"`` relegates those of classes that weigh less than 1
+    and rejects the others, None computes it like the others. ``queue_timeout``: end one that has waited
     so long, in seconds, or ``"ttft"``: its class's target, past which it is late and is relegated where ``late`` says so; None
     never. ``order``: the ordering while the policy is on, None for the engine's own.
     """
 
-    late: Literal["reject", "relegate"] | None = "reject"
+    late: Literal["by_weight", "reject", "relegate"] | None = "by_weight"
     queue_timeout: float | Literal["ttft"] | None = "ttft"
     order: str | None = "deadline"
 
     def __post_init__(self) -> None:
-        if self.late not in ("reject", "relegate", None):
-            raise ValueError(f'late is {self.late!r}; it must be "reject", "relegate" or None')
+        if self.late not in ("by_weight", "reject", "relegate", None):
+            raise ValueError(f'late is {self.late!r}; it must be "by_weight", "reject", "relegate" or None')
         limit = self.queue_timeout
         seconds = not isinstance(limit, bool | str) and isinstance(limit, int | float) and 0 < limit < inf
         if not (seconds or limit is None or limit == "ttft"):
@@ -131,9 +133,13 @@ class Admission:
         """Work of ``sequence``, whose prompt is being computed, that is left; as tokens."""
         return self.rate.tokens(Work.of(sequence.target - sequence.computed, sequence.computed))
 
-    def relegates(self, verdict: Verdict) -> bool:
-        """Whether the one that ``verdict`` is about waits behind the others; else it is ended."""
-        return self.policy.late == "relegate" and verdict.reason == SLO_REASON
+    def relegates(self, sequence: Sequence, verdict: Verdict) -> bool:
+        """Whether ``sequence``, which is late by ``verdict``, waits behind the others; else it is ended."""
+        return verdict.reason == SLO_REASON and self._relegated_when_late(sequence)
+
+    def _relegated_when_late(self, sequence: Sequence) -> bool:
+        late = self.policy.late
+        return late == "relegate" or (late == "by_weight" and self._weight(sequence) < 1)
 
     def outweighed(
         self, sequence: Sequence, verdict: Verdict, now: float, waiting: Iterable[Sequence]
@@ -168,10 +174,9 @@ class Admission:
 
     def turn(self, sequence: Sequence, now: float, in_progress: Seq[float]) -> Verdict | None:
         """Why ``sequence``, whose turn it is to begin, is late behind prompts in progress of which so much is left."""
-        late = self.policy.late
-        if late is None or sequence.generated or sequence.relegated is not None:
+        if self.policy.late is None or sequence.generated or sequence.relegated is not None:
             return None
-        if late == "relegate" and sequence.preemptions:  # it had begun
+        if sequence.preemptions and self._relegated_when_late(sequence):  # it had begun
             return None
         own = self.rate.tokens(work_of(sequence))
         verdict = self._judge(sequence, now, self.before(own, in_progress))
@@ -181,7 +186,9 @@ class Admission:
 
     def in_progress(self, sequence: Sequence, now: float, others: Seq[float]) -> Verdict | None:
         """Whether to end ``sequence``, whose prompt is being computed, behind others of which so much is left."""
-        if self.policy.late != "reject" or sequence.generated or sequence is self._probe:
+        if self.policy.late is None or sequence.generated or sequence is self._probe:
+            return None
+        if self._relegated_when_late(sequence):
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)
@@ -232,17 +239,14 @@ class Admission:
         """The one of :attr:`next_timeout`, which must be over, and why it is late."""
         when, sequence = self._timeouts.pop()
         waited = when - sequence.request.arrival
-        reason = SLO_REASON if self._relegates_overdue else QUEUE_TIMEOUT_REASON
+        overdue = self.policy.queue_timeout == "ttft" and self._relegated_when_late(sequence)
+        reason = SLO_REASON if overdue else QUEUE_TIMEOUT_REASON
         return sequence, Verdict(reason, f"it waited {waited:.3g} s without being begun", waited)
-
-    @property
-    def _relegates_overdue(self) -> bool:
-        return self.policy.late == "relegate" and self.policy.queue_timeout == "ttft"
 
     def _untimed(self, sequence: Sequence) -> bool:
         """Whether the queue's timeout means nothing to ``sequence`` any more."""
         begun = sequence.scheduled is not None or sequence.state != "waiting"
-        return begun or (self._relegates_overdue and sequence.relegated is not None)
+        return begun or (self.policy.queue_timeout == "ttft" and sequence.relegated is not None)
 
 
 def rejected(sequence: Sequence, verdict: Verdict) -> RejectedError:

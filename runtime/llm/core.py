@@ -266,7 +266,7 @@ class EngineCore:
             admission = self.scheduler.admission
             if admission is not None and admission.next_timeout == expiry:
                 sequence, verdict = admission.timed_out()
-                if admission.relegates(verdict):
+                if admission.relegates(sequence, verdict):
                     self.scheduler.relegate(sequence)
                     continue
                 sequence.retry_after = verdict.retry_after_s

@@ -98,7 +98,7 @@ class Scheduler:
             first = [s for s in self.prefills if precedes(s, sequence)]
             if (verdict := self.admission.arrive(sequence, now, before, first)) is not None:
                 late = self.admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
-                if late[0] is sequence and not self.admission.relegates(verdict):
+                if late[0] is sequence and not self.admission.relegates(sequence, verdict):
                     self.finish(sequence, FinishReason.REJECTED, now, verdict.reason)
                     raise rejected(sequence, verdict)
                 for one in late:
@@ -244,7 +244,7 @@ class Scheduler:
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""
-        if admission.relegates(verdict):
+        if admission.relegates(sequence, verdict):
             self.relegate(sequence)
             return
         sequence.retry_after = verdict.retry_after_s

@@ -61,6 +61,7 @@ class WaitingQueue:
         """Put ``sequence``, which waits and has never run, behind all that are not relegated; those go by their arrival."""
         self._tally(sequence, -1)
         sequence.relegated, sequence.key = sequence.key, _BEHIND + sequence.request.arrival
+        sequence.was_relegated = True
         self._tally(sequence, 1)
         self._enter(sequence)  # the entry of before stands no longer
         self._sweep()

@@ -78,6 +78,7 @@ class ServingMetrics(Collector):
         self._tokens: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter()
+        self._relegated: Counter[str] = Counter()  # by class
         self._preemptions = 0
         self._met = self._offered = 0
         self._window: deque[tuple[float, bool]] = deque()  # (when it ended, whether it met its SLO)
@@ -118,6 +119,8 @@ class ServingMetrics(Collector):
         self._ended[record.reason] += 1
         if record.reason is FinishReason.REJECTED:
             self._rejections[record.cause if record.cause in REJECTIONS else "invalid"] += 1
+        if record.relegated:
+            self._relegated[record.request_class if record.request_class in self._engine.slos else "default"] += 1
         self._tokens["prompt"] += record.prompt_tokens
         self._tokens["cached"] += record.cached_tokens
         self.queue_time.observe(record.queue_time)
@@ -196,6 +199,14 @@ class ServingMetrics(Collector):
         for why in REJECTIONS:
             rejected.add_metric([why], self._rejections[why])
         yield rejected
+        relegated = CounterMetricFamily(
+            f"{PREFIX}requests_relegated",
+            "Requests that have ended and once waited behind all that could still meet their SLO",
+            labels=["class"],
+        )
+        for name in {"default": None, **dict.fromkeys(self._engine.slos)}:
+            relegated.add_metric([name], self._relegated[name])
+        yield relegated
         steps = CounterMetricFamily(
             f"{PREFIX}steps", "Engine steps, by what kept them from holding more", labels=["limited_by"]
         )

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, cast
@@ -32,7 +32,7 @@ from runtime.request import SamplingParams
 from runtime.request import Sequence as Running
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, Facts, SchedulerView
-from tests.fakes import FakeExecutor, FakeModel
+from tests.fakes import FakeExecutor, FakeModel, Records
 from tests.unit.simulated_profile import scenario
 
 FAULTY = 9
@@ -90,26 +90,6 @@ if find_spec("vllm") is not None:
     from tests.vllm_fakes import vllm_engine
 
     ENGINES["vllm"] = lambda limits, knobs: vllm_engine(limits, knobs, slo=PATIENT, fail_on=FAULTY)
-
-
-@dataclass
-class Records:
-    """A listener that keeps what it hears, and may act on the engine's thread between two steps."""
-
-    steps: list[StepRecord] = field(default_factory=list)
-    requests: list[RequestRecord] = field(default_factory=list)
-    act: Callable[[StepRecord], object] = lambda record: None
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-        self.act(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
-
-    @property
-    def of(self) -> dict[str, RequestRecord]:
-        return {record.id: record for record in self.requests}
 
 
 class World:

@@ -173,6 +173,9 @@ def test_for_people_it_is_a_table_and_a_sentence(
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(("fits: ", "stale: ", "cannot tell: "))
     assert f"note: torch {software().torch} instead of 2.0.0" in out
-    assert "warning: other programs used 1.4 cores while it was measured; run it again on a quiet machine" in out
+    assert (
+        "warning: other programs used 1.4 cores while it was measured; profile again when nothing else runs on this machine"
+        in out
+    )
     for word in ("decode", "prefill", "measured", "profile says", "difference"):
         assert word in out

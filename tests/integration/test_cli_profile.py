@@ -109,6 +109,31 @@ def test_a_trace_is_replayed_on_the_real_engine(model: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.beside
+def test_two_classes_on_the_real_engine_from_the_question_to_the_bench(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mix = "chat=poisson:prompt=24,output=6@0.75+batch=poisson:prompt=48,output=12@0.25"
+    classes = ["--class", "chat:ttft=400ms,tpot=100ms@90%", "--class", "batch:e2e=20s*0.2"]
+    arguments = ["--cpu", "--dtype", "float32", "--model", model, "--workload", mix]
+    code = run(["profile", *arguments, *classes, "--rate", "20", "--budget", "10s", "--out", "two.yaml", "--json"])
+    captured = capsys.readouterr()
+    assert captured.out, captured.err
+    told = json.loads(captured.out)
+    assert code == (0 if told["slo_met"] else 1)
+    made = load_profile("two.yaml")
+    assert [str(one) for one in made.classes] == ["chat:ttft=400ms,tpot=100ms@90%", "batch:e2e=20000ms@99%*0.2"]
+    measured = [p for p in made.points if p.stage == "validation"]
+    assert measured and all({*p.classes} == {"chat", "batch"} for p in measured)
+    assert all(p.offered == sum(c.offered for c in p.classes.values()) for p in measured)
+    assert run(["profile", *arguments, "--class", "chat:ttft=1s", "--out", "two.yaml"]) == 2
+    assert "holds a study of something else (classes was" in capsys.readouterr().err
+    assert run(["bench", "--profile", "two.yaml", "--cpu", "--duration", "2s", "--rounds", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["classes"] == [str(one) for one in made.classes]
+    for contender in told["contenders"]:
+        assert {*contender["classes"]} == {"chat", "batch"}
+
+
 def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["profile", "--model", model, *QUICK, "--trials", "1", "--budget", "10s", "--out", "a.yaml"]
     assert run(command) in (0, 1)

@@ -20,8 +20,8 @@ import autotune
 from autotune.engines import adapt
 from autotune.engines.vllm import Steered
 from runtime.errors import LeaseError
-from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
+from tests.fakes import Records
 from tests.vllm_fakes import BLOCK, POOL_TOKENS, CountingExecutor, model_folder
 
 TARGET = SLO(ttft_ms=30_000, tpot_ms=10_000)
@@ -29,18 +29,6 @@ OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
 }  # fmt: skip
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
 
 class Fake(CountingExecutor):
@@ -82,7 +70,7 @@ def test_an_idle_engine_of_another_is_steered_where_it_is(llm: LLMEngine) -> Non
     lengths = [5, 90, 33, 64, 7, 120]
     before = serve(llm, lengths)
     with autotune.control(llm, slo=TARGET, pinned={"chunk_size": 16}) as control:
-        tunable, heard = adapt(llm), Heard()
+        tunable, heard = adapt(llm), Records()
         assert tunable is adapt(llm), "the same one each time"
         assert (tunable.facts.engine, tunable.facts.version) == ("vllm", "0.32.0")
         assert (tunable.facts.kv_tokens, tunable.facts.block_size) == (POOL_TOKENS, BLOCK)
@@ -127,7 +115,7 @@ def test_an_llm_generates_under_control(folder: Path) -> None:
 
     stock = answers()
     with autotune.control(llm, slo=TARGET, interval_s=0.01) as control:
-        heard = Heard()
+        heard = Records()
         adapt(llm).subscribe(heard)
         assert answers() == stock
         assert control.status().attainment.met == len(prompts) and control.failed is None

@@ -17,9 +17,10 @@ from autotune.measure.evaluate import evaluate
 from autotune.workload import parse_workload
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason
 from runtime.request import SamplingParams
 from runtime.slo import SLO
+from tests.fakes import Records
 from tests.vllm_fakes import model_folder, vllm_engine
 
 LIMITS = KnobLimits(max_batch_size=16, max_wait_ms=200, token_budget=256, chunk_size=256)
@@ -27,18 +28,6 @@ START = Knobs(max_batch_size=8, max_wait_ms=0, token_budget=64, chunk_size=48)
 PATIENT = SLO(ttft_ms=30_000, e2e_ms=60_000)
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "block_size": 32}
 LENGTHS = (5, 90, 33, 64, 7, 120, 48, 12, 20, 75)
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
 
 def prompt(length: int) -> list[int]:
@@ -79,7 +68,7 @@ def test_facts_are_those_of_vllm(engine: VllmEngine, folder: Path) -> None:
 
 
 def test_answers_are_those_of_stock_vllm_whatever_the_knobs(engine: VllmEngine, stock: list[tuple[int, ...]]) -> None:
-    heard = Heard()
+    heard = Records()
     end = engine.subscribe(heard)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     streams = []
@@ -143,7 +132,7 @@ def test_a_wait_window_does_not_spin() -> None:
             return asked()
 
         engine._core.steering.prepare = counted  # type: ignore[method-assign]
-        heard = Heard()
+        heard = Records()
         engine.subscribe(heard)
         engine.submit(prompt(5), max_tokens=1).result()
         (record,) = heard.requests

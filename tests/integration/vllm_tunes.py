@@ -28,7 +28,8 @@ from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED
 from runtime.errors import EngineClosedError, InputError
-from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.records import FinishReason, StepRecord
+from tests.fakes import Records
 from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
 
 SLO = {"slo": "ttft=30s,tpot=1s"}
@@ -55,18 +56,6 @@ class OverlappingExecutor(SlowExecutor):
         done: Future[Any] = Future()
         done.set_result(self._made)
         return done
-
-
-class Records:
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
 
 class ByAnotherTool(Stock):

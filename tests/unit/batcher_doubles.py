@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from runtime import RequestRecord, StepRecord
-
 
 class Gated:
     """A function that waits inside until it is let through, and remembers what it was called with."""
@@ -23,20 +21,6 @@ class Gated:
         self.entered.release()
         assert self.gate.acquire(timeout=30)
         return [self._act(item) for item in items]
-
-
-class Heard:
-    """A listener."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[RequestRecord] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
 
 def double(items: list[int]) -> list[int]:

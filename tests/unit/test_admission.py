@@ -233,6 +233,36 @@ def test_what_is_late_is_computed_behind_what_can_be_met_by_arrival() -> None:
     assert (found.met, found.offered) == (19, 101), "late ones are misses"
 
 
+BATCH = RequestClass("batch", SLO(ttft_ms=200), 0.2)
+
+
+def test_by_default_a_class_of_less_weight_is_relegated_and_the_others_are_rejected() -> None:
+    """A hundred of each at once, of which the machine computes 16 in time."""
+    world = World(admission=True, source=100 / 11e-3, classes=[BATCH, RequestClass("twice", SLO(ttft_ms=200), 2.0)])
+    for number in range(300):
+        name = ("default", "batch", "twice")[number % 3]
+        world.offer(Arrival(0.0, 100, 1, ((number, 100),), name), f"{name}-{number}", due=0.0, shared=False)
+    world.run()
+    records = list(world.records.values())
+    assert len(records) == 300
+    batch = [r for r in records if r.request_class == "batch"]
+    assert all(r.completed and r.relegated for r in batch), "the others took their places"
+    met = [r for r in records if r.request_class == "twice" and SLO(ttft_ms=200).met(r)]
+    assert len(met) >= 15
+    assert {r.cause for r in records if r not in met and r not in batch} == {"slo"}
+    assert not any(r.relegated for r in records if r not in batch)
+
+
+def test_a_record_says_of_one_that_was_relegated_and_got_its_place_back_that_it_was() -> None:
+    world = World(admission=LATER, source=100 / 11e-3)
+    for number in range(40):
+        world.offer(Arrival(0.0, 100, 1, ((number, 100),)), f"{number}", due=0.0, shared=False)
+    behind = {s.request.id for s in world.scheduler.waiting if s.relegated is not None}
+    world.set_admission(None)
+    world.run()
+    assert behind and {r.id for r in world.records.values() if r.relegated} == behind
+
+
 def test_no_relegated_tokens_count_for_those_that_come_later() -> None:
     """And in deadline order, whatever their class: relegated with a target of 1 s they wait behind one of 2 s."""
     world = World(admission=LATER, source=100 / 11e-3, slo="ttft=1s", classes=[RequestClass("slow", SLO(ttft_ms=2000))])
@@ -460,7 +490,7 @@ def test_a_client_is_told_why_and_when_to_come_again() -> None:
         ({"queue_timeout": "soon"}, "queue_timeout is 'soon'"),
         ({"queue_timeout": True}, "queue_timeout is True"),
         ({"queue_timeout": float("inf")}, "queue_timeout is inf"),
-        ({"late": "drop"}, 'late is \'drop\'; it must be "reject", "relegate" or None'),
+        ({"late": "drop"}, 'late is \'drop\'; it must be "by_weight", "reject", "relegate" or None'),
         ({"late": True}, "late is True"),
         ({"order": "lifo"}, "ordering is 'lifo'; it must be one of priority, fcfs"),
     ],

@@ -11,7 +11,8 @@ import pytest
 from runtime import Batcher
 from runtime.batching.strategies import STRATEGIES, Static
 from runtime.errors import StepFailedError
-from tests.unit.batcher_doubles import Gated, Heard, double
+from tests.fakes import Records
+from tests.unit.batcher_doubles import Gated, double
 
 
 def test_results_come_back_to_whoever_submitted() -> None:
@@ -67,7 +68,7 @@ def test_an_exception_in_a_slot_is_that_items_own() -> None:
     def some(items: list[int]) -> list[Any]:
         return [ValueError(f"{i} is odd") if i % 2 else i for i in items]
 
-    heard = Heard()
+    heard = Records()
     with Batcher(some) as b:
         b.subscribe(heard)
         futures = [b.submit(i) for i in range(4)]
@@ -227,7 +228,7 @@ def test_a_cost_that_is_no_number_is_named(cost: object) -> None:
 
 
 def test_costs_are_rounded_up() -> None:
-    heard = Heard()
+    heard = Records()
     with Batcher(lambda items: items, cost=lambda item: item) as b:
         b.subscribe(heard)
         for cost in (0, 0.2, 1.0, 2.5, 7):

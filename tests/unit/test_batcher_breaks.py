@@ -17,7 +17,8 @@ from runtime.batching.strategies import Dynamic
 from runtime.batching.virtual import serve
 from runtime.errors import RejectedError, StepFailedError
 from runtime.records import FinishReason
-from tests.unit.batcher_doubles import Gated, Heard, double
+from tests.fakes import Records
+from tests.unit.batcher_doubles import Gated, double
 
 
 class Bug(Exception):
@@ -54,7 +55,7 @@ def _broken(method: str, nth: int) -> dict[str, Any]:
 @pytest.mark.parametrize("method", ["decide", "began", "observe", "first", "took"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_item_ends_when_a_strategy_or_a_grouping_raises(method: str, nth: int, replicas: int) -> None:
-    heard = Heard()
+    heard = Records()
     with Batcher(double, max_batch_size=2, max_wait_ms=0, replicas=replicas, **_broken(method, nth)) as b:
         b.subscribe(heard)
         futures, refused = [], 0
@@ -150,7 +151,7 @@ def test_an_exception_that_cannot_be_written_is_still_an_outcome() -> None:
     def fails(items: list[int]) -> list[Any]:
         return [Mute() for _ in items]
 
-    heard = Heard()
+    heard = Records()
     with Batcher(fails) as b:
         b.subscribe(heard)
         assert isinstance(b.submit(1).exception(30), Mute)

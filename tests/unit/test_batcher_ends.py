@@ -13,12 +13,13 @@ import pytest
 from runtime import Batcher, FinishReason
 from runtime.batching.strategies import Adaptive
 from runtime.errors import RejectedError, RequestCancelledError, RequestTimeoutError
-from tests.unit.batcher_doubles import Gated, Heard, double
+from tests.fakes import Records
+from tests.unit.batcher_doubles import Gated, double
 
 
 def test_a_cancelled_item_never_reaches_the_function() -> None:
     fn = Gated()
-    heard = Heard()
+    heard = Records()
     with Batcher(fn, max_batch_size=2) as b:
         b.subscribe(heard)
         futures = [b.submit(i) for i in range(6)]

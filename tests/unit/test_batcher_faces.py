@@ -16,7 +16,8 @@ import pytest
 from runtime import SLO, Batcher, ItemFuture, RejectedError, batch
 from runtime.batching.packing import Packed, pack
 from runtime.batching.padding import pad
-from tests.unit.batcher_doubles import Gated, Heard, double
+from tests.fakes import Records
+from tests.unit.batcher_doubles import Gated, double
 
 
 def test_a_generator_streams_to_each_item() -> None:
@@ -24,7 +25,7 @@ def test_a_generator_streams_to_each_item() -> None:
         for i in range(max(map(len, words))):
             yield [word[i] if i < len(word) else None for word in words]
 
-    heard = Heard()
+    heard = Records()
     with Batcher(spell) as b:
         b.subscribe(heard)
         futures = [b.submit(word) for word in ("some", "words", "a")]

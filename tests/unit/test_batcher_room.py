@@ -11,13 +11,14 @@ import pytest
 
 from runtime import Batcher, FinishReason
 from runtime.errors import RejectedError, RequestTimeoutError
-from tests.unit.batcher_doubles import Gated, Heard
+from tests.fakes import Records
+from tests.unit.batcher_doubles import Gated
 
 STOP, TIMEOUT, CANCELLED = FinishReason.STOP, FinishReason.TIMEOUT, FinishReason.CANCELLED
 
 
 async def test_awaiting_room_is_no_rejection() -> None:
-    fn, heard = Gated(), Heard()
+    fn, heard = Gated(), Records()
     fn.gate.release(100)
     b = Batcher(fn, max_batch_size=1, max_queue=2)
     b.subscribe(heard)
@@ -27,7 +28,7 @@ async def test_awaiting_room_is_no_rejection() -> None:
 
 
 def test_map_that_waits_for_room_is_no_rejection() -> None:
-    fn, heard = Gated(), Heard()
+    fn, heard = Gated(), Records()
     fn.gate.release(100)
     with Batcher(fn, max_batch_size=1, max_queue=2, when_full="reject") as b:
         b.subscribe(heard)
@@ -36,7 +37,7 @@ def test_map_that_waits_for_room_is_no_rejection() -> None:
 
 
 def test_map_waits_while_the_queue_is_full_of_others() -> None:
-    fn, heard = Gated(), Heard()
+    fn, heard = Gated(), Records()
     with Batcher(fn, max_batch_size=1, max_queue=1, when_full="reject") as b:
         b.submit(0)
         fn.entered.acquire()
@@ -53,9 +54,9 @@ def test_map_waits_while_the_queue_is_full_of_others() -> None:
     assert [r.cause for r in heard.requests if r.reason is FinishReason.REJECTED] == ["queue_full"]
 
 
-async def full() -> tuple[Gated, Heard, Batcher[int, int], list[asyncio.Task[int]]]:
+async def full() -> tuple[Gated, Records, Batcher[int, int], list[asyncio.Task[int]]]:
     """A batcher with one item being served and one waiting, which is all it has room for."""
-    fn, heard = Gated(), Heard()
+    fn, heard = Gated(), Records()
     b = Batcher(fn, max_batch_size=1, max_queue=1)
     b.subscribe(heard)
     tasks = [asyncio.create_task(b(i)) for i in range(2)]
@@ -79,7 +80,7 @@ async def test_a_timeout_holds_while_an_await_waits_for_room() -> None:
 
 
 def test_a_timeout_holds_while_a_submit_waits_for_room() -> None:
-    fn, heard = Gated(), Heard()
+    fn, heard = Gated(), Records()
     with Batcher(fn, max_batch_size=1, max_queue=1) as b:
         b.subscribe(heard)
         first = b.submit(0)

@@ -14,7 +14,7 @@ from runtime import Batcher, FinishReason
 from runtime.batching.future import StreamFuture
 from runtime.batching.invoke import END
 from runtime.errors import RequestTimeoutError
-from tests.unit.batcher_doubles import Heard
+from tests.fakes import Records
 
 
 class Ticks:
@@ -58,7 +58,7 @@ def test_a_generator_is_closed_when_all_its_items_have_timed_out(kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["__call__", "in_loop"])
 def test_a_running_stream_can_be_cancelled_and_the_others_go_on(kind: str) -> None:
-    ticks, heard = Ticks(), Heard()
+    ticks, heard = Ticks(), Records()
     with Batcher(getattr(ticks, kind), strategy="static", max_batch_size=2) as b:
         b.subscribe(heard)
         one, two = b.submit(1, request_id="one"), b.submit(2, request_id="two")
@@ -105,7 +105,7 @@ def test_an_exception_in_a_slot_ends_that_items_stream_alone() -> None:
         for turn in range(3):
             yield [ValueError("mine") if item == 1 and turn else turn for item in items]
 
-    heard = Heard()
+    heard = Records()
     with Batcher(stream, strategy="static", max_batch_size=2) as b:
         b.subscribe(heard)
         bad, good = b.submit(1, request_id="bad"), b.submit(2, request_id="good")

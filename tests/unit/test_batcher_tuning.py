@@ -14,7 +14,7 @@ from autotune.measure.evaluate import evaluate
 from autotune.workload.parse import parse_workload
 from runtime import SLO, Batcher, EngineClosedError, Knobs, LeaseError
 from runtime.tunable import SchedulerView
-from tests.unit.batcher_doubles import Heard
+from tests.fakes import Records
 
 
 def same(items: list[Any]) -> list[Any]:
@@ -22,7 +22,7 @@ def same(items: list[Any]) -> list[Any]:
 
 
 def test_records_say_what_happened_in_the_engines_words() -> None:
-    heard = Heard()
+    heard = Records()
     with Batcher(same, cost=len, slo="e2e=30s") as b:
         end = b.subscribe(heard)
         b("four", tenant="t", priority=2, request_id="mine")
@@ -84,7 +84,7 @@ def test_a_step_policy_gives_each_call_its_budget() -> None:
         def budget(self, view: SchedulerView) -> int:
             return 5 if view.waiting < 100 else 1
 
-    heard = Heard()
+    heard = Records()
     with Batcher(same, cost=lambda item: 2) as b:
         b.subscribe(heard)
         b.set_step_policy(Five())

@@ -15,7 +15,7 @@ import pytest
 import autotune
 from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError
-from autotune.profile.callable import BatcherSetting, Point, load_callable_profile
+from autotune.profile.callable import BatcherSetting, CallablePoint, load_callable_profile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, OPEN, STRATEGIES, choose, grid
 from autotune.profiling.callable import CallableSession, CallableSetup, CallableTarget, CallSimulator, items, ranked
 from autotune.profiling.calls import measure_calls
@@ -107,7 +107,7 @@ def test_simulating_tells_settings_apart() -> None:
     cost = calibrated(ticking, subject(ticking))
     load = Load(300.0, 7, 10.0, 1.0)
 
-    def tried(setting: BatcherSetting) -> Point:
+    def tried(setting: BatcherSetting) -> CallablePoint:
         return callable_point([simulated(setting, cost, [1], load, SLOW_START)])
 
     free, single = tried(AS_IT_COMES), tried(ONE_AT_A_TIME)
@@ -143,8 +143,8 @@ def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
     assert {i.cost for i in found} == {10, 20, 30}
 
 
-def _point(setting: BatcherSetting, met: int, p99: float) -> Point:
-    return Point(
+def _point(setting: BatcherSetting, met: int, p99: float) -> CallablePoint:
+    return CallablePoint(
         source="simulated", strategy=setting.strategy, knobs=setting.knobs, offered=1000, met=met, attainment=met / 1000,
         attainment_low=0, attainment_high=1, goodput=met / 10, e2e_p50_ms=p99, e2e_p99_ms=p99, items_per_call=1,
         calls_per_s=1, lateness_p99_ms=0, seeds=(0,),
@@ -239,7 +239,7 @@ def test_a_setting_that_fails_is_left_out() -> None:
                 raise EvaluationError("request run-3 failed: no memory")
             return found
 
-    def profiled(reporter: Silent) -> list[Point]:
+    def profiled(reporter: Silent) -> list[CallablePoint]:
         asked = question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
         return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
 

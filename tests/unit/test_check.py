@@ -122,7 +122,9 @@ def test_of_a_profile_without_a_model_of_planned_steps_the_error_is_not_averaged
 
 def test_decode_steps_14_percent_slower(facts: CostFacts) -> None:
     found = checked(facts, lambda step: slow_cpu(step) * (1.0 if step.prefill_tokens else 1.14))
-    assert re.fullmatch(r"stale: decode steps 1[345]% slower than the profile", found.sentence)
+    assert re.fullmatch(
+        r"stale: decode steps 1[345]% slower than the profile; to renew it, profile this machine again", found.sentence
+    )
     assert {r.region: r.verdict for r in found.regions} == {
         "decode": "stale", "prefill": "fits", "prefix": "fits", "mixed": "fits",
     }  # fmt: skip
@@ -152,7 +154,7 @@ def test_what_changed_is_named(facts: CostFacts, hardware: Any, regions: set[str
     found = checked(facts, hardware)
     assert found.verdict == "stale"
     assert {r.region for r in found.regions if r.verdict == "stale"} == regions
-    assert found.sentence.count(how) == len(regions) and found.sentence.endswith("than the profile")
+    assert found.sentence.count(how) == len(regions) and "than the profile; to renew it, " in found.sentence
 
 
 def test_the_threshold_says_what_matters(facts: CostFacts) -> None:
@@ -180,14 +182,15 @@ def test_noise_is_not_taken_for_a_change(facts: CostFacts) -> None:
         verdicts.append(found.verdict)
         if found.verdict == "unclear":
             assert found.sentence.startswith("cannot tell: machine too noisy (")
+            assert found.sentence.endswith("); check again when it is idle, or with a longer --budget")
     assert "unclear" in verdicts and verdicts.count("stale") <= 1, verdicts
 
 
 def test_slower_while_others_work_is_no_verdict(facts: CostFacts) -> None:
     found = checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.8)
     assert found.verdict == "unclear"
-    words = r"cannot tell: other processes took 0.8 cores meanwhile \(decode steps (29|30|31)% slower.*"
-    assert re.fullmatch(words, found.sentence)
+    words = r"cannot tell: other processes took 0.8 cores meanwhile \(decode steps (29|30|31)% slower.*; check again when they "
+    assert re.fullmatch(words + "have ended", found.sentence)
     assert checked(facts, lambda s: 0.7 * slow_cpu(s), taken=lambda: 0.8).verdict == "stale", "faster all the same"
     assert checked(facts, slow_cpu, taken=lambda: 0.8).verdict == "fits"
     assert checked(facts, lambda s: 1.3 * slow_cpu(s), taken=lambda: 0.2).verdict == "stale"
@@ -198,6 +201,7 @@ def test_a_cost_model_too_rough_to_compare_with(facts: CostFacts) -> None:
     rough = planned(facts).model_copy(update={"error": 0.9, "regions": everywhere})
     found = checked(rough, slow_cpu)
     assert found.sentence.startswith("cannot tell: the profile's cost model is too rough (decode steps ")
+    assert found.sentence.endswith("); profile this machine again, with a longer --budget")
 
 
 def test_a_region_that_the_cost_model_hardly_knows_is_left_out(facts: CostFacts) -> None:
@@ -281,3 +285,14 @@ def test_it_is_told_as_one_object(facts: CostFacts) -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------
+
+
+def test_far_slower_is_told_as_a_multiple_and_no_difference_is_not_0_percent() -> None:
+    def region(difference: float) -> RegionCheck:
+        return RegionCheck("decode", 9, 9, 1.0, 1.0, difference, 0.01, 0.01, 0.1, False)
+
+    assert (
+        region(21.88).words() == "decode steps 22.9 times slower" and region(0.99).words() == "decode steps 99% slower"
+    )
+    same = Check((region(0.0),), 9, 9.0, 0.1, 0.0)
+    assert same.sentence == "fits: no kind of step differs from the profile by more than 1%"

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from autotune import __version__
-from autotune.cli.budget import seconds
 from autotune.cli.display import Display, duration, ratio
 from autotune.cli.main import app, run
+from autotune.cli.options import seconds
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import next_steps
 from autotune.cli.target import default_model
@@ -323,3 +323,14 @@ def test_the_default_model_follows_from_the_kind_of_machine(
 ) -> None:
     here = sample_profile(gpu=kind == "gpu").machine.model_copy(update={"cores": cores, "flags": flags})
     assert default_model(here) == model and model in PRESETS
+
+
+@pytest.mark.parametrize("verb", ["profile", "report", "bench", "export"])
+def test_the_file_to_write_is_given_by_its_usual_letter(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert re.search(r"--out\s+-o\s", capsys.readouterr().out)
+
+
+def test_a_profile_is_exported_to_the_file_of_o(tmp_path: Path) -> None:
+    assert run(["export", "cpu-2core-tiny", "--to", "vllm", "-o", str(tmp_path / "mine.yaml"), "--allow-lossy"]) == 0
+    assert "max-num-seqs" in (tmp_path / "mine.yaml").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from runtime.llm.engine import Engine
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, LimitedBy, StepRecord
 from runtime.request import Sequence
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.step_model import StepFeatures
 from tests.building import request_record
 from tests.fakes import count_up
@@ -248,8 +248,8 @@ def test_each_request_is_judged_by_the_slo_of_its_class() -> None:
     score = found(slos)
     assert score.attainment == 1 and score.met == score.offered == 80 and not score.violations
     assert {name: (c.offered, c.met) for name, c in score.classes.items()} == {
-        "default": (0, 0), "chat": (40, 40), "batch": (40, 40),
-    }  # fmt: skip
+        "chat": (40, 40), "batch": (40, 40),
+    }, "nobody goes by default"  # fmt: skip
     assert score.classes["batch"].slo == "e2e=4000ms@99%" and score.classes["chat"].goodput == 10
     tight = found(slos | {"batch": SLO(e2e_ms=400)})
     assert (tight.attainment, tight.met, tight.violations) == (0.5, 40, {"e2e": 40})
@@ -260,3 +260,47 @@ def test_each_request_is_judged_by_the_slo_of_its_class() -> None:
     assert found({"default": SLO(e2e_ms=4000)}) == alone.model_copy(update={"wall_s": found(SLO(e2e_ms=4000)).wall_s})
     with pytest.raises(ValueError, match="no SLO for class batch, and no default"):
         found({"chat": SLO(ttft_ms=200)})
+
+
+def test_goodput_weighs_each_request_by_its_class() -> None:
+    """Ten of each a second; batch is worth a quarter and takes 1.8 s."""
+    workload: Any = TwoClasses()
+    chat = RequestClass("chat", SLO(ttft_ms=200))
+
+    def found(*classes: RequestClass, default: SLO = SLO(e2e_ms=4000)) -> Score:  # noqa: B008  # frozen
+        engine = SimulatedEngine(Steady(), kv_tokens=10_000_000)
+        return evaluate(
+            engine, ROOMY, workload, default, vocab_size=10, seed=0, duration=4.0, classes=classes
+        )  # fmt: skip
+
+    both = found(chat, RequestClass("batch", SLO(e2e_ms=4000), 0.25))
+    assert both.goodput == pytest.approx(12.5) and (both.met, both.offered) == (80, 80)
+    assert both.weighted_attainment == 1 and sum(met for _, met in both.blocks) == pytest.approx(50)
+    late = found(chat, RequestClass("batch", SLO(e2e_ms=400), 0.25))
+    assert (
+        late.goodput == pytest.approx(10) and late.attainment == 0.5 and late.weighted_attainment == pytest.approx(0.8)
+    )
+    assert [late.classes[name].weight for name in ("chat", "batch")] == [1.0, 0.25]
+    assert late.classes["batch"].throughput + late.classes["chat"].throughput == pytest.approx(late.throughput)
+    assert late.classes["chat"].throughput == pytest.approx(20, rel=0.1), "ten answers of two tokens a second"
+    rest = found(chat)
+    assert rest.classes["default"].offered == 40 and rest.classes["default"].weight == 1
+    assert rest.goodput == 20 == found().goodput
+    assert Score.model_validate_json(late.model_dump_json()) == late
+
+
+def test_scores_tell_what_was_rejected_and_relegated_by_class() -> None:
+    """Two slots, and 90 ms a step: chat alone would nearly fill them."""
+    workload: Any = TwoClasses()
+    classes = [RequestClass("chat", SLO(ttft_ms=500)), RequestClass("batch", SLO(ttft_ms=2000), 0.2)]
+    engine = SimulatedEngine(
+        Steady(), kv_tokens=10_000_000, slo=SLO(ttft_ms=500), classes=classes, admission=True,
+        knobs=Knobs(512, 0, 64, 10),
+    )  # fmt: skip
+    found = evaluate(
+        engine, Knobs(2, 0, 16, 10), workload, SLO(ttft_ms=500), vocab_size=10, seed=0, duration=10.0, classes=classes
+    )
+    chat, batch = found.classes["chat"], found.classes["batch"]
+    assert chat.rejections.keys() <= {"slo", "queue_timeout"} and sum(chat.rejections.values()) > 10
+    assert batch.relegated > 10 and not chat.relegated and not batch.rejections
+    assert found.e2e_mean_ms is not None and found.e2e_mean_ms > 90

@@ -6,16 +6,22 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autotune import control
+from autotune import control, simulate
 from autotune.cli.main import run
 from autotune.control.decision_log import Decision, read_decisions
 from autotune.control.explain import summarize, timeline
+from autotune.control.tally import ClassTally, losses
+from autotune.workload import Arrival
 from runtime.knobs import Knobs
-from runtime.slo import SLO
-from tests.unit.control_world import SimulatedEngine, h200, poisson
+from runtime.records import FinishReason, RequestRecord, StepRecord
+from runtime.serving.record_log import RecordLog
+from runtime.slo import SLO, RequestClass
+from tests.building import request_record
+from tests.unit.control_world import VLLM, Formula, SimulatedEngine, h200, poisson
 
 START = Knobs(64, 0, 2048, 2048)
 SMALLER = START.with_(token_budget=512)
@@ -189,3 +195,152 @@ def test_a_log_of_the_version_before_is_read(tmp_path: Path, capsys: pytest.Capt
     assert "promised from now on: default ttft=3000ms,tpot=4ms@99%" in shown and "token_budget 19 (2048 → 64)" in shown
     assert run(["report", str(OLD), "--out", str(tmp_path / "page.html")]) == 0
     assert "tpot=4ms" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+# -- where goodput went ---------------------------------------------------------------------------------------------------
+
+
+def ended(number: int, name: str = "default", *, ttft: float = 0.1, **options: Any) -> RequestRecord:
+    return request_record([number + ttft, number + ttft + 0.01], arrival=float(number))._replace(
+        id=f"{name}-{number}", request_class=name, **options
+    )
+
+
+def tally(records: list[RequestRecord], slo: SLO, weight: float = 1.0) -> ClassTally:
+    made = ClassTally(weight=weight)
+    for record in records:
+        made.add(record, slo)
+    return made
+
+
+REJECTED = {"reason": FinishReason.REJECTED, "token_times": [], "cause": "slo"}
+
+
+def test_every_request_that_did_not_meet_its_slo_is_in_one_place() -> None:
+    slo = SLO(ttft_ms=200, tpot_ms=20)
+    records = [
+        ended(0), ended(1), ended(2, ttft=0.3), ended(3, **REJECTED), ended(4, **(REJECTED | {"cause": "queue_timeout"})),
+        ended(5, reason=FinishReason.TIMEOUT), ended(6, reason=FinishReason.CANCELLED),
+        ended(7, ttft=0.5, relegated=True), ended(8, relegated=True),
+    ]  # fmt: skip
+    found = tally(records, slo)
+    assert (found.offered, found.met, found.cancelled, found.late) == (8, 3, 1, 2)
+    assert found.rejected == {"slo": 1, "queue_timeout": 1} and found.unfinished == {"timeout": 1}
+    assert found.missed == {"ttft": 2} and (found.relegated, found.relegated_met) == (2, 1)
+    assert found.offered - found.met == found.rejected.total() + found.unfinished.total() + found.late
+    assert ClassTally.of(json.loads(json.dumps(found.as_dict()))) == found
+    doubled = found + found
+    assert (
+        doubled.offered == 16 and doubled.rejected == {"slo": 2, "queue_timeout": 2} and doubled.missed == {"ttft": 4}
+    )
+
+
+def test_lines_say_what_was_lost_that_which_weighs_the_most_first() -> None:
+    slo = SLO(ttft_ms=200)
+    chat = tally([*map(ended, range(9)), ended(9, **REJECTED)], slo)
+    batch = tally([ended(n, ttft=0.5, relegated=n > 1) for n in range(4)], slo, 0.2)
+    assert list(losses({"batch": batch, "chat": chat, "idle": ClassTally()})) == [
+        "requests  9 of 14 met their SLO (64.3%)",
+        "chat      9 of 10 met (90.0%); 1 lost at weight 1; rejected 1 (slo 1)",
+        "batch     0 of 4 met (0.0%); 0.8 lost at weight 0.2; late 4 (missed ttft 4); relegated 2, of which 0 met their SLO "
+        "all the same",
+    ]
+    assert list(losses({"default": tally([ended(0), ended(1, **REJECTED)], slo)})) == [
+        "requests  1 of 2 met their SLO (50.0%)",
+        "default   rejected 1 (slo 1)",
+    ]
+    assert list(losses({})) == []
+
+
+def overloaded(path: Path) -> tuple[simulate.SimulatedEngine, dict[str, list[RequestRecord]]]:
+    """Twice what the machine serves: chats that cannot be met are rejected, batch requests wait."""
+    slos = [RequestClass("chat", SLO(ttft_ms=500)), RequestClass("batch", SLO(ttft_ms=1000), 0.2)]
+    engine = simulate.SimulatedEngine(Formula(h200), kv_tokens=760_000, knobs=VLLM, classes=slos, prefix_cache=False)
+    seen: dict[str, list[RequestRecord]] = {"chat": [], "batch": []}
+
+    class Listener:
+        def on_step(self, record: StepRecord) -> None:
+            pass
+
+        def on_request(self, record: RequestRecord) -> None:
+            seen[record.request_class].append(record)
+
+    engine.subscribe(Listener())
+    with control(engine, slo=SLO(ttft_ms=500), log=path, admission=True):
+        for number, (due, prompt, output) in enumerate(poisson(120, 6, 1000, 50, seed=1)):
+            engine.run_until(due)
+            name = "batch" if number % 4 == 0 else "chat"
+            engine.offer(Arrival(due, prompt, output, ((number, prompt),), name), f"{number}", due=due, shared=False)
+        engine.run()
+    return engine, seen
+
+
+def test_a_simulated_run_says_where_goodput_went_in_virtual_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    engine, seen = overloaded(path)
+    assert all(d.wall is None and 0 <= d.at <= engine.clock.now() for d in read_decisions(path)), "no wall clock"
+    assert run(["explain", str(path), "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    for name, records in seen.items():
+        told = outcomes[name]
+        assert told["offered"] == len(records)
+        assert told["met"] == sum(engine.slos[name].met(r) for r in records)
+        assert sum(told["rejected"].values()) == sum(r.reason is FinishReason.REJECTED for r in records)
+        assert told["relegated"] == sum(r.relegated for r in records)
+    assert outcomes["chat"]["rejected"] and not outcomes["chat"]["relegated"]
+    assert outcomes["batch"]["relegated"] and not outcomes["batch"]["rejected"] and outcomes["batch"]["weight"] == 0.2
+    assert run(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "chat      " in text and "lost at weight 0.2" in text and "relegated" in text
+    assert f"{' ' * 4}0.000 s  attach" in text
+
+
+def test_the_records_of_a_run_without_an_end_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, kept = tmp_path / "run.jsonl", tmp_path / "requests.jsonl"
+    _, seen = overloaded(path)
+    assert run(["explain", str(path), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["outcomes"]
+    with RecordLog(kept) as log:
+        for records in seen.values():
+            for record in records:
+                log.on_request(record)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"action":"detach"' not in line))
+    assert run(["explain", str(path)]) == 0
+    assert "requests  not known of a run that has no end in this log: --records FILE" in capsys.readouterr().out
+    assert run(["explain", str(path), "--records", str(kept), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcomes"] == whole
+
+
+def test_flips_that_change_nothing_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flips = [decision(10.0 + i, "hold", ("demand-limited", "compute-limited")[i % 2]) for i in range(7)]
+    path = write(tmp_path / "a.jsonl", [RUN[0], *flips, decision(20.0, "set", "compute-limited", START, SMALLER)])
+    assert run(["explain", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("    10.000 s  hold × 7      ")
+    assert " ".join(f"{lines[1][38:]} {lines[2]}".split()) == (
+        "demand-limited and compute-limited by turns for 6.0 s, which changed no knob; at last: why hold [demand-limited]"
+    )
+    assert "why set" in lines[3]
+    assert run(["explain", path, "--all"]) == 0
+    assert capsys.readouterr().out.count("why hold") == 7
+    assert run(["explain", path, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["decisions"]) == 9, "scripts are given every one"
+
+
+def test_two_holds_are_no_flips() -> None:
+    assert len(list(timeline(RUN, fold=True))) == len(list(timeline(RUN)))
+
+
+@pytest.mark.parametrize("outcomes", ["3", '{"chat":3}', '{"chat":{"weight":1}}'])
+def test_outcomes_that_cannot_be_read_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcomes: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    line = decision(1.0, "detach", "").as_json()
+    path.write_text(line.replace('"evidence":{}', f'"evidence":{{"outcomes":{outcomes}}}') + "\n")
+    assert run(["explain", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"error: {path}: ") and printed.err.count("\n") == 1

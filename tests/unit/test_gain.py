@@ -132,3 +132,12 @@ def test_purposes_with_one_setting_are_one_row() -> None:
     assert next((label, mark) for label, _, mark in rows(same)) == ("every purpose", "← recommended")
     two = profile(findings(run(SMALL, 40), run(LARGE, 30, throughput=900.0), run(VLLM, 20)))
     assert [label for label, _, _ in rows(two)][:3] == ["interactive, balanced", "throughput", "vLLM defaults"]
+
+
+def test_a_large_end_of_the_interval_is_told_as_a_multiple() -> None:
+    made, _ = told([9, 2, 9, 1, 9, 9], [8, 2, 9, 2, 8, 9])
+    assert made.gain is not None
+    wide = made.model_copy(update={"gain": made.gain.model_copy(update={"ratio": 1.4, "low": 0.83, "high": 22.88})})
+    assert "40% more requests within the SLO than with vLLM's defaults (95% interval 0.83 to 22.9 times as many" in (
+        conclusion(wide)
+    )

@@ -17,7 +17,7 @@ from autotune.profile.parts import JitterFacts
 from autotune.profiling.serving_overhead import jitter_of, overhead_of, served_over_predicted
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.executor import CostExecutor
-from autotune.simulate.jitter import FACTORS, jitter_factors
+from autotune.simulate.jitter import FACTORS, SlowStretches, jitter_factors
 from autotune.workload import parse_workload
 from benchmarks.controller.hardware import h200
 from runtime.knobs import Knobs
@@ -204,6 +204,26 @@ def test_by_time_settings_of_other_steps_are_slow_together() -> None:
         return statistics.correlation(slow_shares(8, **options), slow_shares(200, **options))
 
     assert alike(by_time=True) > 0.9 > 0.5 > abs(alike())
+
+
+@pytest.mark.parametrize("length", [0.1, 1.0, 7.3])
+def test_by_time_steps_take_their_mean_on_average_however_long_they_are(length: float) -> None:
+    """With one factor for the whole of a step, by when it begins, short ones would be too quick and long ones too slow."""
+    wild = JitterFacts(quantiles=(0.6,) * 6 + (1.4,) * 2 + (1.8,) * 2, persistent=0.7, memory=0.8)
+    stretches, now = SlowStretches(wild, 3, 1.0), 0.0
+    for _ in range(int(FACTORS / length)):
+        begun, now = now, stretches.end(now, length)
+        assert 0.6 * length - 1e-6 < now - begun < 1.8 * length + 1e-6
+    assert now == pytest.approx(FACTORS, rel=0.005)
+
+
+def test_by_time_work_in_parts_ends_when_it_does_in_one_piece() -> None:
+    stretches, now = SlowStretches(STALLS, 3, 0.02), 5.0
+    for _ in range(1000):
+        now = stretches.end(now, 0.013)
+    assert now == pytest.approx(stretches.end(5.0, 13.0)) != pytest.approx(18.0, abs=0.02)
+    for cycle in (stretches.end(0.0, FACTORS * 0.02), 1e6):  # where the factors begin again, and long after
+        assert 0.0179 < stretches.end(cycle, 0.02) - cycle < 0.0381
 
 
 def test_by_time_a_run_of_steps_takes_what_single_ones_do() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,16 @@ from autotune.control.controllers.protocol import Proposal
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS, find, register
 from autotune.control.controllers.static import StaticController
 from autotune.control.decision_log import read_decisions
+from autotune.control.explain import summarize
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
+from runtime.tunable import SchedulerView
 from tests.unit.control_world import VLLM, SimulatedEngine, poisson, slow_cpu
 from tests.unit.simulated_profile import profiled
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "control.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "control.md"
 CHAT = SLO(ttft_ms=3000, tpot_ms=60)
 
 
@@ -78,11 +83,101 @@ class Wrong(StaticController):
         raise LookupError("no idea")
 
 
+class Broken(StaticController):
+    name = "broken"
+
+    def __init__(self, start: Knobs) -> None:
+        raise RuntimeError("no model")
+
+
+class Silent(StaticController):
+    name = "silent"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return None  # type: ignore[return-value]
+
+
+class Unsaid(StaticController):
+    name = "unsaid"
+
+    def budget(self, view: SchedulerView) -> int:
+        return None  # type: ignore[return-value]
+
+
+class Deaf(StaticController):
+    name = "deaf"
+
+    def set_slos(self, slos: Mapping[str, SLO]) -> None:
+        raise KeyError("chat")
+
+
+class Nameless(StaticController):
+    name = None  # type: ignore[assignment]
+
+
+class Plain(StaticController):
+    """Says of no regime."""
+
+    name = "plain"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return super().decide(now, knobs, limits)._replace(regime="")
+
+
+def test_time_under_a_controller_that_names_no_regime_is_its_own(tmp_path: Path) -> None:
+    """It is not `learning` for ever, neither in the status nor in what `explain` adds up."""
+    engine = SimulatedEngine(slow_cpu, knobs=VLLM)
+    with control(engine, slo=CHAT, controller=Plain(VLLM), log=tmp_path / "run.jsonl") as attached:
+        assert attached.status().regime == "learning"  # nothing was decided
+        engine.play(poisson(8, 20, 400, 40, seed=1))
+        assert attached.status().regime == attached.regime == "plain"
+    log = [d._replace(wall=None) for d in read_decisions(tmp_path / "run.jsonl")]  # by the engine's clock
+    seconds = summarize(log).seconds
+    assert seconds["plain"] > 10 * seconds.get("learning", 0.0)
+
+
+def test_a_controller_that_cannot_be_attached_leaves_the_engine_free() -> None:
+    engine = SimulatedEngine(slow_cpu, knobs=VLLM)
+    with pytest.raises(InputError, match=r"Deaf\.set_slos raised KeyError"):
+        control(engine, slo=CHAT, controller=Deaf(VLLM))
+    with control(engine, slo=CHAT, controller=Plain(VLLM)) as attached:
+        assert not attached.status().ended
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("my_controller.py", "(my_controller:Halving)"),
+        ("my_controller", "(my_controller:Halving)"),
+        ("my_controller.Halving", "(my_controller:Halving)"),
+        ("my_controller.py:Halving", "(my_controller:Halving)"),
+        ("away/other.py", "(other:MyController, in the folder away)"),
+        ("Halving", "(mine:MyController for the class MyController in mine.py)"),
+        (":", "(mine:MyController for the class MyController in mine.py)"),
+        ("x" * 5000, "(mine:MyController for the class MyController in mine.py)"),
+    ],
+)
+def test_a_file_is_answered_with_how_its_class_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: str, meant: str
+) -> None:
+    (folder / "away").mkdir()
+    (folder / "away" / "other.py").write_text("this is no Python", encoding="utf-8")
+    for verb in (["simulate", "cpu-2core-tiny"], ["serve", "nano", "--slo", "ttft=1s"]):
+        assert run([*verb, "--controller", given]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"static, module:Class {meant}, or a Controller" in error
+
+
 @pytest.mark.parametrize(
     ("controller", "says"),
     [
         ("Idle", "it lacks observe_step, observe_request, budget, which a Controller has"),
-        ("Wrong", "failed: LookupError: no idea"),
+        ("Broken", "; Broken.__init__ raised RuntimeError: no model (test_own_controller.py:"),
+        ("Silent", "failed: TypeError: Silent.decide returned None; it must return a Proposal"),
+        ("Unsaid", "failed: TypeError: Unsaid.budget returned None; it must return a whole number of tokens"),
+        ("Deaf", "the deaf controller failed: Deaf.set_slos raised KeyError: 'chat' (test_own_controller.py:"),
+        ("Nameless", "Nameless.name is None; it must be text that is not empty"),
+        ("Wrong", "failed: Wrong.decide raised LookupError: no idea (test_own_controller.py:"),
     ],
 )
 def test_one_that_is_wrong_is_no_figure_but_a_line(
@@ -92,7 +187,12 @@ def test_one_that_is_wrong_is_no_figure_but_a_line(
     words = ["simulate", "mine.yaml", "--seeds", "1", "--requests", "60", "--controller"]
     assert run([*words, f"tests.unit.test_own_controller:{controller}"]) == 2
     out, error = capsys.readouterr()
-    assert says in error and error.startswith("error: ") and "Traceback" not in error and "attainment" not in out
+    assert says in error and error.startswith("error: ") and error.count("\n") == 1 and "attainment" not in out
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.cli.main", *words, f"tests.unit.test_own_controller:{controller}"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr == error  # nothing of it in a log
 
 
 class Needy:
@@ -105,7 +205,7 @@ class Needy:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("pid", "controller is 'pid'; it must be one of aimd, .*, static, module:Class, or a Controller"),
+        ("pid", "controller is 'pid'; it must be one of aimd, .*, static, module:Class .*, or a Controller"),
         ("nowhere:Class", "controller is nowhere:Class; it cannot be imported: ModuleNotFoundError"),
         ("tests.unit.test_own_controller:CHAT", "it must be a class, not a SLO"),
         ("tests.unit.test_own_controller:Needy", "it needs moon, but a controller is given slo, start, kv_tokens"),
@@ -131,3 +231,26 @@ def test_a_registered_one_is_given_what_it_takes_by_name(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="'static'; it must be text without a colon that no other has"):
         register(StaticController)
     assert "static" not in OF_BATCHERS
+
+
+@pytest.mark.slow
+def test_one_that_cannot_be_made_ends_serve_before_it_serves(folder: Path) -> None:
+    words = (
+        "serve",
+        "nano",
+        "--port",
+        "0",
+        "--slo",
+        "ttft=1s",
+        "--controller",
+        "tests.unit.test_own_controller:Broken",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.cli.main", *words],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "serving" not in done.stdout
+    assert re.fullmatch(
+        r".* loading nano …\nerror: controller is \S+; Broken\.__init__ raised RuntimeError: no model \(\S+\)\n",
+        done.stderr,
+    )

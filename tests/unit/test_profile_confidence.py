@@ -41,3 +41,11 @@ def test_of_equals_none_is_called_the_best() -> None:
     )
     apart = confidence(0.5, 0.0, 0.01, 0.018, 2, unbeaten=0.97)
     assert "the recommended one is as good as any measured with a probability of 97%" in apart.sentence
+
+
+def test_a_difference_of_nothing_is_no_percentage() -> None:
+    same = confidence(0.9, 0.0001, 0.0, 0.0004, 3).sentence
+    assert "0.0%" not in same and same.startswith(
+        "runs of one setting differ by less than 0.1%, where chance alone makes less than 0.1%; of 3 settings"
+    )
+    assert same.endswith("and is expected to serve as much as the best of them")

@@ -163,7 +163,7 @@ def test_a_date_that_yaml_would_make_one_of_stays_text(tmp_path: Path) -> None:
         (b"a: 1\n---\nb: 1\n", "line 2: a second document begins"),
         (b'{"action": "set", "cause": "c"}\n{}\n', "is a decision log, not a profile; `autotune explain "),
         (b'{"id": "a", "arrival": 1, "token_times": []}\n', "is a log of requests, not a profile; `autotune report "),
-        (b'{"op_code": 0}\n{"op_code": 1}\n', "is the study of a profiling run, not a profile; `autotune profile` goes on"),
+        (b'{"sum":1,"op_code":0}\n{"sum":2,"op_code":4}\n', "is the study of a profiling run, not a profile; `autotune prof"),
         (b"? [a, b]\n: 1\n", "line 1: "),
         (b'"\\ud800": 1\n', ""),
         (b'a: "\\ud800"\n', ""),

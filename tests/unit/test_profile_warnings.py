@@ -66,7 +66,7 @@ def test_they_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     profile = sample_profile(cost_model=h200().facts, warnings=("the cost model's error is 32%",))
     console = Console(width=200, record=True, quiet=False)
     table.show(profile, console)
-    said = "warning: the cost model's error is 32%; run it again on a quiet machine"
+    said = "warning: the cost model's error is 32%; profile again when nothing else runs on this machine"
     assert "The cost model's error is 32%." in console.export_text()
     save_profile(profile, tmp_path / "a.yaml")
     capsys.readouterr()

@@ -51,6 +51,8 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     assert {plot.title for plot in found["latency"].plots} == {"TTFT", "TPOT"}
     decisions = list(read_decisions(log))
     assert len(found["decisions"].tables[0].rows) == len(decisions)
+    said = found["decisions"].tables[0].rows[0][-1]  # that of the attachment
+    assert "slos (default " in said and not set("{}'") & set(said), "no Python in it"
     turned = {name for d in decisions for name, _, _ in d.changes}
     assert {plot.key for plot in found["knobs"].plots} == {f"knob-{name}" for name in turned} != set()
     for plot in found["knobs"].plots:

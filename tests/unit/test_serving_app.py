@@ -219,6 +219,22 @@ async def test_what_would_come_too_late_is_429_with_a_hint_streamed_or_not() -> 
         assert 'autotune_requests_rejected_total{why="queue_timeout"} 0.0' in told
 
 
+async def test_what_is_relegated_is_answered_and_counted_by_class() -> None:
+    class Slow:
+        prefill_rate = 0.5
+
+    batch = RequestClass("batch", SLO(ttft_ms=100), 0.2)
+    async with served(slo="ttft=100ms", classes=[batch], admission=True) as (client, b):
+        b.engine.set_admission(True, source=Slow())
+        assert (await client.complete()).status_code == 200, "with nothing before it, the first is let in"
+        assert (await client.complete(request_class="batch")).status_code == 200
+        assert (await client.complete()).status_code == 429
+        told = (await client.get("/metrics")).text
+        assert 'autotune_requests_relegated_total{class="batch"} 1.0' in told
+        assert 'autotune_requests_relegated_total{class="default"} 0.0' in told
+        assert 'autotune_requests_rejected_total{why="slo"} 1.0' in told
+
+
 def fails_at(count: int) -> Callable[[Sequence], int]:
     def sample(sequence: Sequence) -> int:
         if len(sequence.output) == count:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import multiprocessing
 import os
-import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,6 +159,7 @@ def test_files_that_are_no_studies(journal: Path, tmp_path: Path) -> None:
         b"\x00\xff\xfe" * 500,
         b"[1, 2]\n",
         b'{"a": 1}\n',
+        b'{"a": 1}\n{"a": 2',
     ):
         journal.write_bytes(content)
         with pytest.raises(InputError, match="it is no journal at all; --fresh"), open_study(journal, IDENTITY):
@@ -181,15 +182,24 @@ def test_another_programs_journal_is_left_alone(journal: Path) -> None:
         assert measured(study) == []
 
 
-def test_a_journal_of_an_earlier_version_goes_on(journal: Path) -> None:
+@pytest.mark.parametrize("sums", ["at the end", "none"])
+def test_a_journal_of_an_earlier_version_goes_on(journal: Path, sums: str) -> None:
     with open_study(journal, IDENTITY) as study:
         study.put("setup", {"sum": 5})
-        measure(study, 1)
-    journal.write_bytes(re.sub(rb',"sum":\d+}\n', b"}\n", journal.read_bytes()))
-    for n in (1, 2):
+        measure(study, 2)
+    lines = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    for line in lines:
+        told = line.pop("sum")
+        if sums == "at the end":
+            line["sum"] = told
+    journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+    log: list[int] = []
+    for _ in range(2):
         with open_study(journal, IDENTITY) as study:
-            assert len(measured(study)) == n and study.get("setup") == {"sum": 5}
-            measure(study, n + 1)
+            assert study.get("setup") == {"sum": 5}
+            measure(study, 4, log)
+            assert measured(study) == ["0", "1", "2", "3"]
+    assert log == [2, 3]
 
 
 FORMER = Path(__file__).parent / "data" / "study-of-0.1.journal.gz"

@@ -201,7 +201,7 @@ def test_restarts_are_counted_and_not_waited_for(machine: Machine) -> None:
         (live_command.main, ["--rounds", "0"], "0; it must be a whole number from 1 to 100"),
         (live_command.main, ["--duration", "x"], "x s; it must be 1 to 3600"),
         (sweep_command.main, ["--budget", "5"], "5 s; it must be 30 to 36000"),
-        (sweep_command.main, ["--threads", "0"], "--threads is 0; it must be at least 1"),
+        (sweep_command.main, ["--threads", "0"], "--threads: 0; it must be a whole number from 1 to 100"),
         (overhead.main, ["--steps", "3"], "--rounds is 7 and --steps 3; they must be at least 1 and 40"),
     ],
 )

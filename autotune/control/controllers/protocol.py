@@ -6,6 +6,8 @@ the same decisions, which is what makes a log replayable.
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,8 +18,9 @@ from runtime.tunable import SchedulerView
 
 
 class Proposal(NamedTuple):
-    """What a controller wants. ``cause`` is one sentence for a person; ``evidence`` the figures behind it; ``unmet`` names the
-    targets that no knobs can meet; a change of it alone is logged as well."""
+    """What a controller wants. ``regime``: what limits now, in a word; empty is the controller's name. ``cause`` is one sentence
+    for a person; ``evidence`` the figures behind it; ``unmet`` names the targets that no knobs can meet; a change of it alone is
+    logged as well."""
 
     knobs: Knobs
     regime: str
@@ -75,3 +78,26 @@ def check_controller(controller: object) -> None:
     """Raise ``ValueError`` if ``controller`` lacks a part of :class:`Controller`."""
     if missing := [part for part in ("name", *METHODS) if not hasattr(controller, part)]:
         raise ValueError(f"controller is {controller!r}; a Controller has {', '.join(missing)} as well")
+    name = getattr(controller, "name", None)
+    if not (isinstance(name, str) and name):
+        raise ValueError(f"{type(controller).__qualname__}.name is {name!r}; it must be text that is not empty")
+
+
+def checked_proposal(controller: Controller, found: object) -> Proposal:
+    """``found``, which ``decide`` returned, with a regime. Raises ``TypeError`` if it is no :class:`Proposal`."""
+    if not isinstance(found, Proposal):
+        raise TypeError(f"{type(controller).__qualname__}.decide returned {found!r}; it must return a Proposal")
+    return found if found.regime else found._replace(regime=controller.name)
+
+
+def failure(controller: object, error: BaseException) -> str:
+    """What ``controller`` did wrong, as a clause: ``Mine.decide raised KeyError: 'chat' (mine.py:12)``."""
+    kind = controller if isinstance(controller, type) else type(controller)
+    steps = list(traceback.walk_tb(error.__traceback__))
+    own = next((i for i, (frame, _) in enumerate(steps) if isinstance(frame.f_locals.get("self"), kind)), None)
+    if own is None:  # what it returned cannot be used, and the error says so
+        return f"{type(error).__name__}: {error}"
+    frame, line = steps[-1]
+    method = steps[own][0].f_code.co_name
+    where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return f"{kind.__qualname__}.{method} raised {type(error).__name__}: {error} ({where})"

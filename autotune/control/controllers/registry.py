@@ -10,14 +10,16 @@ begin with and to fall back on), ``kv_tokens`` and ``block_size`` (of the KV poo
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from autotune.control.controllers.protocol import METHODS, Controller, check_controller
+from autotune.control.controllers.protocol import METHODS, Controller, check_controller, failure
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from runtime.step_model import StepLearner
@@ -61,9 +63,9 @@ def find(name: str, *, batcher: bool = False) -> Make:
     if name in there:
         return there[name]
     module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
+    if not (colon and module and attribute) or module.endswith(".py"):
         known = ", ".join(there)
-        raise ValueError(f"controller is {name!r}; it must be one of {known}, module:Class, or a Controller")
+        raise ValueError(f"controller is {name!r}; it must be one of {known}, {_meant(name)}, or a Controller")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -87,11 +89,37 @@ def maker(made: Callable[..., Controller], name: str) -> Make:
 
     def make(slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None) -> Controller:
         given: dict[str, Any] = dict(zip(TAKES, (slo, start, kv_tokens, block_size, model), strict=True))
-        controller = made(**{parameter: given[parameter] for parameter in takes})
+        try:
+            controller = made(**{parameter: given[parameter] for parameter in takes})
+        except Exception as error:
+            raise ValueError(f"controller is {name}; {failure(made, error)}") from error
         check_controller(controller)
         return controller
 
     return make
+
+
+def _meant(name: str) -> str:
+    """How ``name``, which may be a file, is written: ``module:Class``, with the names of the controllers in that file."""
+    before, _, attribute = name.partition(":")
+    given = Path(before.removesuffix(".py"))
+    if given.name:
+        for file, wanted in ((f"{given}.py", attribute), (given.with_suffix(".py"), given.suffix[1:])):
+            if os.path.isfile(file):
+                meant = [wanted] if wanted else _classes(file) or ["MyController"]
+                folder = "" if given.parent == Path() else f", in the folder {given.parent}"
+                return f"module:Class ({', '.join(f'{Path(file).stem}:{one}' for one in meant)}{folder})"
+    return "module:Class (mine:MyController for the class MyController in mine.py)"
+
+
+def _classes(file: str | Path) -> list[str]:
+    """The classes in ``file`` that decide."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [c.name for c in classes if any(isinstance(m, ast.FunctionDef) and m.name == "decide" for m in c.body)]
 
 
 def _register(made: C, where: dict[str, Make]) -> C:

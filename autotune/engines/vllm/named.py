@@ -6,7 +6,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from autotune.engines.vllm.model import model_of, parameters_of
 from autotune.engines.vllm.scheduler import unfit
 from runtime.errors import AutotuneError, InputError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 
 _OURS: Final[Mapping[str, str]] = {
@@ -76,6 +77,7 @@ class NamedVllm:
     options: Mapping[str, Any]
     arguments: Mapping[str, str]
     kv_tokens: int | None = None
+    classes: tuple[RequestClass, ...] = ()
 
     name = "vllm"
 
@@ -100,6 +102,9 @@ class NamedVllm:
     def with_kv_tokens(self, tokens: int) -> NamedVllm:
         return replace(self, kv_tokens=tokens)
 
+    def with_classes(self, classes: Iterable[RequestClass]) -> NamedVllm:
+        return replace(self, classes=tuple(classes))
+
     def as_profiled(self, kv_tokens: int, block_size: int, prefix_cache: bool, threads: int | None) -> NamedVllm:
         """``threads`` are what ``OMP_NUM_THREADS`` says: vLLM has no argument for them."""
         options = {"enable_prefix_caching": prefix_cache, **self.options, "block_size": block_size}
@@ -109,6 +114,8 @@ class NamedVllm:
         """Start it, by default at :attr:`stock`. Raises :class:`InputError` with vLLM's own reason where it does not start."""
         limits = limits or self.limits
         options = dict(self.options)
+        if self.classes:
+            options["classes"] = self.classes
         if self.kv_tokens is not None:
             blocks = self.kv_tokens // self.block_size + 1  # one of them stands for no block
             options["num_gpu_blocks_override"] = blocks

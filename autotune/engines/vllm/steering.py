@@ -215,7 +215,7 @@ class Steering:
         verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
         if verdict is not None:
             late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
-            if late[0] is sequence and not admission.relegates(verdict):
+            if late[0] is sequence and not admission.relegates(sequence, verdict):
                 self.refusal = verdict
             for one in late:
                 self._late(admission, one, verdict, now)
@@ -251,7 +251,7 @@ class Steering:
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
-        if admission.relegates(verdict):
+        if admission.relegates(sequence, verdict):
             self._relegate(sequence)
             return
         sequence.retry_after = verdict.retry_after_s

@@ -19,7 +19,6 @@ from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Simulates
 from autotune.profiling.timing import CANDIDATES
 from runtime.knobs import Knobs
-from runtime.slo import SLO
 
 MOST = 16
 _FEWEST = 4
@@ -81,7 +80,7 @@ def _chosen(context: Context, setup: Setup) -> list[Candidate]:
 
 def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
     """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
-    objective = Objective(setup.slo)
+    objective = Objective.under(setup)
     best = max((p.goodput.mean for p in trials), default=0.0)
     good = [p for p in trials if p.goodput.mean >= 0.85 * best]
     front = {p.knobs for p in pareto([p for p in good if p.goodput.mean >= _NEARLY * best])}
@@ -122,9 +121,9 @@ def _figures(point: Point) -> tuple[object, ...]:
     return (point.met, point.offered, point.throughput.mean, point.ttft_p50_ms, point.ttft_p99_ms, point.tpot_p99_ms)
 
 
-def best_of(found: Sequence[Candidate], slo: SLO) -> Candidate:
+def best_of(found: Sequence[Candidate], objective: Objective) -> Candidate:
     """By simulation."""
-    return max(found, key=lambda one: Objective(slo).order(one.point))
+    return max(found, key=lambda one: objective.order(one.point))
 
 
 def baseline_of(found: Sequence[Candidate]) -> Candidate | None:

@@ -11,6 +11,7 @@ from autotune.profiling.stages.context import Context, Request
 from autotune.profiling.timing import CALIBRATION, CAPACITY, SIMULATED_CAPACITY, SIMULATION, VALIDATION
 from autotune.simulate.capacity import RateSearch, Search
 from runtime.knobs import Knobs
+from runtime.slo import attained
 
 _CHECKS = 3
 _PRECISION = 0.03
@@ -22,7 +23,7 @@ _STEP = 1.2  # on the hardware, where the simulation was wrong
 
 def find_capacity(context: Context, setup: Setup) -> None:
     """Into ``context.found.capacity``."""
-    found, question, objective = context.found, context.question, Objective(setup.slo)
+    found, question, objective = context.found, context.question, Objective.under(setup)
     choice = found.settings()["balanced"]
     tried = [choice.point]
 
@@ -76,7 +77,7 @@ def _expected(context: Context, setup: Setup, knobs: Knobs) -> float:
 
         search = Search(
             simulate,
-            setup.slo.attainment, (context.question.seed + 2001,), _PRECISION,
+            lambda score: attained(score, setup.slo, setup.classes), (context.question.seed + 2001,), _PRECISION,
             lowest=setup.rate / _RANGE, highest=min(_FURTHER * setup.rate, setup.most_rate),
             late=context.within(SIMULATED_CAPACITY),
         )  # fmt: skip

@@ -154,7 +154,7 @@ def _at_best(
 
     if context.question.rate is None and not fixed:
         search = Search(
-            simulate, TARGET, (seed,), _PRECISION,
+            simulate, lambda score: score.weighted_attainment >= TARGET, (seed,), _PRECISION,
             lowest=setup.rate * _LOWEST, highest=setup.most_rate, step=_FIRST_STEP, late=late,
         )  # fmt: skip
         others = {str(knobs): knobs for knobs in settings}
@@ -167,7 +167,7 @@ def _at_best(
 
         def worth(knobs: Knobs, best: float) -> float:
             scores = [simulate(knobs, setup.rate, seed) for simulate in sides]
-            return sum(0.0 if score is None else score.attainment for score in scores) / len(scores)
+            return sum(0.0 if score is None else score.weighted_attainment for score in scores) / len(scores)
 
         known = uphill(settings, worth, around, steps=_STEPS_UP_AT_RATE, late=late)
         setup = setup.model_copy(update={"candidates": _few(known)})

@@ -52,7 +52,7 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
     done = len(found.simulated)
     context.reporter.stage_done(
         f"{done} trials" if proposals.space else f"{done}/{proposals.trials}",
-        f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} in SLO",
+        f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} within the SLO",
     )
 
 
@@ -107,7 +107,7 @@ def _search(
     found.simulated, found.failures = [], []
     begun, best = context.host.now(), 0.0
     tried = search(
-        Trial(Objective(setup.slo), context.simulator(setup), setup.rate, seed),
+        Trial(Objective.under(setup), context.simulator(setup), setup.rate, seed),
         proposals.space,
         starting=proposals.starting,
         trials=proposals.trials,
@@ -127,7 +127,7 @@ def _search(
                 best = max(best, score.goodput)
             done, spent = trial.number + 1, context.host.now() - begun
             share = max(done / (most or proposals.trials), 0.0 if not seconds else min(1.0, spent / seconds))
-            left, note = spent * (1 - share) / share, f"best {best:.1f} {context.target.unit} in SLO"
+            left, note = spent * (1 - share) / share, f"best {best:.1f} {context.target.unit} within the SLO"
             context.reporter.progress(share, f"{done} trials", note, left)
             if done == most or (seconds is not None and spent > seconds and done >= proposals.least):
                 return

@@ -88,7 +88,7 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
     off_by = OFF_BY_AT_RATE if given else OFF_BY
     half = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION / 2)
     for move in range(_MOVES):
-        best = best_of(chosen, setup.slo)
+        best = best_of(chosen, Objective.under(setup))
         request = request_for(setup, best, 0, noisy=True)
         late = bool(move) and context.decided(
             f"late/{half}/{setup.rate:g}/{setup.speed:.6f}", partial(context.meter.late, half)
@@ -172,7 +172,7 @@ class Validation:
         may_move: bool = False,
     ) -> None:
         self._context, self._setup, self._may_move = context, setup, may_move
-        self._objective = Objective(setup.slo)
+        self._objective = Objective.under(setup)
         self._before = bool(context.found.expected)  # an earlier comparison stands until this one can tell
         self._candidates = list(chosen)
         self._runs: list[tuple[int, Run]] = []  # candidate, what it measured
@@ -181,7 +181,7 @@ class Validation:
         with context.meter.simulating():
             self._add(tried)
         self._expect()
-        best = best_of(self._candidates, setup.slo).knobs
+        best = best_of(self._candidates, self._objective).knobs
         places = self._places()
         self._tried = [places[knobs] for knobs in dict.fromkeys(one.knobs for one in tried) if knobs != best]
         self._most = max(_MOST_RUNS, 3 * (context.question.trials or 0) // 2)
@@ -229,7 +229,7 @@ class Validation:
         """The posterior of the candidates as they stand, and of all measurements against their paired simulations."""
         setup = self._setup
         self._posterior = Posterior(
-            [one.point.attainment for one in self._candidates],
+            [one.point.weighted_attainment for one in self._candidates],
             [_behaviour(one) for one in self._candidates],
             quantum=1 / max(1.0, setup.rate * setup.window_s),
         )
@@ -239,8 +239,9 @@ class Validation:
     def _difference(self, index: int, run: Run) -> Observation:
         """``run`` against the simulations of the same requests, at the speeds that the expectation rests on."""
         with self._context.meter.simulating():
-            paired = [one.paired(run).score.attainment for one in around(self._context, self._setup)]
-        return Observation(index, run.score.attainment - sum(paired) / len(paired), run.score.met == run.score.offered)
+            paired = [one.paired(run).score.weighted_attainment for one in around(self._context, self._setup)]
+        score = run.score
+        return Observation(index, score.weighted_attainment - sum(paired) / len(paired), score.met == score.offered)
 
     def _review(self) -> float | None:
         """After the first looks: the cost model fitted to what was measured as well, and everything expected by that.
@@ -257,7 +258,7 @@ class Validation:
             return None
         speed = speed_of(context.found.cost, runs) or setup.speed
         faster, (low, high) = speed / setup.speed, _NOT_TOLD_APART
-        best = max((p.attainment for p in points(self._validated())), default=0.0)
+        best = max((p.weighted_attainment for p in points(self._validated())), default=0.0)
         in_vain = (best > high and faster > 1 and setup.rate < setup.most_rate) or (best < low and faster < 1)
         moves = self._may_move and in_vain and abs(faster - 1) > OFF_BY_AT_RATE
         stored = context.study.measured(key, lambda: {"speed": speed, "moves": moves}, stop=context.stop)
@@ -307,8 +308,8 @@ class Validation:
         compared tell more than one measured twice.
         """
         chosen, trials = self._candidates, self._context.question.trials
-        best = chosen.index(best_of(chosen, self._setup.slo))
-        shares = [one.point.attainment for one in chosen]
+        best = chosen.index(best_of(chosen, self._objective))
+        shares = [one.point.weighted_attainment for one in chosen]
         good = [i for i, share in enumerate(shares) if share >= (1 - GIVE_UP) * shares[best]]
         quick = min(good, key=lambda i: (self._objective.latency(chosen[i].point), -shares[i]))
         full = max(range(len(chosen)), key=lambda i: (chosen[i].point.throughput.mean, shares[i]))
@@ -419,7 +420,7 @@ class Validation:
         choice = next((i for i in posterior.measured if self._candidates[i].knobs == chosen), posterior.choice())
         sure = posterior.sureness(choice)
         best = measured[self._candidates[choice].knobs]
-        simulated = {i: self._candidates[i].point.attainment for i in posterior.measured}
+        simulated = {i: self._candidates[i].point.weighted_attainment for i in posterior.measured}
         found.confidence = confidence(
             sure.best,
             sure.regret,
@@ -452,7 +453,7 @@ class Validation:
             return ""
         knobs = self._candidates[self._posterior.choice()].knobs
         mine = next(p for p in points(self._validated()) if p.knobs == knobs).goodput
-        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s in SLO"
+        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s within the SLO"
 
 
 def _behaviour(one: Candidate) -> list[float]:

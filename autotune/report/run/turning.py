@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from autotune.control.decision_log import Decision, describe
 from autotune.control.explain import summarize
@@ -88,4 +89,17 @@ def decisions(run: Run) -> Section:
 
 
 def _evidence(decision: Decision) -> str:
-    return ", ".join(f"{name} {value}" for name, value in decision.evidence.items())
+    return ", ".join(f"{name} {_value(value)}" for name, value in decision.evidence.items())
+
+
+def _value(value: object) -> str:
+    """What JSON may hold, for people: ``default ttft=500ms, batch e2e=60s``; ``none``; ``yes``."""
+    if isinstance(value, Mapping):
+        return f"({'; '.join(f'{name} {_value(one)}' for name, one in value.items())})"
+    if isinstance(value, list | tuple):
+        return f"({'; '.join(map(_value, value))})"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

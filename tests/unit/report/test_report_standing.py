@@ -9,6 +9,7 @@ import pytest
 from autotune.profile import Point, Profile, Setting, Spread
 from autotune.report import Evidence
 from autotune.report.standing import Standing, standing
+from autotune.report.wording import compared
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
 from tests.sample_profile import SETTINGS, sample_point, sample_profile
@@ -78,3 +79,18 @@ def test_of_other_requests_goodput_has_to_tell(changes: dict[str, Any]) -> None:
 def test_runs_repeated_under_a_common_seed_count_once() -> None:
     twice = measured(SETTINGS["balanced"], 1160, 1194, (29, 29, 28), (31.0, 32.2, 33.9))
     assert against(twice, BASE).ratio == pytest.approx(round(31.6 * 17.73) / 536)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (22.88, "22.9 times as many requests as A"),
+        (2188.0, "2,188 times as many requests as A"),
+        (2.0, "2 times as many requests as A"),
+        (1.31, "31% more requests than A"),
+        (0.9, "10% fewer requests than A"),
+        (1.004, "as many requests as A"),
+    ],
+)
+def test_a_ratio_in_words(ratio: float, said: str) -> None:
+    assert compared(ratio, "requests", "A") == said

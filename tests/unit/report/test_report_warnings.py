@@ -71,7 +71,8 @@ def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
     )
     warned = off("Simulated goodput figures", 0.9, 2.8)
     assert (
-        warned == "Simulated goodput figures are not to be relied on: typically off by 90% (median), at worst by 280%"
+        warned
+        == "Simulated goodput figures are not to be relied on: typically off by 90% (median), at worst by a factor of 3.8"
     )
     far = tuple(
         p.model_copy(update={"goodput": Spread(mean=0.1 * p.goodput.mean, low=0, high=1, runs=(0.1,))})
@@ -87,7 +88,7 @@ def test_titles_warn_of_figures_that_are_far_off(evidence: Evidence) -> None:
         ),
     )
     title = steps.section(wrong).title
-    assert "not to be relied on: typically off by 40% (median), at worst by 280%" in title
+    assert "not to be relied on: typically off by 40% (median), at worst by a factor of 3.8" in title
 
 
 def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> None:
@@ -104,14 +105,17 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
     assert "the rate compared" not in plain.title and "left" not in plain.lead
     once = left(evidence, 39.2, 2.31)
     made = paired.section(once)
-    assert made.title == f"{plain.title}, at the rate compared; by 131% at 39.2 req/s, before the speed was settled"
+    assert (
+        made.title
+        == f"{plain.title}, at the rate compared; by a factor of 2.31 at 39.2 req/s, before the speed was settled"
+    )
     assert f"over the {len(evidence.pairs())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
     assert [p.title for p in made.plots] == [p.title for p in plain.plots], (
         "titles of plots are of the rate compared too"
     )
     assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.pairs()) + 1, "it is shown all the same"
     twice = paired.section(left(once, 32.4, 1.01)).title
-    assert twice.endswith("; by up to 131% at 32.4 and 39.2 req/s, before the speed was settled")
+    assert twice.endswith("; by up to a factor of 2.31 at 32.4 and 39.2 req/s, before the speed was settled")
 
 
 def test_the_title_says_the_error_that_the_profile_has() -> None:

@@ -1,0 +1,248 @@
+"""Request classes from the question to the report: each is judged by its own SLO, and counts by its weight."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autotune.bench import Result, compare, fixed, measure, turns
+from autotune.bench.table import show as show_bench
+from autotune.cli.main import run as typed
+from autotune.measure.score import ClassScore, Latency
+from autotune.profile import Profile, load_profile, save_profile
+from autotune.profiling.assemble import judge
+from autotune.profiling.findings import Findings
+from autotune.profiling.objective import Objective
+from autotune.profiling.points import point
+from autotune.report.evidence import gather
+from autotune.report.page import compose
+from autotune.report.profile_table import show
+from autotune.simulate.scenario import Scenario
+from autotune.workload import parse_workload
+from runtime.knobs import Knobs
+from runtime.slo import SLO, RequestClass, attained
+from tests.unit.profiled_machine import machine, question, session
+from tests.unit.profiles import LARGE, SMALL, profile, run
+from tests.unit.simulate_command import QUICK, flat, refused
+
+CHAT = RequestClass("chat", SLO(ttft_ms=300, tpot_ms=18, attainment=0.9))
+BATCH = RequestClass("batch", SLO(e2e_ms=20_000), 0.2)
+CLASSES = (CHAT, BATCH)
+MIX = "chat=azure-conv:length=1/8@0.75+batch=poisson:prompt=200,output=40@0.25"
+OBJECTIVE = Objective(CHAT.slo, classes=CLASSES)
+
+
+def fared(one: RequestClass, met: int, offered: int, p99: float) -> ClassScore:
+    return ClassScore(
+        slo=str(one.slo), weight=one.weight, offered=offered, met=met, attainment=met / offered, goodput=met / 4,
+        violations={}, throughput=10.0, ttft_ms=Latency(p50=1, p99=p99), tpot_ms=Latency(p50=1, p99=9.0),
+        e2e_ms=Latency(p50=1, p99=10 * p99),
+    )  # fmt: skip
+
+
+def two(knobs: Knobs, chat: int, batch: int, p99: float = 150.0, seed: int = 0) -> Any:
+    """Of thirty of each so many met their SLO."""
+    classes = {"chat": fared(CHAT, chat, 30, p99), "batch": fared(BATCH, batch, 30, 2 * p99)}
+    weighted = (chat + 0.2 * batch) / 4
+    blocks = [(9.0, 4 * weighted / 4)] * 4
+    return run(knobs, chat + batch, offered=60, classes=classes, goodput=weighted, blocks=blocks, seed=seed)
+
+
+def test_a_point_pools_classes_and_weighs_them() -> None:
+    made = point([two(SMALL, 30, 10, seed=1), two(SMALL, 20, 20, p99=170.0, seed=2)])
+    chat, batch = made.classes["chat"], made.classes["batch"]
+    assert (chat.met, chat.offered, batch.met, batch.offered) == (50, 60, 30, 60)
+    assert made.attainment == pytest.approx(80 / 120, abs=1e-4)
+    assert made.weighted_attainment == pytest.approx((50 + 0.2 * 30) / (60 + 0.2 * 60))
+    assert made.goodput.mean == pytest.approx((50 + 0.2 * 30) / 8) and chat.ttft_p99_ms == 160.0
+    again = point([two(SMALL, 30, 10, seed=1), two(SMALL, 20, 10, seed=1)])
+    assert (again.classes["chat"].met, again.classes["chat"].offered) == (25, 30), "the same requests count once"
+    assert "classes" in made.model_dump(mode="json") and "classes" not in point([run(SMALL)]).model_dump(mode="json")
+
+
+def test_the_better_setting_serves_more_by_weight_not_by_number() -> None:
+    """SMALL meets 30 chats and 10 batch requests, LARGE 20 and 30: fewer requests, more goodput."""
+    small, large = point([two(SMALL, 30, 10)]), point([two(LARGE, 20, 30)])
+    assert small.attainment < large.attainment and OBJECTIVE.order(small) > OBJECTIVE.order(large)
+    assert OBJECTIVE.choose([small, large])["balanced"].knobs == SMALL
+    assert Objective(CHAT.slo).order(point([run(SMALL, 40, offered=60)])) < Objective(CHAT.slo).order(
+        point([run(LARGE, 50, offered=60)])
+    )
+
+
+def test_every_class_must_have_its_own_attainment() -> None:
+    assert OBJECTIVE.attained(point([two(SMALL, 27, 30)])), "90% of chat, 100% of batch"
+    for chat, batch in ((26, 30), (30, 29)):
+        seen = point([two(SMALL, chat, batch)])
+        assert not OBJECTIVE.attained(seen) and not attained(seen, CHAT.slo, CLASSES)
+    assert not OBJECTIVE.refuted(point([two(SMALL, 26, 30)])), "one miss too many of 30 may be bad luck"
+    assert OBJECTIVE.refuted(point([two(SMALL, 30, 26)])), "four misses of 30 where 1% are allowed are not"
+    assert OBJECTIVE.shares == "90% of chat and 99% of batch"
+
+
+def test_latency_is_the_worst_of_all_classes_in_units_of_their_targets() -> None:
+    """Chat: TTFT 150 of 300 ms, TPOT 9 of 18; batch: E2E 3 of 20 s."""
+    assert OBJECTIVE.latency(point([two(SMALL, 30, 30)])) == pytest.approx(0.5)
+    assert OBJECTIVE.latency(point([two(SMALL, 30, 30, p99=1500.0)])) == pytest.approx(5.0)
+
+
+def test_the_spelling_of_a_class_reads_back() -> None:
+    for one in (*CLASSES, RequestClass("x.y-z", SLO(itl_ms=12.5, attainment=0.999), 1e-3)):
+        assert RequestClass.parse(str(one)) == one
+    assert str(BATCH) == "batch:e2e=20000ms@99%*0.2"
+
+
+# -- a whole profiling run --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """In virtual time, without an SLO for requests of other classes."""
+    asked = question(workload=parse_workload(MIX), slo=None, rate=30.0, classes=CLASSES)
+    return session(tmp_path_factory.mktemp("classes") / "a.journal", asked)[0]
+
+
+@pytest.fixture(scope="module")
+def made(found: Findings) -> Profile:
+    made = profile(found, question(workload=parse_workload(MIX), classes=CLASSES))
+    pool = made.engine.kv_pool.model_copy(update={"blocks": 3750})  # that of the machine
+    return made.model_copy(
+        update={
+            "workload": made.workload.model_copy(update={"spec": MIX}),
+            "engine": made.engine.model_copy(update={"kv_pool": pool}),
+        }
+    )
+
+
+def test_a_run_judges_simulated_and_measured_requests_by_class(found: Findings) -> None:
+    assert found.setup is not None and found.setup.classes == CLASSES
+    assert found.setup.slo == CHAT.slo and found.setup.slo_from == "that of class chat"
+    for run_ in (*found.simulated, *found.runs, *found.paired):
+        assert set(run_.score.classes) == {"chat", "batch"} and run_.score.classes["batch"].weight == 0.2
+        chat, batch = run_.score.classes["chat"], run_.score.classes["batch"]
+        assert chat.offered + batch.offered == run_.score.offered
+        assert run_.score.goodput == pytest.approx(chat.goodput + 0.2 * batch.goodput)
+    met, verdict = judge(found, found.settings()["balanced"].point)
+    assert "90% of chat and 99% of batch" in verdict or not met
+
+
+def test_the_profile_holds_its_classes_and_reads_back(made: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    save_profile(made, path)
+    assert "- batch:e2e=20000ms@99%*0.2" in path.read_text()
+    back = load_profile(path)
+    assert back == made and back.classes == CLASSES
+    assert back.settings["balanced"].point.classes["batch"].weight == 0.2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("- batch:e2e=20000*0.2", 'classes.1: batch: "e2e=20000" has no unit'),
+        ("- batch:e2e=20s*no", 'classes.1: batch: weight is "no"; it must be a number above 0, as *0.2'),
+        ("- 3", "classes.1 is 3; write chat:ttft=300ms,tpot=30ms@99%, or batch:e2e=60s*0.2"),
+        ("- chat:e2e=20s", "classes: chat is given twice"),
+    ],
+)
+def test_a_class_that_cannot_be_read_is_one_line(made: Profile, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "two.yaml"
+    save_profile(made, path)
+    path.write_text(path.read_text().replace("- batch:e2e=20000ms@99%*0.2", line, 1))
+    with pytest.raises(ValueError) as caught:
+        load_profile(path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tables_and_pages_show_attainment_by_class(made: Profile, tmp_path: Path) -> None:
+    console = Console(width=200, file=io.StringIO())
+    show(made, console)
+    assert isinstance(console.file, io.StringIO)
+    text = flat(console.file.getvalue())
+    assert "each counted by the weight of its class" in text
+    seen = made.settings["balanced"].point.classes
+    assert f"chat {seen['chat'].attainment:.1%} 90% {seen['chat'].offered} 1 " in text
+    assert f"batch {seen['batch'].attainment:.1%} 99% {seen['batch'].offered} 0.2 " in text
+    (section,) = [s for s in compose(gather(made, tmp_path / "two.yaml")).sections if s.key == "classes"]
+    assert [row[1] for row in section.tables[0].rows][:2] == ["chat", "batch"]
+
+
+def test_a_scenario_of_the_profile_has_its_classes_and_others_may_be_given(made: Profile) -> None:
+    scenario = Scenario.of(made)
+    score = scenario.measure(made.knobs, 10.0, 1, requests=200)
+    assert scenario.classes == CLASSES and set(score.classes) == {"chat", "batch"}
+    other = Scenario.of(made, classes=[RequestClass("batch", SLO(e2e_ms=1), 3.0)]).measure(
+        made.knobs, 10.0, 1, requests=200
+    )
+    assert other.classes["batch"].met == 0 and other.classes["batch"].weight == 3.0
+    assert other.classes["default"].offered == score.classes["chat"].offered, (
+        "those of chat go by the SLO of all others"
+    )
+
+
+def test_simulate_and_capacity_go_by_classes(made: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "two.yaml"
+    save_profile(made, path)
+    assert typed(["simulate", str(path), "--rate", "5", *QUICK, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["classes"] == [str(one) for one in CLASSES]
+    assert {*told["settings"][0]["classes"]} == {"chat", "batch"}
+    assert typed(["simulate", str(path), "--rate", "5", "--class", "batch:e2e=1ms", *QUICK]) == 1, (
+        "batch misses its SLO"
+    )
+    assert "class batch:e2e=1ms@99%" in flat(capsys.readouterr().out)
+    assert typed(["capacity", str(path), *QUICK]) == 0
+    assert "highest rate at which 90% of chat and 99% of batch of 100 requests" in flat(capsys.readouterr().out)
+    assert typed(["capacity", str(path), "--class", "batch:e2e=1ms", *QUICK]) == 1
+    capsys.readouterr()
+    assert "--class bulk: the workload has no request of that class; its classes are" in refused(
+        capsys, ["simulate", str(path), "--class", "bulk:e2e=1s"]
+    )
+
+
+@pytest.mark.parametrize("verb", ["profile", "bench"])
+def test_classes_that_make_no_sense_are_refused_before_anything_is_loaded(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--class", "chat"], "--class is 'chat'; it must be NAME:SLO or NAME:SLO*WEIGHT, as chat:"),
+        (["--class", "chat:ttft=1"], '--class chat: "ttft=1" has no unit'),
+        (
+            ["--class", "chat:ttft=1s"],
+            "--class chat: the workload has no request of that class; its classes are default",
+        ),
+        (["--workload", "chat=azure-conv@0.8"], '--workload: workload "chat=azure-conv@0.8": the shares add up to 0.8'),
+    ):
+        assert refused(capsys, [verb, *arguments]).startswith(message)
+
+
+# -- the bench --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
+    tight = RequestClass("batch", SLO(e2e_ms=1), 0.25)
+    one, other = fixed(Knobs(64, 0, 512, 512)), fixed(Knobs(2, 0, 16, 16))
+    results = [
+        r
+        for r in measure(
+            machine(), turns([one, other], 1, 3), parse_workload(MIX).at_rate(20), CHAT.slo, vocab_size=256,
+            duration=8.0, classes=[CHAT, tight],
+        )
+        if isinstance(r, Result)
+    ]  # fmt: skip
+    comparison = compare(results, 8.0)
+    standing = comparison.standing(one)
+    (met, chats), (none, batch) = standing.classes["chat"], standing.classes["batch"]
+    assert none == 0 < met <= chats and chats + batch == standing.offered
+    assert standing.attainment.value == pytest.approx(met / (chats + 0.25 * batch))
+    assert standing.goodput.value == pytest.approx(met / 8.0) == pytest.approx(results[0].score.goodput)
+    assert standing.as_dict()["classes"]["batch"] == {"met": 0, "offered": batch}
+    console = Console(width=250, file=io.StringIO())
+    show_bench(comparison, CHAT.slo, console, baseline=other, classes=[CHAT, tight])
+    assert isinstance(console.file, io.StringIO)
+    text = flat(console.file.getvalue())
+    assert "chat, target 90%" in text and f"0.0% of {batch}" in text and "by the weight of its class" in text

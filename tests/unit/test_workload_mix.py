@@ -1,0 +1,86 @@
+"""Several workloads as one: classes, shares, and requests that do not depend on what else is in the mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from autotune.workload import named_options, parse_workload
+from runtime.errors import InputError
+
+TWO = "chat=azure-conv@0.8+batch=poisson:prompt=900,output=100@0.2"
+
+
+def test_each_class_has_its_share_and_its_lengths() -> None:
+    workload = parse_workload(TWO).at_rate(50)
+    arrivals = list(workload.arrivals(1, limit=10_000))
+    counts = Counter(a.request_class for a in arrivals)
+    assert set(counts) == {"chat", "batch"} and counts["chat"] == pytest.approx(8000, abs=400)
+    assert {(a.prompt_tokens, a.output_tokens) for a in arrivals if a.request_class == "batch"} == {(900, 100)}
+    assert all(a.time <= b.time for a, b in pairwise(arrivals))
+    assert len(arrivals) / arrivals[-1].time == pytest.approx(50, rel=0.1) and workload.rate == 50
+
+
+def test_the_spelling_reads_back_to_the_same_requests() -> None:
+    spaced = parse_workload(" chat = azure-conv @80% + batch=poisson : prompt=900 , output=100@1/5 ")
+    assert spaced.name == "chat=azure-conv@80%+batch=poisson:prompt=900,output=100@1/5"
+    first, again = (list(parse_workload(text).arrivals(3, limit=300)) for text in (TWO, spaced.name))
+    assert first == again == list(spaced.arrivals(3, limit=300))
+
+
+def test_the_requests_of_a_class_are_the_same_whatever_else_is_in_the_mix() -> None:
+    """At the same rate of its own: alone, beside another class, and beside another that comes first."""
+    alone = list(parse_workload("chat=azure-conv").at_rate(8).arrivals(5, limit=200))
+    assert {a.request_class for a in alone} == {"chat"}
+    for text in (TWO, "batch=fixed@0.2+chat=azure-conv@0.8"):
+        mixed = [a for a in parse_workload(text).at_rate(10).arrivals(5, limit=400) if a.request_class == "chat"]
+        together = list(zip(mixed, alone, strict=False))
+        assert len(together) > 150
+        assert all(a._replace(time=b.time) == b and a.time == pytest.approx(b.time) for a, b in together)
+
+
+def test_a_mix_has_the_rate_at_which_its_first_part_comes_at_its_own() -> None:
+    assert parse_workload(TWO).rate == pytest.approx(parse_workload("azure-conv").rate / 0.8)
+
+
+def test_tenants_are_those_of_the_parts_and_length_scales_multiply() -> None:
+    workload = parse_workload("chat=shared-prefix@1/2+batch=fixed:prompt=800,output=80,length=1/4@1/2").at_rate(4)
+    arrivals = list(workload.scaled(length=0.5).arrivals(0, limit=200))
+    assert {a.tenant for a in arrivals if a.request_class == "chat"} >= {"tenant-0", "tenant-1"}
+    assert {(a.prompt_tokens, a.output_tokens) for a in arrivals if a.request_class == "batch"} == {(100, 10)}
+    assert named_options(workload.name) == set(), "what its parts say of lengths is not the scale of the whole"
+
+
+def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{n},10,2\n" for n in range(50))
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    workload = parse_workload(f"chat={trace}@1/2+batch=poisson@1/2")
+    arrivals = list(workload.arrivals(0))
+    assert workload.finite and arrivals[-1].request_class == "chat"
+    assert Counter(a.request_class for a in arrivals)["chat"] == 50
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chat=azure-conv@0.8+batch=azure-code@0.1", "the shares add up to 0.9; they must add up to 1"),
+        ("chat=azure-conv@0.8+chat=azure-code@0.2", "class chat is given twice"),
+        ("chat=azure-conv@2+batch=azure-code@0.2", "class chat: share is '2'; it must be above 0 and at most 1"),
+        ("chat=azure-conv@x", "class chat: share is 'x'; it must be above 0 and at most 1, such as 0.8, 80% or 4/5"),
+        ("chat=azure-conv@0.8+batch=azure-code", "class batch has no share; write batch=azure-code@0.2"),
+        ("chat=azure-conv@0.8+azure-code@0.2", "'azure-code@0.2' is no class; write CLASS=WORKLOAD@SHARE"),
+        ("chat=nope@1", "class chat: 'nope' is no workload and no file; the workloads are azure-conv"),
+        ("chat=poisson:rate=2@1", "class chat: rate is of all classes together, which --rate sets; drop it here"),
+        ("chat=poisson:promt=2@1", "class chat: 'promt' is no option of it; the options are rate"),
+        ("chat=poisson@1+", "nothing follows the last +"),
+        ("rate=2", "it names nothing; the workloads are"),
+    ],
+)
+def test_a_mix_that_cannot_be_read_says_why(text: str, message: str) -> None:
+    with pytest.raises(InputError) as found:
+        parse_workload(text)
+    assert f'workload "{text}": ' in str(found.value) and message in str(found.value)
