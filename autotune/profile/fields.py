@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -17,6 +17,10 @@ from runtime.slo import METRICS, SLO, RequestClass
 
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Requests/s that are offered."""
+
+
+ObjectiveName = Literal["goodput", "mean-e2e"]
+"""What settings are compared by."""
 
 
 def _moment(text: str) -> str:

@@ -214,6 +214,7 @@ def confidence(
     full: bool = False,
     near: int = 0,
     simulation_agrees: bool = True,
+    takes_longer: bool = False,
 ) -> Confidence:
     """The figures and the sentence.
 
@@ -221,7 +222,7 @@ def confidence(
     many requests, no less. ``unbeaten``: where others count as equals of the recommended setting, the probability that none
     measured is better; equals share that of being the best. ``full``: in every run all requests met the SLO. ``near``: how many
     other settings have an interval that reaches into the recommended one's. ``simulation_agrees``: no other setting measured is
-    better in simulation.
+    better in simulation. ``takes_longer``: ``regret`` is of mean E2E, not of goodput.
     """
     regret = max(0.0, regret)
     if full:
@@ -234,7 +235,8 @@ def confidence(
             said += f", where chance alone makes {noise:.1%}"
     what, likely = ("the best", best) if unbeaten is None else ("as good as any measured", unbeaten)
     chance = "above 99%" if likely > 0.99 else f"of {likely:.0%}"
-    sure = f"{what} with a probability {chance}, and is expected to serve {regret:.1%} less than the best of them"
+    falls_short = f"take {regret:.1%} longer" if takes_longer else f"serve {regret:.1%} less"
+    sure = f"{what} with a probability {chance}, and is expected to {falls_short} than the best of them"
     if measured < 2:
         said += "; the recommended setting is the only one measured: the recommendation rests on simulation"
     elif not near:
