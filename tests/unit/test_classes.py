@@ -267,7 +267,7 @@ def test_without_an_slo_the_lowest_mean_e2e_is_the_better() -> None:
 
 
 def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
-    """Chosen is about what measured the lowest mean of all, and no worse than vLLM's defaults."""
+    """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
     asked = question(slo=None, rate=30.0, objective="mean-e2e")
     found = session(tmp_path / "a.journal", asked)[0]
     made = profile(found, asked)
@@ -276,7 +276,7 @@ def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
     (base,) = (p for p in measured if p.knobs == found.baseline)
     assert chosen.e2e_mean_ms is not None and base.e2e_mean_ms is not None and len(measured) > 1
     assert chosen.e2e_mean_ms <= base.e2e_mean_ms
-    assert chosen.e2e_mean_ms <= 1.03 * min(p.e2e_mean_ms or 0.0 for p in measured)
+    assert chosen.knobs == max(found.expected, key=lambda knobs: found.expected[knobs])
     made = made.model_copy(update={"baseline": base})
     assert f"a mean E2E of {chosen.e2e_mean_ms:.4g} ms" in made.verdict and "no SLO was aimed at" in made.verdict
     path = tmp_path / "mean.yaml"
