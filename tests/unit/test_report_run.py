@@ -67,7 +67,7 @@ def test_it_says_who_was_relegated(files: tuple[Path, Path], tmp_path: Path) -> 
     (found,) = (section for section in compose(run).sections if section.key == "rejected")
     late = [r for r in run.records if r.reason is FinishReason.LENGTH]
     met = sum(TARGET.met(r) for r in late)
-    assert 0 < met and f"{len(late)} were relegated" in found.lead and f"{met} of them met theirs" in found.lead
+    assert met > 0 and f"{len(late)} were relegated" in found.lead and f"{met} of them met theirs" in found.lead
     (plain,) = (section for section in compose(read_run(log, records)).sections if section.key == "rejected")
     assert plain.lead == ""
 
