@@ -18,6 +18,7 @@ from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from autotune.cli.profiled import Subject
+    from autotune.profile.parts import ObjectiveName
     from autotune.profiling.findings import Findings
 
 HELP = "Measure this machine: find the knob settings that serve the most requests within the SLO, and write them to a profile."
@@ -56,6 +57,10 @@ def profile(
     classes: Annotated[
         list[str] | None, Option("--class", metavar=class_options.METAVAR, help=class_options.HELP)
     ] = None,
+    objective: Annotated[
+        str,
+        Option(help="goodput: requests/s within the SLO; mean-e2e: without an SLO, the lowest mean E2E at --rate."),
+    ] = "goodput",
     sim_trials: Annotated[
         int | None, Option(help="How many settings to simulate, in at most a fifth of the budget.  (default: 240)")
     ] = None,
@@ -165,6 +170,7 @@ def profile(
     if not 1 <= workers <= _MOST_WORKERS:
         raise InputError(f"--workers is {workers}; it must be between 1 and {_MOST_WORKERS}")
     check_rate("--rate", rate)
+    aim = _objective(objective, rate, {"--slo": slo, "--class": classes})
     arguments = check_engine(engine, engine_args or ())
     model = model_named(engine, model)
     question = Question(
@@ -178,6 +184,7 @@ def profile(
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
         classes=tuple(class_options.request_classes(classes or ())),
+        objective=aim,
     )
     class_options.check_classes(question.classes, question.workload)
     price_per_hour = None if price is None else parse_price(price)
@@ -219,3 +226,17 @@ def profile(
         except EvaluationError as error:  # it ran, and nothing could be measured
             print(f"error: nothing could be measured: {' '.join(str(error).split())}", file=sys.stderr)
             return FELL_SHORT
+
+
+def _objective(name: str, rate: float | None, others: dict[str, object]) -> ObjectiveName:
+    """``--objective``, which without an SLO goes with ``--rate`` alone. Raises :class:`InputError`."""
+    if name == "goodput":
+        return "goodput"
+    if name != "mean-e2e":
+        raise InputError(f"--objective is {name}; it must be goodput or mean-e2e")
+    for option, value in others.items():
+        if value:
+            raise InputError(f"{option} is given; --objective mean-e2e is for those without an SLO: drop one of them")
+    if rate is None:
+        raise InputError("--objective mean-e2e compares settings at a load you name: add --rate, in requests/s")
+    return "mean-e2e"

@@ -58,6 +58,7 @@ class Requested:
             "autotune": __version__,
             "layout": _LAYOUT,
             **({"classes": [str(one) for one in question.classes]} if question.classes else {}),
+            **({} if question.objective == "goodput" else {"objective": question.objective}),
             **told_apart(source),
         }
 

@@ -28,6 +28,7 @@ from autotune.profile.parts import (
     LoadFacts,
     Machine,
     ModelFacts,
+    ObjectiveName,
     Part,
     Point,
     Setting,
@@ -64,6 +65,10 @@ class Profile(Part):
     slo_from: str = Field(description="where the SLO comes from: given, or found by the calibration")
     classes: tuple[ClassField, ...] = Field(
         default=(), description="request classes with an SLO and a weight of their own; slo is that of all others"
+    )
+    objective: ObjectiveName = Field(
+        default="goodput",
+        description="what settings were compared by; mean-e2e: the lowest mean E2E at the rate, whatever the SLO",
     )
     calibration: Calibration
     knobs: KnobsField = Field(description="the setting recommended for balanced use")

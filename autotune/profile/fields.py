@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -23,6 +23,10 @@ MOST_KV_TOKENS: Final = 2**30
 
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Requests/s that are offered."""
+
+
+ObjectiveName = Literal["goodput", "mean-e2e"]
+"""What settings are compared by."""
 
 
 def _moment(text: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text
-from autotune.profile.fields import MOST_KV_TOKENS, ClassField, KnobsField, LimitsField, Rate, SLOField
+from autotune.profile.fields import MOST_KV_TOKENS, ClassField, KnobsField, LimitsField, ObjectiveName, Rate, SLOField
 from autotune.profile.findings import Calibration, Confidence, Gain, SimulationFacts
 from runtime.slo import weighted_attainment
 
@@ -34,6 +34,7 @@ __all__ = [
     "LoadFacts",
     "Machine",
     "ModelFacts",
+    "ObjectiveName",
     "Part",
     "Point",
     "RegionError",
@@ -212,6 +213,7 @@ class Point(Part):
     e2e_p99_ms: Amount | None
     preemptions: Count
     lateness_p99_ms: Amount = Field(description="how late the sender was at worst; counted in the latencies")
+    e2e_mean_ms: Amount | None = Field(default=None, description="mean of all requests, the unfinished ones included")
     classes: dict[str, ClassPoint] = Field(default={}, description="by name; empty where there is one SLO for all")
 
     @model_validator(mode="after")
@@ -231,11 +233,12 @@ class Point(Part):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_classes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A file says nothing of classes where there are none."""
+    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file says nothing of classes where there are none, nor of means that an earlier version did not take."""
         data: dict[str, Any] = dump(self)
-        if not self.classes:
-            data.pop("classes", None)
+        for name in ("classes", "e2e_mean_ms"):
+            if not getattr(self, name):
+                data.pop(name, None)
         return data
 
     @property

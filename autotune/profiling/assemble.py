@@ -87,6 +87,7 @@ def assemble(
         slo=setup.slo,
         slo_from=setup.slo_from,
         classes=setup.classes,
+        objective=setup.objective,
         calibration=setup.calibration,
         knobs=settings["balanced"].knobs,
         settings=settings,
@@ -173,6 +174,8 @@ def assemble_callable(
 
 def gain_of(findings: Findings, recommended: Knobs, baseline: Knobs) -> Gain | None:
     """Of what was measured at the rate of the comparison; None where either was not, or both are one setting."""
+    if findings.setup is not None and findings.setup.objective != "goodput":
+        return None
     validated = [] if findings.setup is None else findings.validated_at(findings.setup.rate)
     mine = [run for run in validated if run.knobs == recommended]
     base = [run for run in validated if run.knobs == baseline]
@@ -243,6 +246,9 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
     setup: Setup | None = findings.setup
     assert setup is not None
     objective = Objective.under(setup)
+    if objective.name == "mean-e2e":
+        took = "unknown" if balanced.e2e_mean_ms is None else f"{balanced.e2e_mean_ms:.4g} ms"
+        return True, f"the recommended setting has a mean E2E of {took} at {_rate(balanced)}; no SLO was aimed at"
     share = objective.shares
     if findings.capacity is None:
         return not objective.refuted(balanced), (

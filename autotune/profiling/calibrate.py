@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autotune.engines import Engine, Handle, waiting
 from autotune.measure.evaluate import EvaluationError, Interrupted, Recorder
-from autotune.profile.parts import Calibration, ModelFacts
+from autotune.profile.parts import Calibration, ModelFacts, ObjectiveName
 from autotune.profiling.setup import (
     LOAD,
     REQUESTS,
@@ -93,8 +93,9 @@ def draw_setup(
     window_s: float,
     warmup_s: float,
     classes: Sequence[RequestClass] = (),
+    objective: ObjectiveName = "goodput",
 ) -> Setup:
-    """The load and the SLO for this engine; ``rate``, ``slo`` and ``classes`` as they were given.
+    """The load and the SLO for this engine; ``rate``, ``slo``, ``classes`` and ``objective`` as they were given.
 
     Without an ``slo`` where every request is of a class that has one, it is that of the class that weighs the most.
     """
@@ -133,6 +134,7 @@ def draw_setup(
         slo=chosen,
         slo_from=why,
         classes=tuple(classes),
+        objective=objective,
         fitted=engine.limits.clamp(fitted_knobs(cost, chosen, saturated, mean_output, context)),
         window_s=window_s,
         warmup_s=warmup_s,

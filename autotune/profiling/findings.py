@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from autotune.profile import Purpose
-from autotune.profile.parts import Capacity, Confidence, Point, Setting, StepPoint
+from autotune.profile.parts import Capacity, Confidence, ObjectiveName, Point, Setting, StepPoint
 from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, Stage, clearly_better, points
@@ -25,7 +25,7 @@ class Question(Generic[SpaceT]):
     ``slo`` and ``rate`` None: found by the calibration and the simulation. ``space``: where settings are looked for.
     ``sim_trials``: settings to simulate, by ``workers`` processes.
     ``trials``: settings to measure on the hardware; ``budget_s``: time for everything. None: no bound. ``classes``: those with an
-    SLO of their own.
+    SLO of their own. ``objective``: what settings are compared by.
     """
 
     workload: Workload
@@ -38,6 +38,7 @@ class Question(Generic[SpaceT]):
     sim_trials: int = SIM_TRIALS
     workers: int = 1
     classes: tuple[RequestClass, ...] = ()
+    objective: ObjectiveName = "goodput"
 
 
 @dataclass
@@ -108,8 +109,10 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
         )
 
     def _clearly_better(self: Findings, mine: Knobs, base: Knobs) -> bool:
-        """By what was measured at the rate of the comparison alone."""
+        """By what was measured at the rate of the comparison alone; of goodput."""
         assert self.setup is not None
+        if self.setup.objective != "goodput":
+            return False
         runs = self.validated_at(self.setup.rate)
         here, there = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
         return bool(here and there) and clearly_better(here, there, self.noise)

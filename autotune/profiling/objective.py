@@ -2,8 +2,9 @@
 
 Settings are compared at one rate, under the same arrivals. There goodput is the attainment times what was offered, so the better
 setting is the one with the higher attainment; of settings whose attainments do not differ beyond noise, the one with the lower
-latency. The machine costs the same whatever its knobs are, so the setting with the highest capacity is also the cheapest per
-token. docs/how-to/profile.md has the rules in full.
+latency. Where there is no SLO to meet, the better setting is the one with the lower mean E2E. The machine costs the same whatever
+its knobs are, so the setting with the highest capacity is also the cheapest per token. docs/how-to/profile.md has the rules in
+full.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from autotune.cost.price import per_million
 from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting
 from autotune.profile.callable import CallablePoint
-from autotune.profile.parts import ClassPoint
-from autotune.profiling.setup import Comparison
+from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName
+from autotune.profiling.setup import Comparison, Setup
 from runtime.knobs import Knobs
 from runtime.slo import SLO, Counted, RequestClass
 
@@ -33,32 +34,62 @@ SIGNIFICANCE = 0.05
 class Objective:
     """Goodput within ``slo``, and what that costs on a machine of ``price_per_hour`` (None: not known).
 
-    Requests of ``classes`` are judged by their own SLO and count by their weight.
+    Requests of ``classes`` are judged by their own SLO and count by their weight. ``name`` mean-e2e: the lowest mean E2E instead,
+    in units of ``alone_ms``, about that of a request that has the engine to itself.
     """
 
     slo: SLO
     price_per_hour: float | None = None
     classes: tuple[RequestClass, ...] = ()
+    name: ObjectiveName = "goodput"
+    alone_ms: float = 1.0
 
     @classmethod
     def of(cls, profile: Profile) -> Objective:
         """That of a profile."""
-        return cls(profile.slo, profile.price_per_hour, profile.classes)
+        alone = _alone(profile.calibration, profile.workload.mean_output)
+        return cls(profile.slo, profile.price_per_hour, profile.classes, profile.objective, alone)
 
     @classmethod
     def under(cls, setup: Comparison) -> Objective:
         """That of a profiling run."""
-        return cls(setup.slo, classes=setup.classes)
+        alone = _alone(setup.calibration, setup.mean_output) if isinstance(setup, Setup) else 1.0
+        return cls(setup.slo, classes=setup.classes, name=setup.objective, alone_ms=alone)
 
     # -- one setting ------------------------------------------------------------------------------------------------------
 
     def value(self, score: Score) -> float:
-        """What a simulated trial is worth: its goodput, requests/s, by weight."""
-        return score.goodput
+        """What a simulated trial is worth: its goodput, requests/s, by weight; or what :meth:`worth` says."""
+        return score.goodput if self.name == "goodput" else self.worth(score)
+
+    def worth(self, found: Score | Point) -> float:
+        """From 0 to 1, higher for the better of two at one rate: attainment, by weight; or alone / (alone + mean) of E2E."""
+        if self.name == "goodput":
+            return found.weighted_attainment
+        mean = found.e2e_mean_ms
+        return 0.0 if mean is None else self.alone_ms / (self.alone_ms + mean)
+
+    def merit(self, point: Point) -> float:
+        """Higher for the better, of points with one rate: goodput in requests/s, or :meth:`worth`."""
+        return point.goodput.mean if self.name == "goodput" else self.worth(point)
+
+    def regret(self, share: float, worth: float) -> float:
+        """What a ``share`` of ``worth`` is in units that people know: of goodput the same; of E2E how much longer it is."""
+        if self.name == "goodput" or not 0 < worth < 1:
+            return share
+        less = max(worth * (1 - share), 1e-9)
+        return (1 / less - 1) / (1 / worth - 1) - 1
+
+    def said(self, found: Score | Point, unit: str = "req/s") -> str:
+        """What it came to, in words."""
+        if self.name == "goodput":
+            goodput = found.goodput if isinstance(found, Score) else found.goodput.mean
+            return f"best {goodput:.1f} of {found.offered_rate:.1f} {unit} within the SLO"
+        return "best mean E2E unknown" if found.e2e_mean_ms is None else f"best mean E2E {found.e2e_mean_ms:.4g} ms"
 
     def order(self, point: Point) -> tuple[float, float]:
         """Higher for the better of two settings at one rate: by attainment, of equals by latency."""
-        return point.weighted_attainment, -self.latency(point)
+        return self.worth(point), -self.latency(point)
 
     def latency(self, point: Point) -> float:
         """The worst p99 in units of its target, of all classes; lower is better, inf when nothing finished."""
@@ -127,33 +158,36 @@ class Objective:
         requests. Then the other is not balanced, whatever is expected of it.
         """
         known = expected or {}
-        worth = {p.knobs: _expected(p, known) for p in found}
+        worth = {p.knobs: self._expected(p, known) for p in found}
+        measured = {p.knobs: self.worth(p) for p in found}
         base = next((p for p in found if p.knobs == baseline), None)
-        fair = [p for p in found if base is None or p is base or not dominated(p, base)]
+        fair = [p for p in found if base is None or p is base or not self.dominated(p, base)]
         beaten = {
             p.knobs: q
             for p in fair
             for q in found
-            if q.weighted_attainment > p.weighted_attainment and better(q.knobs, p.knobs)
+            if measured[q.knobs] > measured[p.knobs] and better(q.knobs, p.knobs)
         }
         preferred = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
         fair = [p for p in fair if p.knobs not in beaten] or fair
         best = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
-        balanced = min(equals(fair, best, known, noise), key=lambda p: (self.latency(p), -worth[p.knobs]))
+        balanced = min(self.equals(fair, best, known, noise), key=lambda p: (self.latency(p), -worth[p.knobs]))
         enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
         interactive = min(enough, key=lambda p: (self.latency(p), -worth[p.knobs]))
+        what = "goodput" if self.name == "goodput" else "mean E2E, beside that of a request alone"
         throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
         together = ", measured and simulated taken together" if expected else ""
-        why = f"highest goodput{together}"
+        why = f"highest goodput{together}" if self.name == "goodput" else f"lowest mean E2E{together}"
         if balanced is not best:
             why = (
                 f"the quickest of those whose goodput{together or ', as measured,'} is not told apart from the highest"
             )
         if preferred.knobs in beaten and preferred not in fair:
             why += f"; more is expected of {preferred.knobs}, which measured clearly less than {beaten[preferred.knobs].knobs}"
-        most = max(found, key=lambda p: p.weighted_attainment)
+        most = max(found, key=self.worth)
         if (
             expected
+            and self.name == "goodput"
             and most.weighted_attainment > balanced.weighted_attainment
             and not better(most.knobs, balanced.knobs)
         ):
@@ -165,12 +199,38 @@ class Objective:
         return {
             "interactive": Setting(
                 knobs=interactive.knobs,
-                why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best goodput",
+                why=f"lowest p99 against its targets among those within {GIVE_UP:.0%} of the best {what}",
                 point=interactive,
             ),
             "balanced": Setting(knobs=balanced.knobs, why=why, point=balanced),
             "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
         }
+
+    def equals(
+        self, found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float
+    ) -> list[Point]:
+        """Those of ``found`` that are not told apart from ``point``, itself among them; as in :meth:`choose`. Means are."""
+        if self.name != "goodput":
+            return [point]
+        here = self._expected(point, expected)
+        return [p for p in found if abs(here - self._expected(p, expected)) <= _tolerance(p, point, noise)]
+
+    def dominated(self, point: Point, other: Point) -> bool:
+        """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
+        pairs = (
+            (point.ttft_p50_ms, other.ttft_p50_ms),
+            (point.ttft_p99_ms, other.ttft_p99_ms),
+            (point.tpot_p50_ms, other.tpot_p50_ms),
+            (point.tpot_p99_ms, other.tpot_p99_ms),
+            (point.e2e_p99_ms, other.e2e_p99_ms),
+        )
+        both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+        no_less = self.worth(other) >= self.worth(point)
+        return bool(both) and no_less and all(mine > theirs for mine, theirs in both)
+
+    def _expected(self, point: Point, expected: Mapping[Knobs, float]) -> float:
+        """The worth a setting is expected to have; without an expectation, what it measured."""
+        return min(1.0, max(0.0, expected.get(point.knobs, self.worth(point))))
 
     def ranked(self, found: Sequence[CallablePoint]) -> list[CallablePoint]:
         """The best setting of a callable first: by attainment. Of those that the best does not beat by more than chance (one
@@ -201,6 +261,11 @@ class Objective:
         return max(below, key=lambda p: p.offered_rate, default=None)
 
 
+def _alone(calibration: Calibration, mean_output: float) -> float:
+    """E2E of a request that has the engine to itself, ms, about."""
+    return max(1e-6, calibration.alone_ttft_ms + calibration.alone_tpot_ms * max(0.0, mean_output - 1))
+
+
 def _worst(seen: Point | ClassPoint, slo: SLO) -> float:
     pairs = (
         (seen.ttft_p99_ms, slo.ttft_ms),
@@ -213,31 +278,6 @@ def _worst(seen: Point | ClassPoint, slo: SLO) -> float:
 def _refuted(seen: Counted, share: float) -> bool:
     misses = seen.offered - seen.met
     return misses > 0 and float(binom.sf(misses - 1, seen.offered, 1 - share)) < SIGNIFICANCE
-
-
-def equals(found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float) -> list[Point]:
-    """Those of ``found`` whose goodput is not told apart from that of ``point``, itself among them; as in ``choose``."""
-    here = _expected(point, expected)
-    return [p for p in found if abs(here - _expected(p, expected)) <= _tolerance(p, point, noise)]
-
-
-def dominated(point: Point, other: Point) -> bool:
-    """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
-    pairs = (
-        (point.ttft_p50_ms, other.ttft_p50_ms),
-        (point.ttft_p99_ms, other.ttft_p99_ms),
-        (point.tpot_p50_ms, other.tpot_p50_ms),
-        (point.tpot_p99_ms, other.tpot_p99_ms),
-        (point.e2e_p99_ms, other.e2e_p99_ms),
-    )
-    both = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
-    no_less = other.weighted_attainment >= point.weighted_attainment
-    return bool(both) and no_less and all(mine > theirs for mine, theirs in both)
-
-
-def _expected(point: Point, expected: Mapping[Knobs, float]) -> float:
-    """The attainment a setting is expected to have; without an expectation, what it measured."""
-    return min(1.0, max(0.0, expected.get(point.knobs, point.weighted_attainment)))
 
 
 def _tolerance(a: Point, b: Point, noise: float) -> float:

@@ -118,6 +118,7 @@ def point(runs: Sequence[Run]) -> Point:
         e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
         preemptions=sum(s.steps.preemptions for s in scores),
         lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
+        e2e_mean_ms=_average(s.e2e_mean_ms for s in scores),
         classes=_by_class(list(seeds.values())),
     )
 
@@ -138,6 +139,11 @@ def _by_class(seeds: Sequence[Sequence[Score]]) -> dict[str, ClassPoint]:
             e2e_p99_ms=_middle(c.e2e_ms for c in every),
         )  # fmt: skip
     return found
+
+
+def _average(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _round(statistics.fmean(known)) if known else None
 
 
 def _middle(latencies: Iterable[Latency | None]) -> float | None:

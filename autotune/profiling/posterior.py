@@ -220,6 +220,7 @@ def confidence(
     full: bool = False,
     near: int = 0,
     simulation_agrees: bool = True,
+    takes_longer: bool = False,
 ) -> Confidence:
     """The figures and the sentence.
 
@@ -227,7 +228,7 @@ def confidence(
     many requests, no less. ``unbeaten``: where others count as equals of the recommended setting, the probability that none
     measured is better; equals share that of being the best. ``full``: in every run all requests met the SLO. ``near``: how many
     other settings have an interval that reaches into the recommended one's. ``simulation_agrees``: no other setting measured is
-    better in simulation.
+    better in simulation. ``takes_longer``: ``regret`` is of mean E2E, not of goodput.
     """
     regret = max(0.0, regret)
     if full:
@@ -240,8 +241,11 @@ def confidence(
             said += f", where chance alone makes {_at_least(noise)}"
     what, likely = ("the best", best) if unbeaten is None else ("as good as any measured", unbeaten)
     chance = "above 99%" if likely > 0.99 else f"of {likely:.0%}"
-    less = "as much as" if regret < _NOTHING else f"{regret:.1%} less than"
-    sure = f"{what} with a probability {chance}, and is expected to serve {less} the best of them"
+    if regret < _NOTHING:
+        falls_short = "take no longer than" if takes_longer else "serve as much as"
+    else:
+        falls_short = f"take {regret:.1%} longer than" if takes_longer else f"serve {regret:.1%} less than"
+    sure = f"{what} with a probability {chance}, and is expected to {falls_short} the best of them"
     if measured < 2:
         said += "; the recommended setting is the only one measured: the recommendation rests on simulation"
     elif not near:

@@ -10,7 +10,7 @@ import math
 import statistics
 from typing import Literal
 
-from autotune.profile.parts import Calibration, ClassField, KnobsField, Part, SLOField
+from autotune.profile.parts import Calibration, ClassField, KnobsField, ObjectiveName, Part, SLOField
 from autotune.workload import Arrival, Workload
 from runtime.errors import InputError
 from runtime.knobs import Knobs
@@ -40,7 +40,7 @@ class Comparison(Part):
     """What settings are compared under, whatever is profiled.
 
     ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``classes``: request classes
-    with an SLO of their own; ``window_s``, ``warmup_s``: of a measurement.
+    with an SLO of their own; ``objective``: what settings are compared by; ``window_s``, ``warmup_s``: of a measurement.
     """
 
     rate: float
@@ -48,6 +48,7 @@ class Comparison(Part):
     slo: SLOField
     slo_from: str
     classes: tuple[ClassField, ...] = ()
+    objective: ObjectiveName = "goodput"
     window_s: float
     warmup_s: float
 

@@ -231,6 +231,7 @@ class EngineTarget:
                 seed=seed,
                 slo=question.slo,
                 classes=question.classes,
+                objective=question.objective,
                 rate=question.rate,
                 window_s=schedule.window_s,
                 warmup_s=schedule.warmup_s,

@@ -80,6 +80,8 @@ def _machine(evidence: Evidence) -> str:
 def _status(evidence: Evidence) -> tuple[str, str]:
     profile = evidence.profile
     stopped = " (run stopped early)" if profile.status == "stopped" else ""
+    if profile.objective == "mean-e2e":
+        return f"the lowest mean E2E at this rate{stopped}", "good"
     if not profile.slo_met:
         return f"SLO not met{stopped}", "bad"
     if profile.capacity is None or profile.status == "stopped":

@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.cost.price import money
-from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose
+from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
-from autotune.report.tables import Room, class_table, fullest, setting_cells, setting_table
+from autotune.report.tables import Room, class_table, fullest, latency, setting_cells, setting_table
 from autotune.report.wording import compared, times
 from runtime.knobs import KNOBS, Knobs
 
@@ -53,7 +53,9 @@ def _drawn(profile: Profile, room: Room) -> Table:
     full, price = room <= Room.ALL_CLOSE, profile.price_per_hour
     priced = () if price is None else ("per M tok",)
     met = "met" if room >= Room.SHORT else "attainment"
-    titles = (met, "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
+    by_mean = profile.objective == "mean-e2e"
+    mean = ("E2E mean",) if by_mean else ()
+    titles = (*mean, met, "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
     drawn = setting_table(titles, room)
     marked = room < Room.BAREST  # else by its style alone
     if marked:
@@ -63,6 +65,7 @@ def _drawn(profile: Profile, room: Room) -> Table:
         interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
         spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if room < Room.BARE else ""
         figures = [
+            *((latency(point.e2e_mean_ms),) if by_mean else ()),
             f"{point.attainment * 100:.0f}%{interval}",
             f"{point.goodput.mean:.1f}{spread}",
             *((f"{point.throughput.mean:.0f}",) if full else ()),
@@ -118,7 +121,9 @@ def show(profile: Profile, console: Console) -> None:
     if profile.confidence is not None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
     chosen = profile.settings.get(RECOMMENDED)
-    if chosen is not None and any(
+    if profile.objective != "goodput":
+        console.print("E2E mean is what settings were compared by; the SLO is only a yardstick", style="dim")
+    elif chosen is not None and any(
         point.weighted_attainment > chosen.point.weighted_attainment for _, point, _ in rows(profile)
     ):
         console.print(f"{RECOMMENDED}: {escape(chosen.why)}", highlight=False, style="dim")
@@ -133,6 +138,8 @@ def conclusion(profile: Profile) -> str:
     simulated = setting.point.stage == "simulation"
     if simulated and base is not None and base.knobs == setting.knobs:
         return "By simulation alone, no setting beats vLLM's defaults here. Nothing has been measured."
+    if profile.objective == "mean-e2e" and (base is None or base.knobs != setting.knobs):
+        return _by_mean_e2e(profile, setting)
     if not setting.point.met:
         rate = f"{setting.point.offered_rate:.3g} req/s"
         return f"No setting can be advised: at {rate} no request met the SLO. Profile a quiet machine, or relax --slo."
@@ -177,6 +184,26 @@ def conclusion(profile: Profile) -> str:
     both = objective.attained(setting.point) and objective.attained(base)
     met = "; both meet the SLO at this rate" if both else ""
     return f"No clear gain over vLLM's defaults here. Best by measurement and simulation, {', '.join(turned)}: {more}{met}."
+
+
+def _by_mean_e2e(profile: Profile, setting: Setting) -> str:
+    """The same where the lowest mean E2E was looked for."""
+    base, here = profile.baseline, setting.point.e2e_mean_ms
+    turned = [
+        f"{spec.name}={getattr(setting.knobs, spec.name):g}"
+        for spec in KNOBS
+        if base is None or getattr(setting.knobs, spec.name) != getattr(base.knobs, spec.name)
+    ]
+    advice = f"{'By simulation alone: set' if setting.point.stage == 'simulation' else 'Set'} {', '.join(turned)}"
+    if here is None:
+        return f"{advice}."
+    there = None if base is None else base.e2e_mean_ms
+    if there is None or base is None or base.stage != setting.point.stage or base.rate != setting.point.rate:
+        return f"{advice}: mean E2E {latency(here)}. vLLM's defaults were not measured beside it."
+    return (
+        f"{advice}: mean E2E {latency(here)}, with vLLM's defaults {latency(there)} ({_percent(here / there)}), at "
+        f"{setting.point.offered_rate:.3g} req/s."
+    )
 
 
 def _percent(ratio: float) -> str:

@@ -246,3 +246,59 @@ def test_a_bench_weighs_requests_and_tells_classes_apart() -> None:
     assert isinstance(console.file, io.StringIO)
     text = flat(console.file.getvalue())
     assert "chat, target 90%" in text and f"0.0% of {batch}" in text and "by the weight of its class" in text
+
+
+# -- without an SLO ---------------------------------------------------------------------------------------------------
+
+
+def test_without_an_slo_the_lowest_mean_e2e_is_the_better() -> None:
+    objective = Objective(CHAT.slo, name="mean-e2e", alone_ms=500.0)
+    quick = point([run(SMALL, 20, e2e_mean_ms=800.0)])
+    many = point([run(LARGE, 40, e2e_mean_ms=900.0, throughput=300.0)])
+    assert quick.e2e_mean_ms == 800.0 and objective.worth(quick) == pytest.approx(500 / 1300)
+    assert objective.order(quick) > objective.order(many) and objective.merit(quick) > objective.merit(many)
+    assert Objective(CHAT.slo).order(quick) < Objective(CHAT.slo).order(many), "by goodput the other"
+    chosen = objective.choose([quick, many])
+    assert chosen["balanced"].knobs == SMALL and chosen["balanced"].why.startswith("lowest mean E2E")
+    assert chosen["throughput"].knobs == LARGE
+    assert objective.worth(point([run(SMALL)])) == 0.0, "of an earlier version, which took no mean"
+    worth = objective.worth(quick)
+    assert objective.regret(1 - objective.worth(many) / worth, worth) == pytest.approx(900 / 800 - 1)
+
+
+def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
+    """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
+    asked = question(slo=None, rate=30.0, objective="mean-e2e")
+    found = session(tmp_path / "a.journal", asked)[0]
+    made = profile(found, asked)
+    assert made.objective == "mean-e2e" and made.gain is None and made.slo_met
+    chosen, measured = made.settings["balanced"].point, [p for p in made.points if p.stage == "validation"]
+    (base,) = (p for p in measured if p.knobs == found.baseline)
+    assert chosen.e2e_mean_ms is not None and base.e2e_mean_ms is not None and len(measured) > 1
+    assert chosen.e2e_mean_ms <= base.e2e_mean_ms
+    assert chosen.knobs == max(found.expected, key=lambda knobs: found.expected[knobs])
+    made = made.model_copy(update={"baseline": base})
+    assert f"a mean E2E of {chosen.e2e_mean_ms:.4g} ms" in made.verdict and "no SLO was aimed at" in made.verdict
+    path = tmp_path / "mean.yaml"
+    save_profile(made, path)
+    assert load_profile(path) == made
+    console = Console(width=200, file=io.StringIO())
+    show(made, console)
+    assert isinstance(console.file, io.StringIO)
+    text = flat(console.file.getvalue())
+    assert "E2E mean" in text and ("mean E2E" in text or "No setting beats" in text) and "yardstick" in text
+
+
+def test_the_objective_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--objective", "speed"], "--objective is speed; it must be goodput or mean-e2e"),
+        (
+            ["--objective", "mean-e2e"],
+            "--objective mean-e2e compares settings at a load you name: add --rate, in requests/s",
+        ),
+        (
+            ["--objective", "mean-e2e", "--rate", "5", "--slo", "ttft=1s"],
+            "--slo is given; --objective mean-e2e is for those without an SLO: drop one of them",
+        ),
+    ):
+        assert refused(capsys, ["profile", *arguments]) == message

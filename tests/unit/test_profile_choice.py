@@ -9,7 +9,7 @@ import pytest
 from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
 from autotune.profiling.assemble import judge, sidecar, simulation_facts
-from autotune.profiling.objective import Objective, equals
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, goodput_spread, pareto, point, points
 from autotune.profiling.space import alike, make_space
 from autotune.profiling.stages.candidates import shortlist
@@ -259,9 +259,11 @@ def test_only_what_was_allowed_is_recommended() -> None:
 def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:
     full, other, missed, one = at(SMALL, 40), at(LARGE, 40), at(OTHER, 38), at(VLLM, 39)
     found, expected = [full, other, missed, one], {SMALL: 1.02, LARGE: 0.99, OTHER: 0.96, VLLM: 0.985}
-    assert equals(found, full, expected, 0.02) == [full, other, one] and equals(found, full, expected, 0.0) == [full]
-    assert equals(found, other, expected, 0.02) == [full, other, one]
-    assert equals([full, missed], full, {}, 0.2) == [full]  # two requests apart, whatever the noise
+    assert OBJECTIVE.equals(found, full, expected, 0.02) == [full, other, one] and OBJECTIVE.equals(
+        found, full, expected, 0.0
+    ) == [full]
+    assert OBJECTIVE.equals(found, other, expected, 0.02) == [full, other, one]
+    assert OBJECTIVE.equals([full, missed], full, {}, 0.2) == [full]  # two requests apart, whatever the noise
 
 
 def test_where_all_meet_everything_the_quicker_is_balanced() -> None:

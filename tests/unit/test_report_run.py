@@ -60,6 +60,20 @@ def test_it_says_what_the_records_say(files: tuple[Path, Path]) -> None:
     assert sum(len(some) for _, some in binned(run)) == len(run.records)
 
 
+def test_it_says_who_was_relegated(files: tuple[Path, Path], tmp_path: Path) -> None:
+    log, records = files
+    changed = tmp_path / "relegated.jsonl"
+    lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    changed.write_text("".join(json.dumps(line | {"relegated": line["reason"] == "length"}) + "\n" for line in lines))
+    run = read_run(log, changed)
+    (found,) = (section for section in compose(run).sections if section.key == "rejected")
+    late = [r for r in run.records if r.reason is FinishReason.LENGTH]
+    met = sum(TARGET.met(r) for r in late)
+    assert met > 0 and f"{len(late)} were relegated" in found.lead and f"{met} of them met theirs" in found.lead
+    (plain,) = (section for section in compose(read_run(log, records)).sections if section.key == "rejected")
+    assert plain.lead == ""
+
+
 def test_the_page_is_whole_and_escapes_its_input(files: tuple[Path, Path], tmp_path: Path) -> None:
     log, records = files
     evil = tmp_path / "evil.jsonl"

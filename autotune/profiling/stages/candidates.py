@@ -81,12 +81,15 @@ def _chosen(context: Context, setup: Setup) -> list[Candidate]:
 def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
     """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
     objective = Objective.under(setup)
-    best = max((p.goodput.mean for p in trials), default=0.0)
-    good = [p for p in trials if p.goodput.mean >= 0.85 * best]
-    front = {p.knobs for p in pareto([p for p in good if p.goodput.mean >= _NEARLY * best])}
+    merit = objective.merit
+    best = max(map(merit, trials), default=0.0)
+    good = [p for p in trials if merit(p) >= 0.85 * best]
+    front = {p.knobs for p in pareto([p for p in good if merit(p) >= _NEARLY * best])}
+    if objective.name != "goodput":
+        front = set()  # of goodput, and of no use
     rankings = (
-        sorted(trials, key=lambda p: (p.knobs not in front, -p.goodput.mean, objective.latency(p))),
-        sorted(trials, key=lambda p: (-p.throughput.mean, -p.goodput.mean)),
+        sorted(trials, key=lambda p: (p.knobs not in front, -merit(p), objective.latency(p))),
+        sorted(trials, key=lambda p: (-p.throughput.mean, -merit(p))),
         sorted(good, key=lambda p: objective.latency(p)),
     )
     chosen: list[Knobs] = []

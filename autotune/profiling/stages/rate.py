@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.measure.score import Score
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import points
 from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds
 from autotune.profiling.simulator import requests_of
@@ -163,11 +164,12 @@ def _at_best(
             setup = setup.model_copy(update={"rate": rounded(rate), "candidates": (found.knobs,)})
     elif space is not None:
         half = setup.model_copy(update={"simulated_requests": max(1, setup.simulated_requests // 2)})
+        objective = Objective.under(setup)
         sides = [_simulated(context, half.model_copy(update={"speed": f * setup.speed})) for f in (SLOWEST, FASTEST)]
 
         def worth(knobs: Knobs, best: float) -> float:
             scores = [simulate(knobs, setup.rate, seed) for simulate in sides]
-            return sum(0.0 if score is None else score.weighted_attainment for score in scores) / len(scores)
+            return sum(0.0 if score is None else objective.worth(score) for score in scores) / len(scores)
 
         known = uphill(settings, worth, around, steps=_STEPS_UP_AT_RATE, late=late)
         setup = setup.model_copy(update={"candidates": _few(known)})

@@ -48,11 +48,12 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
-    top = max(found.simulated, key=lambda run: run.score.goodput).score
+    objective = Objective.under(setup)
+    top = max(found.simulated, key=lambda run: objective.value(run.score)).score
     done = len(found.simulated)
     context.reporter.stage_done(
         f"{done} trials" if proposals.space else f"{done}/{proposals.trials}",
-        f"best {top.goodput:.1f} of {top.offered_rate:.1f} {context.target.unit} within the SLO",
+        objective.said(top, context.target.unit),
     )
 
 

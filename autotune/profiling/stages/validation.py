@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from autotune.measure.evaluate import EvaluationError
-from autotune.profiling.objective import GIVE_UP, Objective, equals
+from autotune.profiling.objective import GIVE_UP, Objective
 from autotune.profiling.points import Run, points
 from autotune.profiling.posterior import Observation, Posterior, confidence, count_noise, repeat_noise
 from autotune.profiling.refit import refitted, speed_in, speed_of
@@ -229,7 +229,7 @@ class Validation:
         """The posterior of the candidates as they stand, and of all measurements against their paired simulations."""
         setup = self._setup
         self._posterior = Posterior(
-            [one.point.weighted_attainment for one in self._candidates],
+            [self._objective.worth(one.point) for one in self._candidates],
             [_behaviour(one) for one in self._candidates],
             quantum=1 / max(1.0, setup.rate * setup.window_s),
         )
@@ -238,10 +238,11 @@ class Validation:
 
     def _difference(self, index: int, run: Run) -> Observation:
         """``run`` against the simulations of the same requests, at the speeds that the expectation rests on."""
+        worth = self._objective.worth
         with self._context.meter.simulating():
-            paired = [one.paired(run).score.weighted_attainment for one in around(self._context, self._setup)]
-        score = run.score
-        return Observation(index, score.weighted_attainment - sum(paired) / len(paired), score.met == score.offered)
+            paired = [worth(one.paired(run).score) for one in around(self._context, self._setup)]
+        full = self._objective.name == "goodput" and run.score.met == run.score.offered
+        return Observation(index, worth(run.score) - sum(paired) / len(paired), full)
 
     def _review(self) -> float | None:
         """After the first looks: the cost model fitted to what was measured as well, and everything expected by that.
@@ -309,7 +310,7 @@ class Validation:
         """
         chosen, trials = self._candidates, self._context.question.trials
         best = chosen.index(best_of(chosen, self._objective))
-        shares = [one.point.weighted_attainment for one in chosen]
+        shares = [self._objective.worth(one.point) for one in chosen]
         good = [i for i, share in enumerate(shares) if share >= (1 - GIVE_UP) * shares[best]]
         quick = min(good, key=lambda i: (self._objective.latency(chosen[i].point), -shares[i]))
         full = max(range(len(chosen)), key=lambda i: (chosen[i].point.throughput.mean, shares[i]))
@@ -412,24 +413,27 @@ class Validation:
         found.baseline = None if baseline is None else baseline.knobs
         measured = {p.knobs: p for p in points(self._validated())}
         mine = [measured[self._candidates[i].knobs] for i in posterior.measured]
-        repeats = repeat_noise([((run.knobs, run.score.seed), run.score.goodput) for run in self._validated()])
+        objective = self._objective
+        by_goodput = objective.name == "goodput"
+        repeats = repeat_noise([((run.knobs, run.score.seed), objective.value(run.score)) for run in self._validated()])
         each = len(mine)
         counted = count_noise(sum(p.met for p in mine) // each, sum(p.offered for p in mine) // each)
-        found.noise = max(repeats or 0.0, counted)
+        found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
         chosen = found.settings()["balanced"].knobs
         choice = next((i for i in posterior.measured if self._candidates[i].knobs == chosen), posterior.choice())
         sure = posterior.sureness(choice)
         best = measured[self._candidates[choice].knobs]
-        simulated = {i: self._candidates[i].point.weighted_attainment for i in posterior.measured}
+        simulated = {i: objective.worth(self._candidates[i].point) for i in posterior.measured}
         found.confidence = confidence(
             sure.best,
-            sure.regret,
+            objective.regret(sure.regret, objective.worth(best)),
             repeats,
             found.noise,
             len(posterior.measured),
-            unbeaten=sure.unbeaten if len(equals(mine, best, found.expected, found.noise)) > 1 else None,
-            full=all(p.met == p.offered for p in mine),
-            near=sum(p is not best and p.attainment_high >= best.attainment_low for p in mine),
+            unbeaten=sure.unbeaten if len(objective.equals(mine, best, found.expected, found.noise)) > 1 else None,
+            full=by_goodput and all(p.met == p.offered for p in mine),
+            near=sum(p is not best and p.attainment_high >= best.attainment_low for p in mine) if by_goodput else 0,
+            takes_longer=not by_goodput,
             simulation_agrees=simulated[choice] >= max(simulated.values()),
         )
 
@@ -452,7 +456,10 @@ class Validation:
         if not self._runs:
             return ""
         knobs = self._candidates[self._posterior.choice()].knobs
-        mine = next(p for p in points(self._validated()) if p.knobs == knobs).goodput
+        point = next(p for p in points(self._validated()) if p.knobs == knobs)
+        if self._objective.name != "goodput":
+            return self._objective.said(point)
+        mine = point.goodput
         return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s within the SLO"
 
 

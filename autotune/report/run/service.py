@@ -82,8 +82,16 @@ def rejected(run: Run) -> Section:
     if not run.records:
         return absent(key, topic, run.lacking[-1] if run.lacking else "There are no records of requests.")
     causes = Counter(r.cause or "no cause given" for r in run.records if r.reason is FinishReason.REJECTED)
+    late = [r for r in run.records if r.relegated]
+    lead = ""
+    if late:
+        met = run.judged(late).met if run.slo_periods else 0
+        lead = (
+            f"{len(late)} were relegated: they waited behind all that could still meet their SLO, and {met} of them met theirs "
+            "all the same."
+        )
     if not causes:
-        return Section(key, topic, "Nobody was rejected")
+        return Section(key, topic, "Nobody was rejected", lead)
     count = sum(causes.values())
     rows = [[cause, str(n), percent(n / len(run.records))] for cause, n in causes.most_common()]
     stretches = [
@@ -98,7 +106,7 @@ def rejected(run: Run) -> Section:
         240,
     )
     table = Table(("why", "requests", "share"), rows, numeric=frozenset({1, 2}))
-    return Section(key, topic, f"{percent(count / len(run.records))} were rejected", "", (plot,), (table,))
+    return Section(key, topic, f"{percent(count / len(run.records))} were rejected", lead, (plot,), (table,))
 
 
 def binned(run: Run) -> Iterator[tuple[float, list[RequestRecord]]]:
