@@ -173,7 +173,9 @@ class Control(ReportsRates):
         self._detach("detached: the knobs from before are restored")
 
     def _decide(self, now: float) -> None:
-        self._actuator.apply(self.controller.decide(now, self._engine.knobs, self._engine.effective_limits))
+        proposal = self.controller.decide(now, self._engine.knobs, self._engine.effective_limits)
+        # what served before is safe to go back to in one step, and all of the way
+        self._actuator.apply(proposal, at_once=proposal.regime == "fallback")
 
     def _budgets_apply(self, applied: bool) -> bool:
         """Tell the controller whether its per-step budgets are used. False if that makes no difference to it."""

@@ -144,6 +144,8 @@ def _gpu(name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, sl
 
 CPU_BEST, GPU_BEST = Knobs(16, 0, 256, 256), Knobs(256, 0, 1024, 1024)
 """The best fixed settings of either machine undisturbed: where who has a profile starts."""
+SLACK = SLO(ttft_ms=1140, tpot_ms=57)
+"""For steps three times as long, as they are on average beside a neighbour or in a crowd."""
 
 _BOTH = ("poisson:lengths=azure-conv,rate={0:g}", "poisson:lengths=azure-code,rate={0:g}")
 _BOTH_SHORT = tuple(f"{text},length=0.0625" for text in _BOTH)
@@ -153,10 +155,14 @@ ADVERSARIES = {
     for a in (
         _gpu("neighbour-gpu", "a noisy neighbour", 9.0, factor=neighbour),
         _gpu("neighbour-gpu-best", "the same, from the best fixed setting", 9.0, GPU_BEST, factor=neighbour),
+        _gpu("neighbour-gpu-slack", "the same, with an SLO for steps three times as long", 6.0, slo=SLO(ttft_ms=1500, tpot_ms=90),
+             factor=neighbour),
         _cpu("neighbour-cpu", "a noisy neighbour", 18.0, factor=neighbour),
         _cpu("neighbour-cpu-best", "the same, from the best fixed setting", 18.0, CPU_BEST, factor=neighbour),
-        _cpu("crowded-cpu", "five processes on two cores", 18.0, factor=crowded),
-        _cpu("crowded-cpu-best", "the same, from the best fixed setting", 18.0, CPU_BEST, factor=crowded),
+        _cpu("neighbour-cpu-slack", "the same, with an SLO for steps three times as long", 18.0, slo=SLACK, factor=neighbour),
+        _cpu("crowded-cpu", "five processes on two cores", 18.0, slo=SLACK, factor=crowded),
+        _cpu("crowded-cpu-best", "the same, from the best fixed setting", 18.0, CPU_BEST, slo=SLACK, factor=crowded),
+        _cpu("crowded-cpu-tight", "the same, with the SLO of the machine undisturbed", 18.0, factor=crowded),
         _gpu("stalls-gpu", "1% of steps take ten times as long", 18.0, stalls=0.01),
         _gpu("stalls-gpu-best", "the same, from the best fixed setting", 18.0, GPU_BEST, stalls=0.01),
         _cpu("stalls-cpu", "1% of steps take ten times as long", 50.0, stalls=0.01),

@@ -44,6 +44,7 @@ from collections.abc import Mapping
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.infeasible import InfeasibleTargets
+from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
 from autotune.control.controllers.predictive.step_size import Chunks, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
@@ -60,6 +61,7 @@ from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
+_HELPS, _TRIAL_S = 0.25, 1.0
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 _LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
@@ -85,6 +87,7 @@ class PredictiveController:
         self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._infeasible = InfeasibleTargets(self._targets, self._traffic)
+        self._comparison = StartComparison()
         self._steps = StepBudget(self._trusted_model, self._traffic, self._targets, self._gain)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
@@ -131,6 +134,8 @@ class PredictiveController:
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
         self._infeasible.saw(record)
+        if not self._budgeted and record.offered:
+            self._comparison.saw(record.arrival, self._targets.met(record))
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
@@ -142,6 +147,8 @@ class PredictiveController:
             not self._budgeted and targets is not None and targets.itl < math.inf
         )  # nothing else holds a single step then
         if slo is None or targets is None or not (targets.tpot < math.inf or gaps) or record.tpot is None:
+            return
+        if not self._budgeted and self._comparison.at_start:  # a miss says nothing of a target that no step goes by
             return
         slow = self._targets.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
         slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > targets.itl
@@ -168,6 +175,30 @@ class PredictiveController:
         return self._steps.prompts_abreast
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        proposal = self._solve(now, knobs, limits)
+        if self._budgeted:
+            return proposal
+        start = limits.clamp(self.start)
+        if self._comparison.holds(now, self._worth_trying()):
+            self.regime = "fallback"
+            proposal = proposal._replace(
+                knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
+            )
+        self._comparison.decided(now, proposal.knobs == start)
+        return proposal
+
+    def _worth_trying(self) -> bool:
+        """Whether the starting knobs may do better, and a few requests soon tell: larger steps are cheaper, steps meet the target
+        on average if each holds the prompts that came during the one before, and answers are short."""
+        target = self.target / self.gain / self.bias
+        if not self.model.ready or target == math.inf or self._traffic.outputs.mean * target > _TRIAL_S:
+            return False
+        decodes = int(self._traffic.decodes.quantile(0.5))
+        usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
+        return self._relief > _HELPS and usual <= target
+
+    def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        """What the model says."""
         if self._traffic.idle():
             self._gain.rest(min(max(0.0, now - self._decided), _LONG_S))
         self._decided = now
@@ -338,6 +369,7 @@ class PredictiveController:
             "context": round(self._traffic.contexts.mean, 1),
             "prompt": round(self._traffic.prompts.mean, 1),
             "output": round(self._traffic.outputs.mean, 1),
+            "relief": round(self._relief, 3) if self.model.ready else -1,
             "demand": round(self._demand.per_second, 1),
             "bound": round(self._traffic.bound, 3),
             "preemptions": round(self._traffic.preemptions, 2),
