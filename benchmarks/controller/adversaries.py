@@ -36,6 +36,7 @@ from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.controller.contenders import KnobsOnly
 from benchmarks.controller.hardware import Weather, h200
+from benchmarks.controller.run import BIN_S
 from runtime.clock import Clock
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -109,7 +110,9 @@ class Adversary:
 
     def arrivals(self, seed: int, seconds: float) -> list[Arrival]:
         """The requests of ``seed``, by time."""
-        streams = [iter(_parsed(text).arrivals(_SEED + seed + i, duration=seconds)) for i, text in enumerate(self.workloads)]
+        streams = [
+            iter(_parsed(text).arrivals(_SEED + seed + i, duration=seconds)) for i, text in enumerate(self.workloads)
+        ]
         found = [a for i, stream in enumerate(streams) for a in stream if int(a.time / PERIOD_S) % len(streams) == i]
         return sorted(found, key=lambda arrival: arrival.time)
 
@@ -132,7 +135,9 @@ def _cpu(name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, sl
          **disturbance: object) -> Adversary:  # fmt: skip
     """``tiny`` on two CPU cores, by its shipped profile: conversations a sixteenth as long as Azure's."""
     chosen = workloads or (f"poisson:lengths=azure-conv,length=0.0625,rate={rate:g}",)
-    return Adversary(name, about, _two_cores, 131_072, start, slo or SLO(ttft_ms=380, tpot_ms=19), chosen, **disturbance)  # type: ignore[arg-type]
+    return Adversary(
+        name, about, _two_cores, 131_072, start, slo or SLO(ttft_ms=380, tpot_ms=19), chosen, **disturbance
+    )  # type: ignore[arg-type]
 
 
 def _gpu(name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, slo: SLO | None = None, workloads: tuple[str, ...] = (),
@@ -286,6 +291,17 @@ def worst(found: Sequence[Window]) -> Window | None:
     return min((w for w in found if w.theirs >= FEWEST), key=lambda w: w.ratio, default=None)
 
 
+def harm_of_bins(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
+    """The least ratio of any window of scenarios' runs, as (offered, met) of each :data:`BIN_S`, by seed; nan if none holds enough."""
+    mine, base = ([sum(run[i][1] for run in runs) for i in range(len(runs[0]))] for runs in (ours, theirs))
+    length = int(WINDOW_S / BIN_S)
+    pairs = [
+        (sum(mine[i : i + length]), sum(base[i : i + length]))
+        for i in range(int(FIRST_S / BIN_S), len(base) - length + 1)
+    ]
+    return min((a / b for a, b in pairs if b >= FEWEST), default=math.nan)
+
+
 def harm(seeds: Sequence[int], names: Sequence[str], say: Callable[[str], None]) -> dict[str, Window | None]:
     """The worst window of each adversary, told as it comes."""
     found: dict[str, Window | None] = {}
@@ -294,7 +310,11 @@ def harm(seeds: Sequence[int], names: Sequence[str], say: Callable[[str], None])
         least = found[name] = worst(seen)
         ours, theirs, offered = (sum(getattr(w, part) for w in seen) for part in ("ours", "theirs", "offered"))
         done = min((w.completed for w in seen if not math.isnan(w.completed)), default=math.nan)
-        text = "too few in any window" if least is None else f"{least.ratio:>7.3f} ± {least.error:.3f} from {least.begin} s"
+        text = (
+            "too few in any window"
+            if least is None
+            else f"{least.ratio:>7.3f} ± {least.error:.3f} from {least.begin} s"
+        )
         say(f"{name:<20}{theirs / offered:>9.1%}{ours / offered:>9.1%}   {text:<28}{done:>8.3f}")
     return found
 
@@ -303,8 +323,12 @@ HEADER = f"{'':<20}{'start':>9}{'ours':>9}   {'worst window, ours ÷ start':<28}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.controller.adversaries", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--adversary", action="append", choices=list(ADVERSARIES), help="only this one; may be given several times")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.controller.adversaries", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--adversary", action="append", choices=list(ADVERSARIES), help="only this one; may be given several times"
+    )
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help=f"seeds 1 to this one ({len(SEEDS)})")
     args = parser.parse_args(arguments)
     if args.seeds < 1:

@@ -18,7 +18,7 @@ actual/predicted and τ the TPOT target:
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.infeasible`: every class
 served has a target that nothing meets; its other targets bound steps as ever, and where none does, throughput is all there is to
-win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold, and no step
+win, so the knobs open), ``fallback`` (the model has been wrong for long, or requests fared better before: the starting knobs hold, and no step
 has a budget of its own, so that nothing is served less than they would serve). A class
 with an infeasible target beside others without is named in the cause, and its targets do not count.
 
@@ -26,7 +26,8 @@ Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
-Do no harm. On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
+Do no harm. Where knobs alone hold, the starting ones come back when requests fared better under them (:mod:`.start_comparison`).
+On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
 or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the target, a
 smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the target
 lately.
@@ -61,7 +62,9 @@ from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
-_HELPS, _TRIAL_S = 0.25, 1.0
+# When the starting knobs are worth a trial; tuned with the constants of :mod:`.start_comparison`.
+_HELPS = 0.25  # how much cheaper larger steps are, from which on smaller ones may cost goodput
+_TRIAL_S = 0.5  # of decoding, of which a few requests soon tell
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 _LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
@@ -119,9 +122,10 @@ class PredictiveController:
         return self._steps.target
 
     def set_slos(self, slos: Mapping[str, SLO]) -> None:
-        """The SLO of each class from now on. What the old SLOs taught the feedback gain is forgotten."""
+        """The SLO of each class from now on. What the old SLOs taught is forgotten."""
         if self._targets.change(slos):
             self._gain.clear()
+            self._comparison = StartComparison()
 
     def budgets_apply(self, applied: bool) -> None:
         self._budgeted = applied
@@ -251,7 +255,7 @@ class PredictiveController:
     @property
     def _doubtful(self) -> bool:
         """Whether predictions are too far off to cut a knob by."""
-        return self.model.error > DOUBT or self._trusted_model.unsteady > 1
+        return self._budgeted and (self.model.error > DOUBT or self._trusted_model.unsteady > 1)
 
     def _least(self, limits: KnobLimits, seen: int) -> int:
         """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no
@@ -369,7 +373,6 @@ class PredictiveController:
             "context": round(self._traffic.contexts.mean, 1),
             "prompt": round(self._traffic.prompts.mean, 1),
             "output": round(self._traffic.outputs.mean, 1),
-            "relief": round(self._relief, 3) if self.model.ready else -1,
             "demand": round(self._demand.per_second, 1),
             "bound": round(self._traffic.bound, 3),
             "preemptions": round(self._traffic.preemptions, 2),

@@ -20,8 +20,10 @@ from collections import deque
 # Tuned on the adversaries of benchmarks.controller and on seeds 1 to 3 of its matrix.
 _STARTS, _OURS = 1024, 256  # requests that count
 _FEW = 16  # requests that say nothing yet
+_SETTLE_S = 1.0  # after a change: the queue is that of other knobs
 _LEAST_S = 2.0  # in force: requests of the same moment fare alike
-_TRIAL_S = 10.0  # and of the starting knobs, before they are left for worse
+_SHORT_S, _TRIAL_S = 4.0, 10.0  # of the starting knobs, before they are left for half as good, and for worse
+_STALE_S = 60.0  # after they were left, what is known of them is out of date
 _SURE, _CERTAIN = 2.0, 3.0  # standard errors: to come back to the starting knobs, and to leave them
 _GOOD = 0.9  # share of requests in time with which the starting knobs need not be tried
 _FINE = 0.98  # and with which they are not left again
@@ -44,20 +46,23 @@ class StartComparison:
 
     def saw(self, arrival: float, met: bool) -> None:
         """A request that arrived then has ended."""
-        if arrival >= self._since:
+        if arrival >= self._since + _SETTLE_S:
             (self._starts if self.at_start else self._ours).append(met)
 
     def holds(self, now: float, worth_trying: bool) -> bool:
         """Whether the starting knobs are to hold. ``worth_trying``: whether they may do better than those in force."""
-        if now - self._since < _LEAST_S:
+        in_force = now - self._since
+        if in_force < _LEAST_S:
             return self._holds
+        if not self.at_start and in_force > _STALE_S:
+            self._starts.clear()
         if not self._holds:
             untried = worth_trying and len(self._starts) < _FEW <= len(self._ours) and share(self._ours) < _GOOD
             if not self.at_start and (untried or worse(self._ours, self._starts)):
                 self._holds, self._until = True, now + self._pause
                 self._pause = min(2 * self._pause, _LONGEST_S)
         elif worse(self._starts, self._ours, _CERTAIN) and (
-            now - self._since >= _TRIAL_S or share(self._starts) < share(self._ours) / 2
+            in_force >= _TRIAL_S or (in_force >= _SHORT_S and share(self._starts) < share(self._ours) / 2)
         ):
             self._holds = False
         elif now >= self._until and len(self._starts) >= _FEW and share(self._starts) < _FINE:
