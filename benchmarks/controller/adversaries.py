@@ -20,12 +20,12 @@ import math
 import random
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autotune import control
 from autotune.control.controllers.registry import CONTROLLERS
@@ -36,7 +36,7 @@ from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
 from benchmarks.controller.contenders import KnobsOnly
 from benchmarks.controller.hardware import Weather, h200
-from benchmarks.controller.run import BIN_S
+from benchmarks.controller.run import BIN_S, Outcome
 from runtime.clock import Clock
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -48,7 +48,7 @@ BOUND = 0.97
 FEWEST = 300
 """Requests that the starting knobs must meet in a window for its ratio to say anything."""
 FIRST_S, WINDOW_S, BLOCK_S, SECONDS = 10, 60, 10, 120
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4)
 
 _SEED = 7_100_003  # apart from all that other benchmarks draw
 
@@ -94,8 +94,9 @@ def crowded(seed: int) -> Callable[[float], float]:
 
 @dataclass(frozen=True)
 class Adversary:
-    """``workloads``: one for each control period of :data:`PERIOD_S`, in turns; requests/s are theirs. ``start``: the knobs that
-    the controller starts from, and that it is compared with. ``scatter`` and ``stalls``: those of ``SimulatedEngine`` and ``Weather``."""
+    """``workloads``: one for each control period of :data:`PERIOD_S`, in turns; requests/s are theirs. ``start``: the
+    knobs that the controller starts from, and that it is compared with. ``scatter`` and ``stalls``: the ``noise`` of
+    ``SimulatedEngine`` and the ``stalls`` of ``Weather``."""
 
     name: str
     about: str
@@ -131,20 +132,24 @@ def _two_cores() -> StepModel:
     return serving_cost(load_profile(Path(__file__).parents[2] / "profiles" / "cpu-2core-tiny.yaml"))
 
 
-def _cpu(name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, slo: SLO | None = None, workloads: tuple[str, ...] = (),
-         **disturbance: object) -> Adversary:  # fmt: skip
+def _cpu(
+    name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, slo: SLO | None = None,
+    workloads: tuple[str, ...] = (), **disturbance: Any,
+) -> Adversary:  # fmt: skip
     """``tiny`` on two CPU cores, by its shipped profile: conversations a sixteenth as long as Azure's."""
     chosen = workloads or (f"poisson:lengths=azure-conv,length=0.0625,rate={rate:g}",)
     return Adversary(
         name, about, _two_cores, 131_072, start, slo or SLO(ttft_ms=380, tpot_ms=19), chosen, **disturbance
-    )  # type: ignore[arg-type]
+    )
 
 
-def _gpu(name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, slo: SLO | None = None, workloads: tuple[str, ...] = (),
-         **disturbance: object) -> Adversary:  # fmt: skip
+def _gpu(
+    name: str, about: str, rate: float, start: Knobs = VLLM_DEFAULTS, *, slo: SLO | None = None,
+    workloads: tuple[str, ...] = (), **disturbance: Any,
+) -> Adversary:  # fmt: skip
     """An 8B model on an H200: Azure's conversations."""
     chosen = workloads or (f"poisson:lengths=azure-conv,rate={rate:g}",)
-    return Adversary(name, about, h200, 760_000, start, slo or SLO(ttft_ms=500, tpot_ms=30), chosen, **disturbance)  # type: ignore[arg-type]
+    return Adversary(name, about, h200, 760_000, start, slo or SLO(ttft_ms=500, tpot_ms=30), chosen, **disturbance)
 
 
 CPU_BEST, GPU_BEST = Knobs(16, 0, 256, 256), Knobs(256, 0, 1024, 1024)
@@ -254,9 +259,11 @@ def serve(adversary: Adversary, seed: int, *, controlled: bool, seconds: int = S
 
 def windows(adversary: Adversary, seeds: Sequence[int], seconds: int = SECONDS) -> list[Window]:
     """Those that begin every five seconds, from :data:`FIRST_S` on; of a shorter run, all that is left of it."""
-    both = [[serve(adversary, seed, controlled=c, seconds=seconds).by_second for seed in seeds] for c in (True, False)]
+    ours, theirs = (
+        [serve(adversary, seed, controlled=c, seconds=seconds).by_second for seed in seeds] for c in (True, False)
+    )
     length = min(WINDOW_S, seconds - FIRST_S)
-    return [_window(*both, begin, length) for begin in range(FIRST_S, seconds - length + 1, 5)]
+    return [_window(ours, theirs, begin, length) for begin in range(FIRST_S, seconds - length + 1, 5)]
 
 
 Run = Sequence[Sequence[int]]
@@ -292,7 +299,8 @@ def worst(found: Sequence[Window]) -> Window | None:
 
 
 def harm_of_bins(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
-    """The least ratio of any window of scenarios' runs, as (offered, met) of each :data:`BIN_S`, by seed; nan if none holds enough."""
+    """The least ratio of any window of a scenario, from (offered, met) of each :data:`BIN_S` of each seed; nan if none holds
+    enough."""
     mine, base = ([sum(run[i][1] for run in runs) for i in range(len(runs[0]))] for runs in (ours, theirs))
     length = int(WINDOW_S / BIN_S)
     pairs = [
@@ -317,6 +325,23 @@ def harm(seeds: Sequence[int], names: Sequence[str], say: Callable[[str], None])
         )
         say(f"{name:<20}{theirs / offered:>9.1%}{ours / offered:>9.1%}   {text:<28}{done:>8.3f}")
     return found
+
+
+def harm_min(
+    found: Mapping[tuple[str, str], Mapping[int, Outcome]], say: Callable[[str], None], *, everything: bool
+) -> dict[str, float]:
+    """The least ratio of any window of the scenarios ``found``, and of all adversaries if ``everything`` is asked for."""
+    ratios = []
+    for scenario in dict.fromkeys(name for name, _ in found):
+        ours, theirs = (found.get((scenario, who), {}) for who in ("predictive-knobs", "vllm-1024"))
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            ratios.append(harm_of_bins([ours[s].bins for s in seeds], [theirs[s].bins for s in seeds]))
+            say(f"{scenario:<20}{ratios[-1]:.3f} worst window of knobs alone ÷ starting knobs")
+    if everything:
+        say(HEADER)
+        ratios += [w.ratio for w in harm(SEEDS, list(ADVERSARIES), say).values() if w is not None]
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    return {"harm_min": round(min(known), 4)} if known else {}
 
 
 HEADER = f"{'':<20}{'start':>9}{'ours':>9}   {'worst window, ours ÷ start':<28}{'completed':>8}"

@@ -18,8 +18,8 @@ actual/predicted and τ the TPOT target:
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.infeasible`: every class
 served has a target that nothing meets; its other targets bound steps as ever, and where none does, throughput is all there is to
-win, so the knobs open), ``fallback`` (the model has been wrong for long, or requests fared better before: the starting knobs hold, and no step
-has a budget of its own, so that nothing is served less than they would serve). A class
+win, so the knobs open), ``fallback`` (the model has been wrong for long, or requests fared better before: the starting knobs
+hold, and no step has a budget of its own, so that nothing is served less than they would serve). A class
 with an infeasible target beside others without is named in the cause, and its targets do not count.
 
 Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`.feedback`), infeasible ones left out.
@@ -27,10 +27,10 @@ Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
 Do no harm. Where knobs alone hold, the starting ones come back when requests fared better under them (:mod:`.start_comparison`).
-On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
-or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the target, a
-smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the target
-lately.
+On a host that others keep busy, step times jump for reasons that no model of a step knows. Where steps have budgets, a model that
+is far off, or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the
+target, a smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the
+target lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
 left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:

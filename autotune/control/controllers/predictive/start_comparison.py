@@ -1,12 +1,12 @@
 """Whether the starting knobs serve better than those decided on, by the requests that each of them served.
 
-Where knobs alone hold, a wrong decision costs goodput until something tells, and no model of a step can: what it leaves out is what
-it is wrong about. So requests are counted by the knobs that they came under, and the share that met every feasible target of each
-is compared. The starting knobs come back when theirs is higher by more than chance (``_SURE`` standard errors); they are left again
-when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time that they were better.
+Where knobs alone hold, a wrong decision costs goodput until something tells, and no model of a step can: what it leaves out is
+what it is wrong about. So requests are counted by the knobs that they came under, and the shares that met every feasible target
+are compared. The starting knobs come back when theirs is higher by more than chance (``_SURE`` standard errors). They are left
+again when theirs turns out lower, or after a pause, to see whether that is still so. The pause doubles each time.
 
-Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that
-is worth it (``worth_trying``).
+Where it is not known how the starting knobs would do, and requests miss their targets, they are tried, where that is worth it
+(``worth_trying``).
 
 Units: seconds. Failure mode: a load that changes while either serves; then the wrong one is tried, for as long as ``_FEW``
 requests take.
@@ -61,12 +61,11 @@ class StartComparison:
             if not self.at_start and (untried or worse(self._ours, self._starts)):
                 self._holds, self._until = True, now + self._pause
                 self._pause = min(2 * self._pause, _LONGEST_S)
-        elif worse(self._starts, self._ours, _CERTAIN) and (
-            in_force >= _TRIAL_S or (in_force >= _SHORT_S and share(self._starts) < share(self._ours) / 2)
-        ):
-            self._holds = False
-        elif now >= self._until and len(self._starts) >= _FEW and share(self._starts) < _FINE:
-            self._holds = False
+        else:
+            half = in_force >= _SHORT_S and share(self._starts) < share(self._ours) / 2
+            lost = (half or in_force >= _TRIAL_S) and worse(self._starts, self._ours, _CERTAIN)
+            paused = now >= self._until and len(self._starts) >= _FEW and share(self._starts) < _FINE
+            self._holds = not (lost or paused)
         return self._holds
 
     def decided(self, now: float, at_start: bool) -> None:
@@ -81,7 +80,8 @@ class StartComparison:
         """The shares, in words."""
         if len(self._starts) < _FEW:
             return f"{share(self._ours):.0%} of requests met their targets: trying the starting knobs"
-        return f"{share(self._starts):.0%} of requests met their targets under the starting knobs, {share(self._ours):.0%} under others"
+        start, ours = share(self._starts), share(self._ours)
+        return f"{start:.0%} of requests met their targets under the starting knobs, {ours:.0%} under others"
 
 
 def share(met: deque[bool]) -> float:
