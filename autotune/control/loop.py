@@ -192,7 +192,9 @@ class Control(ReportsRates):
         self._detach("detached: the knobs from before are restored")
 
     def _decide(self, now: float) -> None:
-        self._actuator.apply(self._decided(now))
+        proposal = self._decided(now)
+        # what served before is safe to go back to in one step, and all of the way
+        self._actuator.apply(proposal, at_once=proposal.regime == "fallback")
 
     def _decided(self, now: float) -> Proposal:
         found = self.controller.decide(now, self._engine.knobs, self._engine.effective_limits)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.controller import adversaries
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.contenders import REPORTED
 from benchmarks.controller.known import REPORTED as REPORTED_SEEDS
@@ -90,7 +91,7 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             )
     comparison = Comparison(found, oracles)
     say(f"\n{comparison.tables()}\n\nseeds {', '.join(map(str, seeds))}; {time.monotonic() - begun:.0f} s")
-    say(json.dumps(comparison.figures()))
+    say(json.dumps(comparison.figures() | adversaries.harm_min(found, say, everything=not args.scenario)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

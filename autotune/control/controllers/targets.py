@@ -148,6 +148,11 @@ class SLOTargets:
         own = self._outputs.get(name)
         return outputs if own is None or len(own) < _FEW else own
 
+    def met(self, record: RequestRecord) -> bool:
+        """Whether ``record`` met every feasible target of its class."""
+        slo, lost = self.of(record.request_class), self._given_up.get(self.name_of(record.request_class), frozenset())
+        return record.completed if slo is None else lost.issuperset(slo.violated(record))
+
     def slow(self, record: RequestRecord, outputs: Recent) -> bool:
         """Whether the tokens of ``record`` took longer than its TPOT, or so long that its E2E was missed for them."""
         targets, tpot, e2e = self.targets(record.request_class), record.tpot, record.e2e

@@ -18,18 +18,19 @@ actual/predicted and τ the TPOT target:
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (preemptions), ``infeasible`` (:mod:`.infeasible`: every class
 served has a target that nothing meets; its other targets bound steps as ever, and where none does, throughput is all there is to
-win, so the knobs open), ``fallback`` (the model has been wrong for long: the starting knobs hold, and no step
-has a budget of its own, so that nothing is served less than they would serve). A class
+win, so the knobs open), ``fallback`` (the model has been wrong for long, or requests fared better before: the starting knobs
+hold, and no step has a budget of its own, so that nothing is served less than they would serve). A class
 with an infeasible target beside others without is named in the cause, and its targets do not count.
 
 Feedback. ``gain`` scales τ by the targets that requests met and missed (:mod:`.feedback`), infeasible ones left out.
 
 TTFT and E2E contain queueing and never make a batch or a step smaller: that would cut capacity just when it is short.
 
-Do no harm. On a host that others keep busy, step times jump for reasons that no model of a step knows. A model that is far off,
-or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the target, a
-smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the target
-lately.
+Do no harm. Where knobs alone hold, the starting ones come back when requests fared better under them (:mod:`.start_comparison`).
+On a host that others keep busy, step times jump for reasons that no model of a step knows. Where steps have budgets, a model that
+is far off, or a machine whose speed keeps changing, cuts no knob below its start. Where the model says that no batch meets the
+target, a smaller one gains nothing: the starting one stays. Nor does ``max_batch_size`` go below the most sequences that met the
+target lately.
 
 Failure mode: a step time that depends on something the model cannot see (another process, a region of slow steps that is never
 left). Both ratios widen first; then the fallback takes over, and the model is learned anew until it is right again. Source:
@@ -44,6 +45,7 @@ from collections.abc import Mapping
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive.feedback import FeedbackGain
 from autotune.control.controllers.predictive.infeasible import InfeasibleTargets
+from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
 from autotune.control.controllers.predictive.step_size import Chunks, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
@@ -60,6 +62,9 @@ from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
 _LEFT_ALONE = tuple(spec.name for spec in KNOBS if spec.name not in _TURNED)  # they stay where they started
+# When the starting knobs are worth a trial; tuned with the constants of :mod:`.start_comparison`.
+_HELPS = 0.25  # how much cheaper larger steps are, from which on smaller ones may cost goodput
+_TRIAL_S = 0.5  # of decoding, of which a few requests soon tell
 _FLOOR = 64  # tokens that a step may always hold, and slots that need no proof
 _LONG_S = 5.0  # between two decisions: longer than that, a clock may have jumped
 _LEARNING = "learning step times and output lengths: holding the knobs until they can be predicted"
@@ -85,6 +90,7 @@ class PredictiveController:
         self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._infeasible = InfeasibleTargets(self._targets, self._traffic)
+        self._comparison = StartComparison()
         self._steps = StepBudget(self._trusted_model, self._traffic, self._targets, self._gain)
         self._kv_tokens = kv_tokens
         self._block_size = block_size
@@ -116,9 +122,10 @@ class PredictiveController:
         return self._steps.target
 
     def set_slos(self, slos: Mapping[str, SLO]) -> None:
-        """The SLO of each class from now on. What the old SLOs taught the feedback gain is forgotten."""
+        """The SLO of each class from now on. What the old SLOs taught is forgotten."""
         if self._targets.change(slos):
             self._gain.clear()
+            self._comparison = StartComparison()
 
     def budgets_apply(self, applied: bool) -> None:
         self._budgeted = applied
@@ -131,6 +138,8 @@ class PredictiveController:
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
         self._infeasible.saw(record)
+        if not self._budgeted and record.offered:
+            self._comparison.saw(record.arrival, self._targets.met(record))
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
@@ -142,6 +151,8 @@ class PredictiveController:
             not self._budgeted and targets is not None and targets.itl < math.inf
         )  # nothing else holds a single step then
         if slo is None or targets is None or not (targets.tpot < math.inf or gaps) or record.tpot is None:
+            return
+        if not self._budgeted and self._comparison.at_start:  # a miss says nothing of a target that no step goes by
             return
         slow = self._targets.slow(record, self._traffic.outputs) and not self._beyond  # such steps are long on purpose
         slow |= gaps and 1e3 * (record.itl_p99 or 0.0) > targets.itl
@@ -173,6 +184,30 @@ class PredictiveController:
         return self._steps.prompts_abreast
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        proposal = self._solve(now, knobs, limits)
+        if self._budgeted:
+            return proposal
+        start = limits.clamp(self.start)
+        if self._comparison.holds(now, self._worth_trying()):
+            self.regime = "fallback"
+            proposal = proposal._replace(
+                knobs=start, regime="fallback", cause=f"{self._comparison.said}; {proposal.cause}"
+            )
+        self._comparison.decided(now, proposal.knobs == start)
+        return proposal
+
+    def _worth_trying(self) -> bool:
+        """Whether the starting knobs may do better, and a few requests soon tell: larger steps are cheaper, steps meet the target
+        on average if each holds the prompts that came during the one before, and answers are short."""
+        target = self.target / self.gain / self.bias
+        if not self.model.ready or target == math.inf or self._traffic.outputs.mean * target > _TRIAL_S:
+            return False
+        decodes = int(self._traffic.decodes.quantile(0.5))
+        usual = self._step_of(decodes, decodes + int(self._demand.per_second * target))
+        return self._relief > _HELPS and usual <= target
+
+    def _solve(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        """What the model says."""
         if self._traffic.idle():
             self._gain.rest(min(max(0.0, now - self._decided), _LONG_S))
         self._decided = now
@@ -227,7 +262,7 @@ class PredictiveController:
     @property
     def _doubtful(self) -> bool:
         """Whether predictions are too far off to cut a knob by."""
-        return self.model.error > DOUBT or self._trusted_model.unsteady > 1
+        return self._budgeted and (self.model.error > DOUBT or self._trusted_model.unsteady > 1)
 
     def _least(self, limits: KnobLimits, seen: int) -> int:
         """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no

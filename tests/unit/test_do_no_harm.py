@@ -1,0 +1,151 @@
+"""Do no harm: knobs alone against the knobs they started from, beside whoever is most likely to mislead them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.control.controllers.predictive.controller import PredictiveController
+from autotune.control.controllers.predictive.start_comparison import StartComparison
+from benchmarks.controller.adversaries import (
+    ADVERSARIES,
+    BOUND,
+    FEWEST,
+    Window,
+    calm,
+    crowded,
+    harm_of_bins,
+    neighbour,
+    windows,
+    worst,
+)
+
+SEEDS, SECONDS = (1, 2), 70  # one window of a minute
+QUICK = (
+    "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
+    "flips-cpu", "infeasible-cpu", "full-cpu", "full-cpu-best",
+)  # fmt: skip
+
+
+def least(name: str) -> Window:
+    found = worst(windows(ADVERSARIES[name], SEEDS, SECONDS))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_knobs_alone_meet_as_many_targets_as_the_starting_knobs(name: str) -> None:
+    window = least(name)
+    assert window.theirs >= FEWEST
+    assert window.ratio >= BOUND
+
+
+@pytest.mark.parametrize("name", ["full-cpu", "full-cpu-best", "stalls-cpu-best"])
+def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StartComparison, "holds", lambda self, now, worth_trying: False)
+    assert least(name).ratio < 0.9
+
+
+def test_where_the_start_meets_nearly_nothing_a_bad_model_does_not_hold_it() -> None:
+    """Doubt in the model keeps no knob where knobs alone hold: the outcome of requests decides."""
+    adversary = ADVERSARIES["neighbour-cpu-slack"]
+    made = PredictiveController(adversary.slo, adversary.start, kv_tokens=adversary.kv_tokens)
+    made.model.error = 1.0  # type: ignore[misc]
+    made.budgets_apply(True)
+    assert made._doubtful
+    made.budgets_apply(False)
+    assert not made._doubtful
+
+
+def test_the_disturbances_are_what_they_are_said_to_be() -> None:
+    assert {calm(1)(at / 10) for at in range(100)} == {1.0}
+    busy, crowd_at = neighbour(1), crowded(1)
+    beside = [busy(at / 100) for at in range(100_000)]
+    slowed = [factor for factor in beside if factor > 1]
+    assert len(slowed) / len(beside) == pytest.approx(0.5, abs=0.05)
+    assert 1 < min(slowed) < 2 and 9 < max(slowed) <= 10
+    crowd = sorted({crowd_at(at / 100) for at in range(4096)})
+    assert crowd[0] == 1.0 and crowd[len(crowd) // 2] == pytest.approx(2.4, abs=0.4) and crowd[-1] > 20
+
+
+def test_every_control_period_has_other_requests() -> None:
+    adversary = ADVERSARIES["flips-gpu"]
+    requests = adversary.arrivals(1, 60.0)
+    kinds = [[a.output_tokens for a in requests if int(a.time / 0.25) % 2 == kind] for kind in (0, 1)]
+    assert all(len(outputs) > 200 for outputs in kinds)
+    conversation, code = (sum(outputs) / len(outputs) for outputs in kinds)
+    assert conversation > 3 * code
+
+
+class TestWindows:
+    def test_the_worst_is_that_of_the_least_ratio_and_windows_of_few_requests_do_not_count(self) -> None:
+        def window(ours: int, theirs: int) -> Window:
+            return Window(10, 2 * theirs, ours, theirs, ours, theirs, 0.01)
+
+        few, bad, good = window(10, FEWEST - 1), window(FEWEST // 2, FEWEST), window(2 * FEWEST, FEWEST)
+        assert worst([few, good, bad]) is bad
+        assert worst([few]) is None
+
+    def test_bins_of_a_run_are_compared_by_windows_after_the_first_ten_seconds(self) -> None:
+        theirs = [(100, 80)] * 20  # 100 s of five each
+        ours = [(100, 0)] * 2 + [(100, 80)] * 17 + [(100, 20)]
+        assert harm_of_bins([ours], [theirs]) == pytest.approx((11 * 80 + 20) / (12 * 80))
+        assert harm_of_bins([theirs], [theirs]) == 1.0
+
+
+class TestStartComparison:
+    def compared(self, start: float, ours: float) -> StartComparison:
+        """10 s under the starting knobs, 10 s under others, ten requests a second; shares that met their targets."""
+        made = StartComparison()
+        made.decided(0.0, True)
+        self.serve(made, 0, 100, start)
+        made.decided(10.0, False)
+        self.serve(made, 100, 200, ours)
+        return made
+
+    def serve(self, made: StartComparison, first: int, last: int, share: float) -> None:
+        for i in range(first, last):
+            made.saw(i / 10, (i * 37 % 100) < 100 * share)
+
+    def test_the_start_comes_back_when_it_served_better_and_not_by_chance(self) -> None:
+        assert self.compared(0.9, 0.5).holds(20.0, False)
+        assert not self.compared(0.9, 0.88).holds(20.0, False)
+        assert not self.compared(0.5, 0.9).holds(20.0, False)
+
+    def test_requests_that_came_before_the_change_or_just_after_it_do_not_count(self) -> None:
+        made = self.compared(0.9, 0.9)
+        for _ in range(100):
+            made.saw(9.0, False)
+            made.saw(10.5, False)
+        assert not made.holds(20.0, False)
+
+    def test_an_unknown_start_is_tried_only_where_that_is_worth_it_and_requests_miss_their_targets(self) -> None:
+        for ours, worth, tried in ((0.5, True, True), (0.5, False, False), (0.95, True, False)):
+            made = StartComparison()
+            made.decided(0.0, False)
+            self.serve(made, 10, 100, ours)
+            assert made.holds(10.0, worth) is tried
+
+    def test_a_start_that_turns_out_worse_is_left_again_and_a_good_one_is_not(self) -> None:
+        for share, left in ((0.2, True), (1.0, False)):
+            made = self.compared(0.95, 0.6)
+            assert made.holds(20.0, False)
+            made.decided(20.0, True)
+            for _ in range(20):
+                self.serve(made, 212, 260, share)
+            assert made.holds(26.0, False) is not left
+            assert made.holds(100.0, False) is not left
+
+    def test_after_a_pause_others_get_another_chance_and_the_pause_doubles(self) -> None:
+        made = self.compared(0.8, 0.4)
+        assert made.holds(20.0, False)
+        made.decided(20.0, True)
+        self.serve(made, 210, 490, 0.8)
+        assert made.holds(49.0, False)
+        assert not made.holds(51.0, False)
+        made.decided(51.0, False)
+        self.serve(made, 520, 560, 0.3)
+        assert made.holds(56.0, False)
+        made.decided(56.0, True)
+        self.serve(made, 570, 1100, 0.8)
+        assert made.holds(110.0, False)
+        assert not made.holds(117.0, False)
