@@ -26,6 +26,9 @@ from runtime.slo import SLO, RequestClass
 BIN_S = 5.0
 """Outcomes are counted by phase and, over time, by bins of so many seconds."""
 
+FCFS = AdmissionPolicy(late=None, queue_timeout="ttft", order=None)
+"""What every engine does about late requests unless a contender has more: who has waited its TTFT target leaves the queue."""
+
 _SEED = 7_000_003  # apart from all that other benchmarks draw
 
 
@@ -61,11 +64,11 @@ class Outcome(NamedTuple):
 
 class Driver(NamedTuple):
     """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
-    controller to work; ``reject``: whether the engine itself rejects early what cannot make its TTFT."""
+    controller to work; ``policy``: what the engine itself does about late requests."""
 
     schedule: tuple[Knobs, ...] = (COLD,)
     attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()
-    reject: bool = False
+    policy: AdmissionPolicy = FCFS
 
 
 @lru_cache(maxsize=16)
@@ -116,9 +119,7 @@ def serve(
         noise=scenario.noise,
         seed=seed,
         ordering="fcfs",
-        admission=False
-        if patient
-        else AdmissionPolicy(late="reject" if driver.reject else None, queue_timeout="ttft", order=None),
+        admission=False if patient else driver.policy,
     )
     judge = Judge(scenario)
     engine.subscribe(judge)

@@ -68,6 +68,12 @@ class Scenario:
         return sum(phase.seconds for phase in self.phases)
 
     @property
+    def shifts(self) -> bool:
+        """Whether lengths, SLOs or the speed of the machine change from one phase to another. A setting is good or bad for these;
+        a change of the load alone leaves the best one nearly where it was, and is not counted."""
+        return len({(phase.parts, phase.slow) for phase in self.phases}) > 1
+
+    @property
     def starts(self) -> list[float]:
         """When each phase begins."""
         return [sum(phase.seconds for phase in self.phases[:i]) for i in range(len(self.phases))]
