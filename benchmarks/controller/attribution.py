@@ -15,7 +15,7 @@ from typing import NamedTuple
 from autotune.bench.plotting import curve, page
 from autotune.report.figure import Plot, View, axis, layout, rule
 from autotune.report.section import Section
-from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STATIC, Layer
+from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STACK, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
 from benchmarks.controller.scenarios import MATRIX, SCENARIOS, UNSEEN
@@ -30,9 +30,9 @@ _NAMED = {(contender.base, contender.layer): name for name, contender in CONTEND
 
 
 class Rival(NamedTuple):
-    """One of other tools' algorithms, and ours over it: the mean over scenarios, and the least."""
+    """One of other tools' algorithms, by name, and ours over it: the mean over scenarios, and the least."""
 
-    base: str
+    name: str
     mean: float
     least: float
 
@@ -76,15 +76,23 @@ class Attribution:
         """The strongest with this layer: the one that ours, with the same, is least ahead of on average; None if none was run."""
         found = []
         for base in RIVALS:
-            ahead = [
-                self.ratio(name, OURS, layer) / theirs
-                for name in self.matrix
-                if (theirs := self.ratio(name, base, layer)) > 0
-            ]
-            ahead = [value for value in ahead if not math.isnan(value)]
-            if ahead:
-                found.append(Rival(base, statistics.fmean(ahead), min(ahead)))
+            for name, theirs in self._with(base, layer):
+                ahead = [
+                    self.ratio(scenario, OURS, layer) / ratio
+                    for scenario in self.matrix
+                    if (ratio := self.ratio(scenario, base, theirs)) > 0
+                ]
+                ahead = [value for value in ahead if not math.isnan(value)]
+                if ahead:
+                    found.append(Rival(name, statistics.fmean(ahead), min(ahead)))
         return min(found, key=lambda rival: rival.mean, default=None)
+
+    @staticmethod
+    def _with(base: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
+        """What takes part of ``base``: with this layer, and with relegation where that stands in the place of rejection."""
+        yield base, layer
+        if layer == "full":
+            yield f"{base} relegating", "relegate"
 
     def figures(self) -> dict[str, float]:
         """For the line of JSON; nan where there is nothing to say."""
@@ -98,8 +106,9 @@ class Attribution:
                 self.ratio(name, OURS, "full") for name in self.unseen
             ),
         }
-        for key, layer in (("full_vs_best_rival_with_admission", "full"), ("knobs_vs_best_tuned_rival", "knobs")):
-            rival = self.rival(layer)  # type: ignore[arg-type]  # a key of LAYERS
+        compared: dict[str, Layer] = {"full_vs_best_rival_with_admission": "full", "knobs_vs_best_tuned_rival": "knobs"}
+        for key, layer in compared.items():
+            rival = self.rival(layer)
             if rival is not None:
                 figures[f"{key}_mean"], figures[f"{key}_min"] = rival.mean, rival.least
         return figures
@@ -120,11 +129,12 @@ class Attribution:
             for base in (HINDSIGHT, *self.bases):
                 cells = [_cell([self.ratio(name, base, layer) for name in names]) for layer in LAYERS]
                 lines.append(f"{base:<24}" + "".join(f"{cell:>20}" for cell in cells))
-        for layer, what in (("knobs", "knobs alone"), ("full", "all layers")):
-            rival = self.rival(layer)  # type: ignore[arg-type]  # a key of LAYERS
+        compared: dict[Layer, str] = {"knobs": "knobs alone", "full": "all layers"}
+        for layer, what in compared.items():
+            rival = self.rival(layer)
             if rival is not None:
                 lines.append(
-                    f"{OURS} with {what}: {rival.mean:.3f} × the best rival, {rival.base} (least {rival.least:.3f})"
+                    f"{OURS} with {what}: {rival.mean:.3f} × the best rival, {rival.name} (least {rival.least:.3f})"
                 )
         return "\n".join(lines)
 
@@ -147,14 +157,18 @@ class Attribution:
         )
         drawn = [HINDSIGHT, *(b for b in (OURS,) if b in self.bases), *ranked[:_DRAWN_RIVALS]]
         names = self.matrix or self.scenarios
-        at = {layer: number for number, layer in enumerate(LAYERS)}
+        at = {layer: number for number, layer in enumerate(STACK)}
         data = []
         for number, base in enumerate(drawn):
-            points = [(at[layer], self.mean(names, base, layer)) for layer in LAYERS]
+            points = [(at[layer], self.mean(names, base, layer)) for layer in STACK]
             known = [(x, y) for x, y in points if not math.isnan(y)]
             data.append(curve([x for x, _ in known], [y for _, y in known], base, number))
         ticks = axis(
-            "", tickmode="array", tickvals=list(at.values()), ticktext=list(LAYERS.values()), range=[-0.2, 3.2]
+            "",
+            tickmode="array",
+            tickvals=list(at.values()),
+            ticktext=[LAYERS[layer] for layer in STACK],
+            range=[-0.2, 3.2],
         )
         legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
         drawn_layout = layout(

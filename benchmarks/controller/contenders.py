@@ -7,14 +7,22 @@ all of them: one deadline order, and one early rejection whose prefill rate is m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from autotune import control
+from autotune.control.controllers.aimd import AimdController
+from autotune.control.controllers.bisection import BisectionController
+from autotune.control.controllers.gradient import GradientController
+from autotune.control.controllers.length_table import LengthTableController
+from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Budgeted, Controller
-from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.controllers.registry import maker
 from autotune.control.loop import Control
 from autotune.simulate import SimulatedEngine
+from benchmarks.controller.constants import Constants, constants_of
+from benchmarks.controller.rivals import HybridOrder, Niyama, PPas
 from benchmarks.controller.run import FCFS, Driver
 from benchmarks.controller.scenarios import COLD
 from runtime.knobs import Knobs
@@ -24,18 +32,21 @@ from runtime.tunable import SchedulerView
 
 GROUPS = ("fixed", "rivals", "knobs", "full")
 
-Layer = Literal["knobs", "budget", "order", "full"]
+Layer = Literal["knobs", "budget", "order", "full", "relegate"]
 LAYERS: Final[Mapping[Layer, str]] = {
     "knobs": "knobs",
     "budget": "+ step budgets",
     "order": "+ deadline order",
     "full": "+ early rejection",
+    "relegate": "or relegation",
 }
 POLICIES: Final[Mapping[Layer, AdmissionPolicy]] = {
     "order": AdmissionPolicy(late=None, queue_timeout="ttft", order="deadline"),
     "full": AdmissionPolicy(late="reject", queue_timeout="ttft", order="deadline"),
+    "relegate": AdmissionPolicy(late="relegate", queue_timeout="ttft", order="deadline"),
 }
-"""What the engine does about late requests, with these layers; below them it is first come, first served."""
+"""What the engine does about late requests, with these layers; below them it is first come, first served. Relegation stands
+in the place of rejection."""
 
 
 class Contender(NamedTuple):
@@ -68,20 +79,56 @@ class KnobsOnly:
         return getattr(self._inner, name)
 
 
-Make = Callable[[SimulatedEngine, SLO], Controller]
+class Algorithm(NamedTuple):
+    """Something that sets knobs or budgets. ``layers``: those it has; ``named``: the one that its bare name stands for, which
+    has a column in the tables by scenario."""
+
+    made: Callable[..., Controller]
+    about: str
+    layers: tuple[Layer, ...]
+    named: Layer
 
 
-def _registered(name: str) -> Make:
-    def make(engine: SimulatedEngine, slo: SLO) -> Controller:
-        return CONTROLLERS[name](slo, engine.knobs, engine.kv_tokens, engine.block_size)
+STACK: Final[tuple[Layer, ...]] = ("knobs", "budget", "order", "full")
+_NO_BUDGETS: tuple[Layer, ...] = ("knobs", "order", "full")
+OURS = "predictive"
+RIVALS: Final[Mapping[str, Algorithm]] = {
+    "aimd": Algorithm(AimdController, "additive increase, multiplicative decrease", STACK, "budget"),
+    "bisection": Algorithm(BisectionController, "a bisection of the step time", STACK, "budget"),
+    "gradient": Algorithm(GradientController, "Gradient2", _NO_BUDGETS, "knobs"),
+    "length_table": Algorithm(LengthTableController, "TensorRT-LLM's table of lengths", _NO_BUDGETS, "knobs"),
+    "p-pas": Algorithm(PPas, "P-PAS", ("budget", "order", "full"), "budget"),
+    "niyama": Algorithm(Niyama, "Niyama with its own order", ("budget", "order", "full", "relegate"), "budget"),
+}
+_OURS = Algorithm(PredictiveController, "the predictive controller", STACK, "full")
 
-    return make
 
-
-def _attach(make: Make, layer: Layer, engine: SimulatedEngine, slo: SLO) -> Control:
-    made = make(engine, slo)
+def _attach(
+    algorithm: Algorithm,
+    constants: Constants,
+    layer: Layer,
+    policy: AdmissionPolicy | None,
+    engine: SimulatedEngine,
+    slo: SLO,
+) -> Control:
+    own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
+    make = maker(partial(algorithm.made, **own), algorithm.about)
+    made = make(slo, engine.knobs, engine.kv_tokens, engine.block_size)
     chosen = KnobsOnly(made) if layer == "knobs" else made
-    return control(engine, slo=slo, controller=chosen, admission=POLICIES.get(layer))
+    return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
+
+
+def driver_of(algorithm: Algorithm, layer: Layer, constants: Constants) -> Driver:
+    """``algorithm`` with the layers up to ``layer``. ``constants``: arguments of its class, ``interval_s`` between two decisions,
+    and ``alpha`` of its order, if it has one."""
+    policy = POLICIES.get(layer)
+    if algorithm.made is not Niyama or policy is None:
+        return Driver(attach=partial(_attach, algorithm, constants, layer, policy))
+    order = {name: value for name, value in constants.items() if name == "alpha"}
+    policy = replace(policy, order=None)  # the engine's own, which is this one
+    return Driver(
+        attach=partial(_attach, algorithm, constants, layer, policy), ordering=lambda slos: HybridOrder(slos, **order)
+    )
 
 
 def _layers(
@@ -106,27 +153,15 @@ def _fixed(base: str, about: str, knobs: Knobs) -> list[Contender]:
     return _layers(base, about, "fixed", drivers, "knobs")
 
 
-def _controlled(
-    base: str, about: str, group: str, make: Make, layers: tuple[Layer, ...], named: Layer
-) -> list[Contender]:
+def _controlled(base: str, group: str, algorithm: Algorithm) -> list[Contender]:
     def driver(layer: Layer, schedule: tuple[Knobs, ...]) -> Driver:
-        return Driver(attach=partial(_attach, make, layer))
+        return driver_of(algorithm, layer, constants_of(base, layer))
 
-    return _layers(base, about, group, {layer: partial(driver, layer) for layer in layers}, named)
-
-
-def _rival(name: str) -> list[Contender]:
-    """The bare name stands for knobs and, where it has them, budgets for steps."""
-    budgets = name in _BUDGETED
-    layers: tuple[Layer, ...] = ("knobs", "budget", "order", "full") if budgets else ("knobs", "order", "full")
-    return _controlled(name, f"the {name} controller", "rivals", _registered(name), layers, layers[budgets])
+    drivers = {layer: partial(driver, layer) for layer in algorithm.layers}
+    return _layers(base, algorithm.about, group, drivers, algorithm.named)
 
 
 STATIC, STATIC_REJECT, STATIC_ORDER, STATIC_FULL = "static", "static-reject", "static-order", "static-full"
-OURS = "predictive"
-RIVALS = tuple(name for name in CONTROLLERS if name not in (OURS, "static"))
-_BUDGETED = ("aimd", "bisection")
-"""Rivals whose budget for a step is not always the knob."""
 
 CONTENDERS = {
     contender.name: contender
@@ -138,10 +173,8 @@ CONTENDERS = {
             STATIC_REJECT, STATIC, "full", "", "any fixed setting with early rejection, first come first served",
             lambda schedule: Driver(schedule or (COLD,), policy=AdmissionPolicy(order=None)),
         ),
-        *(contender for name in RIVALS for contender in _rival(name)),
-        *_controlled(
-            OURS, "the predictive controller", "full", _registered(OURS), ("knobs", "budget", "order", "full"), "full"
-        ),
+        *(contender for name, rival in RIVALS.items() for contender in _controlled(name, "rivals", rival)),
+        *_controlled(OURS, "full", _OURS),
     )
 }  # fmt: skip
 CONTENDERS["predictive-knobs"] = CONTENDERS["predictive-knobs"]._replace(group="knobs")  # it has a column as well

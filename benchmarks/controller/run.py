@@ -8,7 +8,7 @@ late, and every ratio above 1.0 would be an artefact.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from benchmarks.controller.loads import arrivals
 from benchmarks.controller.scenarios import COLD, Scenario
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.ordering import Ordering
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO, RequestClass
 
@@ -64,11 +65,13 @@ class Outcome(NamedTuple):
 
 class Driver(NamedTuple):
     """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
-    controller to work; ``policy``: what the engine itself does about late requests."""
+    controller to work; ``policy``: what the engine itself does about late requests; ``ordering`` makes its order of prompts, from
+    the SLOs in force, where that is not first come first served."""
 
     schedule: tuple[Knobs, ...] = (COLD,)
     attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()
     policy: AdmissionPolicy = FCFS
+    ordering: Callable[[Mapping[str, SLO]], Ordering] | None = None
 
 
 @lru_cache(maxsize=16)
@@ -108,6 +111,7 @@ def serve(
 ) -> Outcome:
     """The same for requests at hand. ``patient`` ones never leave the queue."""
     weather = Weather(scenario.hardware.cost(), stalls=scenario.stalls, seed=seed)
+    slos = {**scenario.classes, "default": scenario.phases[0].slo}
     engine = SimulatedEngine(
         weather,
         kv_tokens=scenario.hardware.kv_tokens,
@@ -118,7 +122,7 @@ def serve(
         max_queue=1_000_000,
         noise=scenario.noise,
         seed=seed,
-        ordering="fcfs",
+        ordering="fcfs" if driver.ordering is None else driver.ordering(slos),
         admission=False if patient else driver.policy,
     )
     judge = Judge(scenario)
@@ -129,6 +133,7 @@ def serve(
             weather.slow = phase.slow
             if number:
                 engine.set_slo(phase.slo)
+                slos["default"] = phase.slo
             if 0 < number < len(driver.schedule):
                 engine.set_knobs(driver.schedule[number])
             engine.serve(phases[number], start=start, label=f"{number}", shared=False)

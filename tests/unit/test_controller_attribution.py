@@ -17,6 +17,7 @@ from benchmarks.controller.contenders import (
     POLICIES,
     REPORTED,
     RIVALS,
+    STACK,
     STATIC_FULL,
     STATIC_ORDER,
 )
@@ -59,8 +60,8 @@ class TestContenders:
         assert POLICIES["order"].late is None and POLICIES["full"].late == "reject"
         assert {policy.order for policy in POLICIES.values()} == {"deadline"}
         layers = {base: {c.layer for c in CONTENDERS.values() if c.base == base} for base in (*RIVALS, OURS)}
-        assert all(found >= {"knobs", "order", "full"} for found in layers.values())
-        assert layers[OURS] == set(LAYERS)
+        assert all(found >= {"order", "full"} for found in layers.values())
+        assert layers[OURS] == set(STACK) == set(LAYERS) - {"relegate"}
 
     def test_columns_are_the_bare_names_and_knobs_of_ours(self) -> None:
         assert [name for name in COLUMNS if CONTENDERS[name].base != name] == ["predictive-knobs"]
@@ -106,8 +107,11 @@ class TestRatios:
         )  # fmt: skip
         rival = Attribution(ran, ORACLES).rival("full")
         assert rival is not None
-        assert (rival.base, rival.mean, rival.least) == ("aimd", pytest.approx((1 + 80 / 64) / 2), pytest.approx(1.0))
+        assert (rival.name, rival.mean, rival.least) == ("aimd", pytest.approx((1 + 80 / 64) / 2), pytest.approx(1.0))
         assert Attribution(ran, ORACLES).rival("knobs") is None
+        relegating = found(M1__predictive=80, M1__niyama_full=70, M1__niyama_relegate=79)
+        rival = Attribution(relegating, ORACLES).rival("full")
+        assert rival is not None and rival.name == "niyama relegating"
 
     def test_the_line_of_json(self) -> None:
         ran = found(
