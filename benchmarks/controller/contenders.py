@@ -20,6 +20,7 @@ from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Budgeted, Controller
 from autotune.control.controllers.registry import maker
 from autotune.control.loop import Control
+from autotune.engines import Engine
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.constants import Constants, constants_of
 from benchmarks.controller.rivals import HybridOrder, Niyama, PPas
@@ -100,20 +101,24 @@ RIVALS: Final[Mapping[str, Algorithm]] = {
     "p-pas": Algorithm(PPas, "P-PAS", ("budget", "order", "full"), "budget"),
     "niyama": Algorithm(Niyama, "Niyama with its own order", ("budget", "order", "full", "relegate"), "budget"),
 }
-_OURS = Algorithm(PredictiveController, "the predictive controller", STACK, "full")
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    **RIVALS,
+    OURS: Algorithm(PredictiveController, "the predictive controller", STACK, "full"),
+}
 
 
-def _attach(
+def attach(
     algorithm: Algorithm,
     constants: Constants,
     layer: Layer,
     policy: AdmissionPolicy | None,
-    engine: SimulatedEngine,
+    engine: Engine | SimulatedEngine,
     slo: SLO,
 ) -> Control:
+    """Put ``algorithm`` to work; ``policy``: what ``engine`` does about late requests meanwhile, its own if None."""
     own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
     make = maker(partial(algorithm.made, **own), algorithm.about)
-    made = make(slo, engine.knobs, engine.kv_tokens, engine.block_size)
+    made = make(slo, engine.knobs, engine.facts.kv_tokens, engine.facts.block_size)
     chosen = KnobsOnly(made) if layer == "knobs" else made
     return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
 
@@ -123,11 +128,11 @@ def driver_of(algorithm: Algorithm, layer: Layer, constants: Constants) -> Drive
     and ``alpha`` of its order, if it has one."""
     policy = POLICIES.get(layer)
     if algorithm.made is not Niyama or policy is None:
-        return Driver(attach=partial(_attach, algorithm, constants, layer, policy))
+        return Driver(attach=partial(attach, algorithm, constants, layer, policy))
     order = {name: value for name, value in constants.items() if name == "alpha"}
     policy = replace(policy, order=None)  # the engine's own, which is this one
     return Driver(
-        attach=partial(_attach, algorithm, constants, layer, policy), ordering=lambda slos: HybridOrder(slos, **order)
+        attach=partial(attach, algorithm, constants, layer, policy), ordering=lambda slos: HybridOrder(slos, **order)
     )
 
 
@@ -174,7 +179,7 @@ CONTENDERS = {
             lambda schedule: Driver(schedule or (COLD,), policy=AdmissionPolicy(order=None)),
         ),
         *(contender for name, rival in RIVALS.items() for contender in _controlled(name, "rivals", rival)),
-        *_controlled(OURS, "full", _OURS),
+        *_controlled(OURS, "full", ALGORITHMS[OURS]),
     )
 }  # fmt: skip
 CONTENDERS["predictive-knobs"] = CONTENDERS["predictive-knobs"]._replace(group="knobs")  # it has a column as well
