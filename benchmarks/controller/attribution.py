@@ -18,7 +18,7 @@ from autotune.report.section import Section
 from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STACK, STATIC, Layer
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.run import Outcome
-from benchmarks.controller.scenarios import MATRIX, SCENARIOS, UNSEEN
+from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS, UNSEEN
 
 HINDSIGHT = "best static"
 _DRAWN_RIVALS = 4
@@ -51,6 +51,7 @@ class Attribution:
         )
         self.matrix = [scenario.name for scenario in MATRIX if scenario.name in self.scenarios]
         self.unseen = [scenario.name for scenario in UNSEEN if scenario.name in self.scenarios]
+        self.measured = [scenario.name for scenario in MEASURED if scenario.name in self.scenarios]
         self.shifting = [name for name in self.matrix if SCENARIOS[name].shifts]
 
     def ratio(self, scenario: str, base: str, layer: Layer) -> float:
@@ -72,14 +73,15 @@ class Attribution:
     def mean(self, scenarios: Iterable[str], base: str, layer: Layer) -> float:
         return mean_of(self.ratio(name, base, layer) for name in scenarios)
 
-    def rival(self, layer: Layer) -> Rival | None:
-        """The strongest with this layer: the one that ours, with the same, is least ahead of on average; None if none was run."""
+    def rival(self, layer: Layer, scenarios: Sequence[str] | None = None) -> Rival | None:
+        """The strongest with this layer on ``scenarios``, the matrix unless given: the one that ours, with the same, is least
+        ahead of on average; None if none was run."""
         found = []
         for base in RIVALS:
             for name, theirs in self._with(base, layer):
                 ahead = [
                     self.ratio(scenario, OURS, layer) / ratio
-                    for scenario in self.matrix
+                    for scenario in (self.matrix if scenarios is None else scenarios)
                     if (ratio := self.ratio(scenario, base, theirs)) > 0
                 ]
                 ahead = [value for value in ahead if not math.isnan(value)]
@@ -101,6 +103,8 @@ class Attribution:
             "full_vs_best_static_with_admission_mean": mean_of(full),
             "full_vs_best_static_with_admission_min": least_of(full),
             "full_vs_best_static_with_admission_shift": self.mean(self.shifting, OURS, "full"),
+            "gpu_truth_full_mean": self.mean(self.measured, OURS, "full"),
+            "gpu_truth_full_min": least_of(self.ratio(name, OURS, "full") for name in self.measured),
             "unseen_full_vs_best_static_with_admission_mean": self.mean(self.unseen, OURS, "full"),
             "unseen_full_vs_best_static_with_admission_min": least_of(
                 self.ratio(name, OURS, "full") for name in self.unseen
@@ -111,6 +115,8 @@ class Attribution:
             rival = self.rival(layer)
             if rival is not None:
                 figures[f"{key}_mean"], figures[f"{key}_min"] = rival.mean, rival.least
+            if (rival := self.rival(layer, self.measured)) is not None:
+                figures[f"gpu_truth_{key}_mean"] = rival.mean
         return figures
 
     def tables(self) -> str:
@@ -122,7 +128,13 @@ class Attribution:
             "Goodput over that of the best fixed setting in hindsight, which has deadline order and early rejection: mean (min)",
             f"{'':<24}" + "".join(f"{text:>20}" for text in LAYERS.values()),
         ]
-        for title, names in (("", self.matrix), ("those that shift", self.shifting), ("never tuned on", self.unseen)):
+        groups = {
+            "": self.matrix,
+            "those that shift": self.shifting,
+            "never tuned on": self.unseen,
+            "on measured GPUs": self.measured,
+        }
+        for title, names in groups.items():
             if not names:
                 continue
             lines += [title] if title else []

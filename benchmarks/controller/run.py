@@ -125,6 +125,7 @@ def serve(
         ordering="fcfs" if driver.ordering is None else driver.ordering(slos),
         admission=False if patient else driver.policy,
     )
+    engine.core.executor = weather.executor(noise=scenario.noise, seed=seed)
     judge = Judge(scenario)
     engine.subscribe(judge)
     with driver.attach(engine, scenario.phases[0].slo):

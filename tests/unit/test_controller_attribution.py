@@ -124,7 +124,17 @@ class TestRatios:
         assert told["full_vs_best_static_with_admission_shift"] == pytest.approx(1.075)
         assert told["unseen_full_vs_best_static_with_admission_mean"] == pytest.approx(0.75)
         assert told["full_vs_best_rival_with_admission_mean"] == pytest.approx(1.0)
+        assert math.isnan(told["gpu_truth_full_mean"])
         assert told["knobs_vs_best_tuned_rival_mean"] == pytest.approx(1.1)  # of M1 alone: M3 lacks ours
+
+    def test_measured_gpus_have_figures_of_their_own(self) -> None:
+        ran = found(G1__predictive=88, G2__predictive=72, G1__aimd_full=80, G2__aimd_full=80)
+        told = Attribution(
+            ran, {name: Oracles(best(90, 10), None, best(82), best(80)) for name in ("G1", "G2")}
+        ).figures()
+        assert told["gpu_truth_full_mean"] == pytest.approx(1.0) and told["gpu_truth_full_min"] == pytest.approx(0.9)
+        assert told["gpu_truth_full_vs_best_rival_with_admission_mean"] == pytest.approx(1.0)
+        assert math.isnan(told["full_vs_best_static_with_admission_mean"])
 
     def test_without_a_yardstick_nothing_is_said(self) -> None:
         told = Attribution(found(M1__predictive=80), {"M1": Oracles(best(90), None)})
