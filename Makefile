@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-sweep bench-controller bench-controller-live bench-classes bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-overhead    what scheduling costs in a step"
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
 	@echo "make bench-fidelity    what the simulator says of six workloads, against what the live engine does"
+	@echo "make bench-calibration how well a calibration knows GPUs whose step times are public"
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
 	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"
 	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
@@ -94,6 +95,9 @@ bench-simulator: $(STAMP)
 
 bench-fidelity: $(STAMP)
 	$(PY) -m benchmarks.fidelity $(ARGS)
+
+bench-calibration: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.calibration $(ARGS)
 
 bench-sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.sweep $(ARGS)

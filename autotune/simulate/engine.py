@@ -33,6 +33,7 @@ from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.intake import never_ran
 from runtime.llm.prefix import block_hashes
 from runtime.llm.scheduler import Scheduler
+from runtime.ordering import Ordering
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
 from runtime.request import Sequence as RunningSequence
@@ -83,7 +84,7 @@ class SimulatedEngine(TunableSimulation):
         knobs: Knobs | None = None,
         slo: SLO | str | None = None,
         classes: Iterable[RequestClass] = (),
-        ordering: str = "priority",
+        ordering: str | Ordering = "priority",
         admission: AdmissionPolicy | bool = False,
         prefix_cache: bool = True,
         growth_reserve: int = 1,

@@ -3,7 +3,9 @@
 Fourteen scenarios (M1 to M14) of machines, requests and SLOs that change while they are served, three more that nothing was
 ever tuned on, and variants with noise in step times and with a bound on gaps between tokens. Every contender starts cold at
 vLLM's defaults, knows neither machine nor traffic, and serves the same requests. What is compared is goodput, as a share of
-that of an oracle: the best fixed knobs of each phase, chosen in hindsight.
+that of an oracle: the best fixed knobs of each phase, chosen in hindsight. To tell which part earns what, every contender also
+serves with one layer more at a time (knobs; a budget for each step; deadline order; early rejection), beside the best fixed
+setting that has the same order and rejection.
 
 Run ``python -m benchmarks.controller --traces FOLDER`` with the Azure 2023 traces; without them the presets fitted to those take
 their place. ``--scenario M5 --contender predictive --seeds 3`` is a question of seconds. The last line is JSON.
@@ -16,14 +18,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from autotune.bench.plotting import check
+from autotune.writing import write_whole
 from benchmarks.controller import adversaries
 from benchmarks.controller.cache import FOLDER, Cache
-from benchmarks.controller.contenders import REPORTED
+from benchmarks.controller.contenders import COLUMNS, REPORTED
 from benchmarks.controller.known import REPORTED as REPORTED_SEEDS
 from benchmarks.controller.known import OracleStore, peaks
 from benchmarks.controller.run import Bench, Outcome
-from benchmarks.controller.scenarios import SCENARIOS
+from benchmarks.controller.scenarios import SCENARIOS, VARIANTS
 from benchmarks.controller.table import Comparison
 from benchmarks.controller.work import Task, Workers
 from runtime.errors import InputError
@@ -68,13 +73,23 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             say(f"{load!s:<48}{bench.peaks[str(load)]:>8.2f} requests/s")
         return
     with Workers(args.jobs, bench) as workers:
-        oracles = OracleStore(cache, workers, seeds, say, reject=not args.no_reject_oracle).of(scenarios)
+        oracles = {
+            scenario.name: OracleStore(
+                cache,
+                workers,
+                seeds,
+                say,
+                reject=not args.no_reject_oracle,
+                layers=not args.no_reject_oracle and scenario not in VARIANTS,
+            ).one(scenario)
+            for scenario in scenarios
+        }
         if args.oracle_only:
             return
         tasks = [
             Task(scenario.name, contender, seed)
             for scenario in scenarios
-            for contender in args.contender or REPORTED
+            for contender in args.contender or (COLUMNS if scenario in VARIANTS else REPORTED)
             for seed in seeds
         ]
         found: dict[tuple[str, str], dict[int, Outcome]] = {}
@@ -91,6 +106,8 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
             )
     comparison = Comparison(found, oracles)
     say(f"\n{comparison.tables()}\n\nseeds {', '.join(map(str, seeds))}; {time.monotonic() - begun:.0f} s")
+    if args.plot is not None:
+        write_whole(args.plot, comparison.attribution.plot(seeds))
     say(json.dumps(comparison.figures() | adversaries.harm_min(found, say, everything=not args.scenario)))
 
 
@@ -107,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
     parser.add_argument("--recompute", action="store_true", help="search for peak goodputs and oracles anew")
     parser.add_argument("--oracle-only", action="store_true", help="search for oracles that are not known, and end")
-    parser.add_argument("--no-reject-oracle", action="store_true", help="leave out the oracle with early rejection")
+    parser.add_argument("--no-reject-oracle", action="store_true", help="leave out the oracles with early rejection")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a page to write, .html: what each layer earns")
     parser.add_argument(
         "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"
     )
@@ -117,6 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in getattr(args, option) or ():
                 if name not in known:
                     raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
+        if args.plot is not None:
+            check(args.plot, "--plot")
         if args.jobs < 1:
             raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
         seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]

@@ -1,28 +1,62 @@
-"""Who takes part, in four groups: fixed settings, other tools' algorithms, ours turning knobs only, and ours with all it has."""
+"""Who takes part: fixed settings, other tools' algorithms and ours, each with more and more of what there is to have.
+
+A contender is something that sets knobs, its *base*, with the layers up to one of :data:`LAYERS`. A layer is the same thing for
+all of them: one deadline order, and one early rejection whose prefill rate is measured where a controller names none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple
 
 from autotune import control
+from autotune.control.controllers.aimd import AimdController
+from autotune.control.controllers.bisection import BisectionController
+from autotune.control.controllers.gradient import GradientController
+from autotune.control.controllers.length_table import LengthTableController
+from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Budgeted, Controller
-from autotune.control.controllers.registry import CONTROLLERS
+from autotune.control.controllers.registry import maker
 from autotune.control.loop import Control
+from autotune.engines import Engine
 from autotune.simulate import SimulatedEngine
-from benchmarks.controller.run import Driver
+from benchmarks.controller.constants import Constants, constants_of
+from benchmarks.controller.rivals import HybridOrder, Niyama, PPas
+from benchmarks.controller.run import FCFS, Driver
 from benchmarks.controller.scenarios import COLD
 from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
 GROUPS = ("fixed", "rivals", "knobs", "full")
 
+Layer = Literal["knobs", "budget", "order", "full", "relegate"]
+LAYERS: Final[Mapping[Layer, str]] = {
+    "knobs": "knobs",
+    "budget": "+ step budgets",
+    "order": "+ deadline order",
+    "full": "+ early rejection",
+    "relegate": "or relegation",
+}
+POLICIES: Final[Mapping[Layer, AdmissionPolicy]] = {
+    "order": AdmissionPolicy(late=None, queue_timeout="ttft", order="deadline"),
+    "full": AdmissionPolicy(late="reject", queue_timeout="ttft", order="deadline"),
+    "relegate": AdmissionPolicy(late="relegate", queue_timeout="ttft", order="deadline"),
+}
+"""What the engine does about late requests, with these layers; below them it is first come, first served. Relegation stands
+in the place of rejection."""
+
 
 class Contender(NamedTuple):
-    """``driver`` makes what takes part in one run, from the fixed knobs of each phase if it has any."""
+    """``base`` with the layers up to ``layer``. ``driver`` makes what takes part in one run, from the fixed knobs of each phase
+    if it has any. ``group``: that of its column in the tables by scenario; empty: it is in those of layers alone."""
 
     name: str
+    base: str
+    layer: Layer
     group: str
     about: str
     driver: Callable[[tuple[Knobs, ...]], Driver]
@@ -46,35 +80,109 @@ class KnobsOnly:
         return getattr(self._inner, name)
 
 
-def _fixed(name: str, about: str, knobs: Knobs, *, reject: bool = False) -> Contender:
-    return Contender(name, "fixed", about, lambda schedule: Driver(schedule or (knobs,), reject=reject))
+class Algorithm(NamedTuple):
+    """Something that sets knobs or budgets. ``layers``: those it has; ``named``: the one that its bare name stands for, which
+    has a column in the tables by scenario."""
+
+    made: Callable[..., Controller]
+    about: str
+    layers: tuple[Layer, ...]
+    named: Layer
 
 
-def _controlled(name: str, group: str, about: str) -> Contender:
-    def attach(engine: SimulatedEngine, slo: SLO) -> Control:
-        if group == "full":
-            return control(engine, slo=slo, controller=name, admission=True)
-        if group == "rivals":
-            return control(engine, slo=slo, controller=name)
-        made = CONTROLLERS[name.removesuffix("-knobs")](slo, engine.knobs, engine.kv_tokens, engine.block_size)
-        return control(engine, slo=slo, controller=KnobsOnly(made))
+STACK: Final[tuple[Layer, ...]] = ("knobs", "budget", "order", "full")
+_NO_BUDGETS: tuple[Layer, ...] = ("knobs", "order", "full")
+OURS = "predictive"
+RIVALS: Final[Mapping[str, Algorithm]] = {
+    "aimd": Algorithm(AimdController, "additive increase, multiplicative decrease", STACK, "budget"),
+    "bisection": Algorithm(BisectionController, "a bisection of the step time", STACK, "budget"),
+    "gradient": Algorithm(GradientController, "Gradient2", _NO_BUDGETS, "knobs"),
+    "length_table": Algorithm(LengthTableController, "TensorRT-LLM's table of lengths", _NO_BUDGETS, "knobs"),
+    "p-pas": Algorithm(PPas, "P-PAS", ("budget", "order", "full"), "budget"),
+    "niyama": Algorithm(Niyama, "Niyama with its own order", ("budget", "order", "full", "relegate"), "budget"),
+}
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    **RIVALS,
+    OURS: Algorithm(PredictiveController, "the predictive controller", STACK, "full"),
+}
 
-    return Contender(name, group, about, lambda schedule: Driver(attach=attach))
+
+def attach(
+    algorithm: Algorithm,
+    constants: Constants,
+    layer: Layer,
+    policy: AdmissionPolicy | None,
+    engine: Engine | SimulatedEngine,
+    slo: SLO,
+) -> Control:
+    """Put ``algorithm`` to work; ``policy``: what ``engine`` does about late requests meanwhile, its own if None."""
+    own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
+    make = maker(partial(algorithm.made, **own), algorithm.about)
+    made = make(slo, engine.knobs, engine.facts.kv_tokens, engine.facts.block_size)
+    chosen = KnobsOnly(made) if layer == "knobs" else made
+    return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
 
 
-STATIC, STATIC_REJECT = "static", "static-reject"
-RIVALS = tuple(name for name in CONTROLLERS if name not in ("predictive", "static"))
+def driver_of(algorithm: Algorithm, layer: Layer, constants: Constants) -> Driver:
+    """``algorithm`` with the layers up to ``layer``. ``constants``: arguments of its class, ``interval_s`` between two decisions,
+    and ``alpha`` of its order, if it has one."""
+    policy = POLICIES.get(layer)
+    if algorithm.made is not Niyama or policy is None:
+        return Driver(attach=partial(attach, algorithm, constants, layer, policy))
+    order = {name: value for name, value in constants.items() if name == "alpha"}
+    policy = replace(policy, order=None)  # the engine's own, which is this one
+    return Driver(
+        attach=partial(attach, algorithm, constants, layer, policy), ordering=lambda slos: HybridOrder(slos, **order)
+    )
+
+
+def _layers(
+    base: str, about: str, group: str, layers: Mapping[Layer, Callable[[tuple[Knobs, ...]], Driver]], named: Layer
+) -> list[Contender]:
+    """``named``: the layer that the bare name of ``base`` stands for; it is the one with a column of its own."""
+    return [
+        Contender(
+            base if layer == named else f"{base}-{layer}", base, layer, group if layer == named else "",
+            f"{about}: {LAYERS[layer]}", driver,
+        )
+        for layer, driver in layers.items()
+    ]  # fmt: skip
+
+
+def _fixed(base: str, about: str, knobs: Knobs) -> list[Contender]:
+    def driver(policy: AdmissionPolicy, schedule: tuple[Knobs, ...]) -> Driver:
+        return Driver(schedule or (knobs,), policy=policy)
+
+    layers: tuple[Layer, ...] = ("knobs", "order", "full")
+    drivers = {layer: partial(driver, POLICIES.get(layer, FCFS)) for layer in layers}
+    return _layers(base, about, "fixed", drivers, "knobs")
+
+
+def _controlled(base: str, group: str, algorithm: Algorithm) -> list[Contender]:
+    def driver(layer: Layer, schedule: tuple[Knobs, ...]) -> Driver:
+        return driver_of(algorithm, layer, constants_of(base, layer))
+
+    drivers = {layer: partial(driver, layer) for layer in algorithm.layers}
+    return _layers(base, algorithm.about, group, drivers, algorithm.named)
+
+
+STATIC, STATIC_REJECT, STATIC_ORDER, STATIC_FULL = "static", "static-reject", "static-order", "static-full"
 
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        _fixed("vllm-1024", "vLLM's defaults for a large GPU: 1024 sequences, 8192 tokens", COLD),
-        _fixed("vllm-512", "512 sequences, 2048 tokens", Knobs(512, 0, 2048, 2048)),
-        _fixed(STATIC, "any fixed setting: the oracle's own", COLD),
-        _fixed(STATIC_REJECT, "the same with early rejection", COLD, reject=True),
-        *(_controlled(name, "rivals", f"the {name} controller") for name in RIVALS),
-        _controlled("predictive-knobs", "knobs", "the predictive controller, turning knobs only"),
-        _controlled("predictive", "full", "the same with budgets for steps, early rejection and deadline order"),
+        *_fixed("vllm-1024", "vLLM's defaults for a large GPU (1024 sequences, 8192 tokens)", COLD),
+        *_fixed("vllm-512", "512 sequences, 2048 tokens", Knobs(512, 0, 2048, 2048)),
+        *_fixed(STATIC, "any fixed setting", COLD),
+        Contender(
+            STATIC_REJECT, STATIC, "full", "", "any fixed setting with early rejection, first come first served",
+            lambda schedule: Driver(schedule or (COLD,), policy=AdmissionPolicy(order=None)),
+        ),
+        *(contender for name, rival in RIVALS.items() for contender in _controlled(name, "rivals", rival)),
+        *_controlled(OURS, "full", ALGORITHMS[OURS]),
     )
-}
-REPORTED = tuple(name for name in CONTENDERS if name not in (STATIC, STATIC_REJECT))
+}  # fmt: skip
+CONTENDERS["predictive-knobs"] = CONTENDERS["predictive-knobs"]._replace(group="knobs")  # it has a column as well
+REPORTED = tuple(name for name, contender in CONTENDERS.items() if contender.base != STATIC)
+COLUMNS = tuple(name for name in REPORTED if CONTENDERS[name].group)
+"""Those of the tables by scenario; the others are in the tables of layers alone."""

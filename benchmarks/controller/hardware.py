@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 from autotune.cost.model import CostModel
 from autotune.profile.parts import CostFacts
+from autotune.simulate.executor import CostExecutor
+from benchmarks.gpu_truth import BASE, Flags, Truth, load
+from benchmarks.gpu_truth.engine import ChunkExecutor
 from benchmarks.sweep import hardware as parts
 from benchmarks.sweep.hardware import Roofline
 from runtime.step_model import StepFeatures, StepModel
@@ -89,6 +94,17 @@ class Weather(StepModel):
             return self.slow * STALL
         return self.slow
 
+    def step_seconds(self, decodes: int, decode_context: int, chunks: Sequence[tuple[int, int]] = ()) -> float:
+        """The same of a step whose chunks are known one by one, for a machine that is asked by them (:class:`Truth`)."""
+        assert isinstance(self._cost, Truth)
+        return self._cost.step_seconds(decodes, decode_context, chunks) * self._factor()
+
+    def executor(self, *, noise: float, seed: int) -> CostExecutor:
+        """What makes steps on this machine."""
+        if isinstance(self._cost, Truth):
+            return ChunkExecutor(cast(Truth, self), noise=noise, seed=seed)  # it is asked for no more than this has
+        return CostExecutor(self, noise=noise, seed=seed)
+
 
 def h200() -> CostModel:
     """Llama-8B in bfloat16: 15 GB of weights, 16 GFLOP and 128 KiB of KV a token, memory and compute overlapped."""
@@ -115,3 +131,13 @@ PACED = Hardware(
     "MoEpaced", "30B mixture of experts on H200, the fullest expert sets the pace",
     lambda: parts.Experts(parts.MOE_30B_H200), 600_000,
 )  # fmt: skip
+
+
+_truth = cache(load)
+
+
+def measured(name: str, flags: Flags = BASE) -> Hardware:
+    """A GPU and a model whose step times are composed from public measurements; its pool in whole blocks of 16 tokens."""
+    suffix, kind = ("", "kernels and the host") if flags == BASE else ("+graphs", "graph padding, slow mixed steps")
+    pool = _truth(name, flags).kv_tokens // 16 * 16
+    return Hardware(name + suffix, f"{name}, measured: {kind}", lambda: _truth(name, flags), pool)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.controller.cache import Cache, from_entry, load_digest, scenario_digest, to_entry
-from benchmarks.controller.contenders import STATIC, STATIC_REJECT
+from benchmarks.controller.contenders import STATIC, STATIC_FULL, STATIC_ORDER, STATIC_REJECT
 from benchmarks.controller.oracle import Best, OracleSearch
 from benchmarks.controller.peaks import PeakSearch
 from benchmarks.controller.run import Bench
@@ -22,10 +22,13 @@ Say = Callable[[str], None]
 
 
 class Oracles(NamedTuple):
-    """The best fixed knobs of a scenario, and those with early rejection, where there is such a thing."""
+    """The best fixed knobs of a scenario. ``plain``: of each phase; ``reject``: the same with early rejection. ``order`` and
+    ``full``: for the whole run, with deadline order, and with early rejection besides. None where it was not asked for."""
 
     plain: Best
     reject: Best | None
+    order: Best | None = None
+    full: Best | None = None
 
 
 def peaks(loads: Iterable[Load], cache: Cache, traces: str | None, jobs: int, say: Say) -> dict[str, float]:
@@ -59,37 +62,52 @@ def _seeds_text(seeds: Sequence[int]) -> str:
 
 
 class OracleStore:
-    """Oracles of scenarios on a set of seeds; those with early rejection only if ``reject``."""
+    """Oracles of scenarios on a set of seeds; of those with early rejection or order ``reject`` and ``layers`` say whether."""
 
-    def __init__(self, cache: Cache, workers: Workers, seeds: Sequence[int], say: Say, *, reject: bool = True) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        workers: Workers,
+        seeds: Sequence[int],
+        say: Say,
+        *,
+        reject: bool = True,
+        layers: bool = True,
+    ) -> None:
         self._cache, self._workers, self._say = cache, workers, say
         self._seeds = seed_set(seeds)
-        self._reject = reject
+        self._reject, self._layers = reject, layers
 
     def of(self, scenarios: Iterable[Scenario]) -> dict[str, Oracles]:
         return {scenario.name: self.one(scenario) for scenario in scenarios}
 
     def one(self, scenario: Scenario) -> Oracles:
-        reject = self._best(scenario, reject=True) if self._reject else None
-        return Oracles(self._best(scenario, reject=False), reject)
+        reject = self._best(scenario, STATIC_REJECT) if self._reject else None
+        plain = self._best(scenario, STATIC)
+        if not self._layers:
+            return Oracles(plain, reject)
+        return Oracles(plain, reject, self._best(scenario, STATIC_ORDER), self._best(scenario, STATIC_FULL))
 
-    def _best(self, scenario: Scenario, *, reject: bool) -> Best:
-        contender = STATIC_REJECT if reject else STATIC
+    def _best(self, scenario: Scenario, contender: str) -> Best:
         name = f"{scenario.name} {contender} {_seeds_text(self._seeds)}"
         digest = scenario_digest(scenario, contender, self._workers.bench)
         entry = self._cache.get(name, digest)
         if entry is not None:
             return from_entry(entry)
         begun = time.monotonic()
-        search = OracleSearch(scenario, self._seeds, self._workers, reject=reject)
-        if scenario.like:
-            base = self._best(SCENARIOS[scenario.like], reject=reject)
-            best = search.judge(base.schedule, base.single)
-        else:
-            best = search.find()
+        best = self._search(scenario, contender)
         self._cache.put(name, digest, to_entry(best))
         met, offered = (sum(getattr(o, what) for o in best.by_seed.values()) for what in ("met", "offered"))
         knobs = ", ".join(f"{k.max_batch_size}/{k.token_budget}/{k.chunk_size}" for k in best.schedule)
         took = f"{best.runs} runs, {time.monotonic() - begun:.0f} s"
         self._say(f"{name}: {met / offered:.3f} within the SLO with {knobs} ({took})")
         return best
+
+    def _search(self, scenario: Scenario, contender: str) -> Best:
+        search = OracleSearch(scenario, self._seeds, self._workers, contender=contender)
+        if contender == STATIC_ORDER:  # order changes little: what is best without it, or with rejection besides
+            return search.best_of([self._best(scenario, other).single for other in (STATIC, STATIC_FULL)])
+        if scenario.like:
+            base = self._best(SCENARIOS[scenario.like], contender)
+            return search.judge(base.schedule, base.single)
+        return search.find_single() if contender == STATIC_FULL else search.find()

@@ -6,7 +6,7 @@ best three of each on all. What is best in each phase, put together, is a schedu
 the other candidates are tried on all seeds, until no change helps. A setting is chosen on the mean of the seeds it is judged on,
 which favours the oracle. The budget is the number of runs, kept with the result.
 
-With ``reject``, every cell also rejects early what cannot make its TTFT.
+``contender`` says what every cell has besides: nothing (``static``), early rejection, or order and rejection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.controller.contenders import STATIC, STATIC_REJECT
+from benchmarks.controller.contenders import STATIC
 from benchmarks.controller.run import Outcome
 from benchmarks.controller.scenarios import Scenario
 from benchmarks.controller.work import Task, Workers, by_slots, roomy
@@ -39,9 +39,9 @@ class Best(NamedTuple):
 class OracleSearch:
     """One search; every run is made once."""
 
-    def __init__(self, scenario: Scenario, seeds: Sequence[int], workers: Workers, *, reject: bool = False) -> None:
+    def __init__(self, scenario: Scenario, seeds: Sequence[int], workers: Workers, *, contender: str = STATIC) -> None:
         self._scenario, self._seeds, self._workers = scenario, tuple(seeds), workers
-        self._contender = STATIC_REJECT if reject else STATIC
+        self._contender = contender
         self._known: dict[tuple[Schedule, int], Outcome] = {}
 
     def find(self) -> Best:
@@ -58,6 +58,21 @@ class OracleSearch:
         if self._total((single,)) > self._total(schedule):
             schedule = (single,)
         return self._best(schedule, single)
+
+    def find_single(self) -> Best:
+        """The best setting for the whole run, without the search phase by phase."""
+        cells = self._different(self._scenario.grid.cells())
+        for count, kept in _ROUNDS:
+            seeds = self._seeds[:count]
+            self.evaluate([(cell,) for cell in cells], seeds)
+            cells = sorted(cells, key=lambda cell: -self._total((cell,), seeds))[:kept]
+        return self.best_of(cells)
+
+    def best_of(self, cells: Sequence[Knobs]) -> Best:
+        """The best of a few settings, each for the whole run."""
+        self.evaluate([(cell,) for cell in cells], self._seeds)
+        single = max(cells, key=lambda cell: self._total((cell,)))
+        return self._best((single,), single)
 
     def judge(self, schedule: Schedule, single: Knobs) -> Best:
         """What known settings do here: for variants of a scenario, which take over its best ones."""

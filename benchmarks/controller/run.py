@@ -8,7 +8,7 @@ late, and every ratio above 1.0 would be an artefact.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,11 +20,15 @@ from benchmarks.controller.loads import arrivals
 from benchmarks.controller.scenarios import COLD, Scenario
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.ordering import Ordering
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import SLO, RequestClass
 
 BIN_S = 5.0
 """Outcomes are counted by phase and, over time, by bins of so many seconds."""
+
+FCFS = AdmissionPolicy(late=None, queue_timeout="ttft", order=None)
+"""What every engine does about late requests unless a contender has more: who has waited its TTFT target leaves the queue."""
 
 _SEED = 7_000_003  # apart from all that other benchmarks draw
 
@@ -61,11 +65,13 @@ class Outcome(NamedTuple):
 
 class Driver(NamedTuple):
     """How a contender takes part. ``schedule``: fixed knobs for each phase, the last for all that follow; ``attach`` puts a
-    controller to work; ``reject``: whether the engine itself rejects early what cannot make its TTFT."""
+    controller to work; ``policy``: what the engine itself does about late requests; ``ordering`` makes its order of prompts, from
+    the SLOs in force, where that is not first come first served."""
 
     schedule: tuple[Knobs, ...] = (COLD,)
     attach: Callable[[SimulatedEngine, SLO], AbstractContextManager[Any]] = lambda engine, slo: nullcontext()
-    reject: bool = False
+    policy: AdmissionPolicy = FCFS
+    ordering: Callable[[Mapping[str, SLO]], Ordering] | None = None
 
 
 @lru_cache(maxsize=16)
@@ -105,6 +111,7 @@ def serve(
 ) -> Outcome:
     """The same for requests at hand. ``patient`` ones never leave the queue."""
     weather = Weather(scenario.hardware.cost(), stalls=scenario.stalls, seed=seed)
+    slos = {**scenario.classes, "default": scenario.phases[0].slo}
     engine = SimulatedEngine(
         weather,
         kv_tokens=scenario.hardware.kv_tokens,
@@ -115,11 +122,10 @@ def serve(
         max_queue=1_000_000,
         noise=scenario.noise,
         seed=seed,
-        ordering="fcfs",
-        admission=False
-        if patient
-        else AdmissionPolicy(late="reject" if driver.reject else None, queue_timeout="ttft", order=None),
+        ordering="fcfs" if driver.ordering is None else driver.ordering(slos),
+        admission=False if patient else driver.policy,
     )
+    engine.core.executor = weather.executor(noise=scenario.noise, seed=seed)
     judge = Judge(scenario)
     engine.subscribe(judge)
     with driver.attach(engine, scenario.phases[0].slo):
@@ -128,6 +134,7 @@ def serve(
             weather.slow = phase.slow
             if number:
                 engine.set_slo(phase.slo)
+                slos["default"] = phase.slo
             if 0 < number < len(driver.schedule):
                 engine.set_knobs(driver.schedule[number])
             engine.serve(phases[number], start=start, label=f"{number}", shared=False)

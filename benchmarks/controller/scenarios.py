@@ -1,4 +1,5 @@
-"""What controllers are compared on: the matrix M1 to M14, three more that none is ever tuned on, and noise and gap variants.
+"""What controllers are compared on: the matrix M1 to M14, three more that none is ever tuned on, noise and gap variants,
+and eight on step times of real GPUs.
 
 A scenario is a machine and phases of traffic. A phase's load is relative to the peak goodput of its requests on that machine (see
 :mod:`benchmarks.controller.peaks`), so that 1.0 is as much as fixed settings can serve at all.
@@ -9,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from benchmarks.controller.hardware import A100, H200, H200_ADD, L4, MOE, PACED, TENSOR, TILED, Hardware
+from benchmarks.controller.hardware import A100, H200, H200_ADD, L4, MOE, PACED, TENSOR, TILED, Hardware, measured
 from benchmarks.controller.loads import POISSON, Part, Pattern
+from benchmarks.gpu_truth import ALL
 from benchmarks.sweep.cases import Grid
 from runtime.knobs import Knobs
 from runtime.slo import SLO
@@ -66,6 +68,12 @@ class Scenario:
     @property
     def seconds(self) -> float:
         return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether lengths, SLOs or the speed of the machine change from one phase to another. A setting is good or bad for these;
+        a change of the load alone leaves the best one nearly where it was, and is not counted."""
+        return len({(phase.parts, phase.slow) for phase in self.phases}) > 1
 
     @property
     def starts(self) -> list[float]:
@@ -136,6 +144,26 @@ UNSEEN = (
 )  # fmt: skip
 """Invented after the matrix, with step times by formulas that neither a roofline nor our learner contains. Never tuned on."""
 
+MEASURED = (
+    Scenario("G1", "Llama-2-7B on A100 conv inter 0.7, 1.1", measured("a100-llama2-7b"),
+             _steps(80, one("conv", "inter"), 0.7, 1.1)),
+    Scenario("G2", "Llama-3-8B on A100, graphs, conv inter, code inter 0.95", measured("a100-llama3-8b", ALL),
+             (Phase(80, one("conv", "inter"), 0.95), Phase(80, one("code", "inter"), 0.95))),
+    Scenario("G3", "Llama-2-7B on H100, graphs, brief strict, conv inter 0.95", measured("h100-llama2-7b", ALL),
+             (Phase(80, one("brief", "strict"), 0.95), Phase(80, one("conv", "inter"), 0.95))),
+    Scenario("G4", "Llama-3-8B on H100 half chat inter, half code mlperf, 0.9, 1.1", measured("h100-llama3-8b"),
+             _steps(80, _CHAT_AND_CODE, 0.9, 1.1)),
+    Scenario("G5", "Llama-3-8B in fp8 on H200 code inter, mlperf, strict 1.05", measured("h200-llama3-8b-fp8"),
+             tuple(Phase(60, one("code", slo), 1.05) for slo in ("inter", "mlperf", "strict"))),
+    Scenario("G6", "Mixtral on two H100, graphs, conv mlperf 0.7, 1.5 × slower in the middle",
+             measured("h100-mixtral-8x7b-tp2", ALL), _slowed(80, one("conv", "mlperf"), 0.7, 1.5)),
+    Scenario("G7", "Qwen3-32B on RTX PRO 6000 conv mlperf, code mlperf 0.95", measured("rtxpro6000-qwen3-32b"),
+             (Phase(120, one("conv", "mlperf"), 0.95), Phase(120, one("code", "mlperf"), 0.95))),
+    Scenario("G8", "Llama-3-8B on RTX 4090, graphs, conv mlperf 0.6, 1.2, 0.8", measured("rtx4090-llama3-8b", ALL),
+             _steps(120, one("conv", "mlperf"), 0.6, 1.2, 0.8)),
+)  # fmt: skip
+"""Every GPU and model of :mod:`benchmarks.gpu_truth`, half of them with graph padding and slow mixed steps. Never tuned on."""
+
 
 def _variant(base: str, suffix: str, about: str, noise: float = 0.0, stalls: float = 0.0) -> Scenario:
     found = next(scenario for scenario in MATRIX if scenario.name == base)
@@ -158,6 +186,6 @@ VARIANTS = (
     _gaps("M5"),
 )
 
-SCENARIOS = {scenario.name: scenario for scenario in (*MATRIX, *UNSEEN, *VARIANTS)}
+SCENARIOS = {scenario.name: scenario for scenario in (*MATRIX, *UNSEEN, *VARIANTS, *MEASURED)}
 LOADS = list(dict.fromkeys(scenario.load(phase) for scenario in SCENARIOS.values() for phase in scenario.phases))
 HARDWARE = {scenario.hardware.name: scenario.hardware for scenario in SCENARIOS.values()}

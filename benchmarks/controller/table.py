@@ -7,18 +7,16 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from benchmarks.controller.contenders import CONTENDERS
+from benchmarks.controller.attribution import Attribution, Found, least_of, mean_of, share_of
+from benchmarks.controller.contenders import COLUMNS, CONTENDERS
 from benchmarks.controller.known import Oracles
 from benchmarks.controller.oracle import Best
-from benchmarks.controller.run import BIN_S, Outcome
-from benchmarks.controller.scenarios import MATRIX, SCENARIOS, UNSEEN, VARIANTS, Scenario
+from benchmarks.controller.run import BIN_S
+from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS, UNSEEN, VARIANTS, Scenario
 
 COLD_S = 30.0
 _BACK = 0.95  # of the oracle's goodput over _WINDOW bins: a contender has recovered
 _WINDOW = 2
-
-Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
-"""Outcomes by seed of each (scenario, contender)."""
 
 
 class Comparison:
@@ -26,7 +24,8 @@ class Comparison:
 
     def __init__(self, found: Found, oracles: Mapping[str, Oracles]) -> None:
         self._found, self._oracles = found, oracles
-        self.contenders = [name for name in CONTENDERS if any(name == contender for _, contender in found)]
+        self.attribution = Attribution(found, oracles)
+        self.contenders = [name for name in COLUMNS if any(name == contender for _, contender in found)]
         self.scenarios = [scenario for scenario in SCENARIOS.values() if any(scenario.name == s for s, _ in found)]
 
     def has(self, scenario: str, contender: str) -> bool:
@@ -38,19 +37,19 @@ class Comparison:
         if best is None or not self.has(scenario, contender):
             return math.nan
         by_seed = self._found[scenario, contender]
-        return _share(sum(o.met for o in by_seed.values()), sum(best.by_seed[seed].met for seed in by_seed))
+        return share_of(sum(o.met for o in by_seed.values()), sum(best.by_seed[seed].met for seed in by_seed))
 
     def hindsight(self, scenario: str) -> float:
         """The best single setting's goodput as a share of the oracle's."""
         best = self._oracles[scenario].plain
-        return _share(sum(best.single_met.values()), sum(o.met for o in best.by_seed.values()))
+        return share_of(sum(best.single_met.values()), sum(o.met for o in best.by_seed.values()))
 
     def error(self, scenarios: Sequence[str], contender: str, *, reject: bool = False) -> float:
         """Standard error of the mean ratio over ``scenarios``, from how it differs between seeds; nan with one seed."""
         known = [(self._best(name, reject), self._found.get((name, contender), {})) for name in scenarios]
         seeds = set.intersection(*(set(by_seed) for _, by_seed in known)) if known else set()
         means = [
-            _mean(_share(by_seed[seed].met, best.by_seed[seed].met) for best, by_seed in known if best is not None)
+            mean_of(share_of(by_seed[seed].met, best.by_seed[seed].met) for best, by_seed in known if best is not None)
             for seed in sorted(seeds)
         ]
         means = [mean for mean in means if not math.isnan(mean)]
@@ -60,7 +59,7 @@ class Comparison:
         """The same as :meth:`ratio`, of requests of the first :data:`COLD_S`."""
         by_seed, best = self._found[scenario, contender], self._oracles[scenario].plain
         met = sum(outcome.first(COLD_S)[1] for outcome in by_seed.values())
-        return _share(met, sum(best.by_seed[seed].first(COLD_S)[1] for seed in by_seed))
+        return share_of(met, sum(best.by_seed[seed].first(COLD_S)[1] for seed in by_seed))
 
     def recovery(self, scenario: Scenario, contender: str) -> float:
         """Seconds after a phase began until a window's goodput is back at the oracle's, the longest of all phases but the
@@ -80,37 +79,41 @@ class Comparison:
         names = [scenario.name for scenario in self.scenarios if scenario in MATRIX]
         knobs, full = "predictive-knobs", "predictive"
         rivals = [name for name in self.contenders if CONTENDERS[name].group == "rivals"]
-        means = [_mean(self.ratio(name, rival) for name in names) for rival in rivals]
+        means = [mean_of(self.ratio(name, rival) for name in names) for rival in rivals]
         unseen = [scenario.name for scenario in self.scenarios if scenario in UNSEEN]
         steady = [name for name in names if name != "M14"]
         figures = {
-            "knobs_mean": _mean(self.ratio(n, knobs) for n in names),
-            "knobs_min": _least(self.ratio(n, knobs) for n in names),
+            "knobs_mean": mean_of(self.ratio(n, knobs) for n in names),
+            "knobs_min": least_of(self.ratio(n, knobs) for n in names),
             "m1": self.ratio("M1", knobs) if "M1" in names else math.nan,
-            "full_mean": _mean(self.ratio(n, full) for n in names),
-            "full_min": _least(self.ratio(n, full) for n in names),
-            "full_vs_reject_oracle_mean": _mean(self.ratio(n, full, reject=True) for n in names),
+            "full_mean": mean_of(self.ratio(n, full) for n in names),
+            "full_min": least_of(self.ratio(n, full) for n in names),
+            "full_vs_reject_oracle_mean": mean_of(self.ratio(n, full, reject=True) for n in names),
             "best_rival_mean": max((m for m in means if not math.isnan(m)), default=math.nan),
-            "knobs_mean_without_m14": _mean(self.ratio(n, knobs) for n in steady),
-            "full_mean_without_m14": _mean(self.ratio(n, full) for n in steady),
-            "full_vs_reject_oracle_mean_without_m14": _mean(self.ratio(n, full, reject=True) for n in steady),
-            "unseen_knobs_mean": _mean(self.ratio(n, knobs) for n in unseen),
-            "unseen_full_mean": _mean(self.ratio(n, full) for n in unseen),
+            "knobs_mean_without_m14": mean_of(self.ratio(n, knobs) for n in steady),
+            "full_mean_without_m14": mean_of(self.ratio(n, full) for n in steady),
+            "full_vs_reject_oracle_mean_without_m14": mean_of(self.ratio(n, full, reject=True) for n in steady),
+            "unseen_knobs_mean": mean_of(self.ratio(n, knobs) for n in unseen),
+            "unseen_full_mean": mean_of(self.ratio(n, full) for n in unseen),
         }
+        figures |= self.attribution.figures()
         return {name: round(value, 4) for name, value in figures.items() if not math.isnan(value)}
 
     def tables(self) -> str:
         """All tables, for a person."""
-        parts = [self._ratios(reject=False)]
-        if any(oracles.reject is not None for oracles in self._oracles.values()):
+        parts = [self._ratios(reject=False)] if self.contenders else []
+        if self.contenders and any(oracles.reject is not None for oracles in self._oracles.values()):
             parts.append(self._ratios(reject=True))
-        parts.append(self._shifts())
+        if self.contenders:
+            parts.append(self._shifts())
+        if self.attribution.scenarios:
+            parts.append(self.attribution.tables())
         return "\n\n".join(parts)
 
     def _ratios(self, *, reject: bool) -> str:
         what = "best fixed knobs of each phase" + (" with early rejection" if reject else "")
         lines = [f"Goodput as a share of that of the {what}", self._header("hindsight")]
-        for title, group in (("", MATRIX), ("never tuned on", UNSEEN), ("variants", VARIANTS)):
+        for title, group in (("", MATRIX), ("never tuned on", UNSEEN), ("variants", VARIANTS), ("measured", MEASURED)):
             rows = [s.name for s in self.scenarios if s in group]
             if rows and title:
                 lines.append(title)
@@ -126,14 +129,14 @@ class Comparison:
         by_contender = [[self.ratio(name, c, reject=reject) for name in rows] for c in self.contenders]
         first = [math.nan] if reject else [self.hindsight(name) for name in rows]
         return [
-            _row("mean", _mean(first), [_mean(ratios) for ratios in by_contender]),
+            _row("mean", mean_of(first), [mean_of(ratios) for ratios in by_contender]),
             _row("± s.e.", math.nan, [self.error(rows, c, reject=reject) for c in self.contenders]),
-            _row("min", _least(first), [_least(ratios) for ratios in by_contender]),
+            _row("min", least_of(first), [least_of(ratios) for ratios in by_contender]),
         ]
 
     def _without(self, rows: Sequence[str], reject: bool) -> list[str]:
-        means = [_mean(self.ratio(name, c, reject=reject) for name in rows) for c in self.contenders]
-        first = math.nan if reject else _mean(self.hindsight(name) for name in rows)
+        means = [mean_of(self.ratio(name, c, reject=reject) for name in rows) for c in self.contenders]
+        first = math.nan if reject else mean_of(self.hindsight(name) for name in rows)
         return [_row("mean w/o M14", first, means)]
 
     def _shifts(self) -> str:
@@ -167,19 +170,6 @@ def _back(ours: Sequence[int], theirs: Sequence[int]) -> float:
 
 def _pooled(bins: Iterable[Sequence[tuple[int, int]]]) -> list[int]:
     return [sum(met for _, met in column) for column in zip(*bins, strict=True)]
-
-
-def _share(met: float, of: float) -> float:
-    return met / of if of else math.nan
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else math.nan
-
-
-def _least(values: Iterable[float]) -> float:
-    return min((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def _row(name: str, first: float, values: Sequence[float]) -> str:

@@ -54,13 +54,14 @@ class Workers:
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Outcome]]:
         """Each task and what came of it, in no particular order."""
-        return self._each(run_task, tasks)
+        return self.each(run_task, tasks)
 
     def peaks(self, tasks: Iterable[PeakTask]) -> Iterator[tuple[PeakTask, Peak]]:
         """Each task and what it found."""
-        return self._each(run_peak, tasks)
+        return self.each(run_peak, tasks)
 
-    def _each(self, work: Callable[[T, Bench], R], tasks: Iterable[T]) -> Iterator[tuple[T, R]]:
+    def each(self, work: Callable[[T, Bench], R], tasks: Iterable[T]) -> Iterator[tuple[T, R]]:
+        """Each task and what ``work``, a function of a module, makes of it."""
         if self._pool is None:
             for task in tasks:
                 yield task, work(task, self.bench)

@@ -5,7 +5,8 @@ wants the core that the engine computes on. Rate and SLO of each follow from a c
 
 - *ours* starts cold from vLLM's defaults in every turn, knows neither machine nor traffic, and has all it can do: knobs,
   budgets of single steps, early rejection, deadline order. All its requests count, those it learns from too. ``--knobs-only``
-  adds the same turning knobs and nothing else.
+  adds the same turning knobs and nothing else; ``--layers`` everybody with one layer more at a time (ours, AIMD and bisection
+  with the constants of the simulated benchmark, the defaults), and the best fixed settings with the same order and rejection.
 - *defaults* are vLLM's, 1024 sequences and 8192 tokens, on our engine.
 - *the best fixed setting*: a grid of 42 is simulated on the step times of this very machine; the best eight are measured, and
   the best of these by what was measured, known only afterwards, is what ours is compared with: of each load its own, for a
@@ -33,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.bench import Contender, Result, defaults
+from autotune.bench import Contender, Result, defaults, fixed
 from autotune.bench.plotting import check
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
@@ -45,7 +46,7 @@ from benchmarks.controller_live.learning import slowdown
 from benchmarks.controller_live.machine import live, simulated
 from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
 from benchmarks.live.command import command, say, say_failed, say_turn, seconds, share
-from benchmarks.live.contenders import ours, ours_knobs_only
+from benchmarks.live.contenders import admitted, layers, ours, ours_knobs_only
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
@@ -91,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--knobs-only", action="store_true", help="also ours without step budgets and early rejection")
     parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also everybody with one layer more at a time, and fixed settings with admission",
+    )
+    parser.add_argument(
         "--simulated", action="store_true", help="after calibration, serve all of it in simulation instead"
     )
     parser.add_argument("--wall-clock", action="store_true", help="leave the machine's drift in")
@@ -113,11 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     with stop_on_interrupt() as stop, live(wall_clock=args.wall_clock, undisturbed=args.undisturbed) as machine:
         vllm, control = defaults(machine.engine.limits), ours(machine.engine.limits)
-        everywhere = [vllm, control, *([ours_knobs_only(machine.engine.limits)] if args.knobs_only else [])]
+        everywhere = [vllm, control]
+        if args.layers:
+            everywhere += layers(machine.engine.limits)
+        elif args.knobs_only:
+            everywhere.append(ours_knobs_only(machine.engine.limits))
         try:
             cost, slower = _learn(machine, plan, args.seed, stop.is_set)
             simulation = partial(simulated, cost, machine.facts, slower)
-            loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load)
+            held = (fixed, admitted) if args.layers else (fixed,)
+            loads = prepare(machine, simulation, cost, slower, plan, everywhere, args.case, args.load, held=held)
         except Interrupted:
             say("stopped before anything was measured")
             return INTERRUPTED
@@ -128,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         contest.run()
         stopped = stop.is_set()
-    found = compared(contest, loads.cases, control, vllm, plan.duration)
+    found = compared(contest, loads.cases, control, vllm, plan.duration, everywhere[2:])
     report(found, vllm, print)
     for other in everywhere[2:]:
         _others(found, other, plan.duration)
@@ -174,13 +185,16 @@ def prepare(
     only: Sequence[str] | None,
     load: float = LOAD,
     grid: Sequence[Knobs] = GRID,
+    held: Sequence[Callable[[Knobs], Contender]] = (fixed,),
 ) -> Loads:
-    """The loads for this machine, and which fixed settings will take part."""
+    """The loads for this machine, and which fixed settings will take part, of each way to hold one."""
     chosen = [case for case in cases(machine, cost, slower, plan.duration, load) if not only or case.name in only]
     screened = {}
     for case in chosen:
         say(f"{case.name}: {case.said}; SLO {case.slo}")
-        screened[case.name] = screen(simulation, case, plan.duration, grid)[: max(plan.keep)]
+        screened[case.name] = [
+            found for how in held for found in screen(simulation, case, plan.duration, grid, how)[: max(plan.keep)]
+        ]
         told = [(c.name, expected(simulation, case, c, plan.duration)) for c in everywhere]
         told += [(s.contender.name, s.share) for s in screened[case.name]]
         say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in told))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from autotune.bench import Comparison, Contender, compare
@@ -14,27 +16,47 @@ from benchmarks.live.serving import Contest
 
 
 class Compared(NamedTuple):
-    """One case: who was the best fixed setting, and ours over it and over the defaults."""
+    """One case: who was the best fixed setting, and ours over it and over the defaults. ``admitted``: the best fixed setting with
+    order and early rejection, if any took part; ``layers``: everybody's goodput over that one's, by name."""
 
     case: Case
     comparison: Comparison
     best: Contender
     against_best: Ratio
     against_defaults: Ratio
+    admitted: Contender | None = None
+    layers: Mapping[str, Ratio] = MappingProxyType({})
 
 
 def compared(
-    contest: Contest, cases: Sequence[Case], ours: Contender, vllm: Contender, duration: float
+    contest: Contest,
+    cases: Sequence[Case],
+    ours: Contender,
+    vllm: Contender,
+    duration: float,
+    others: Sequence[Contender] = (),
 ) -> list[Compared]:
-    """Of each case that has a whole round in which a fixed setting was served."""
+    """Of each case that has a whole round in which a fixed setting was served. ``others``: who took part with fewer layers."""
     found = []
     for index, case in enumerate(cases):
         results, leading = contest.results(case), contest.leading(case)
-        if not results or not leading:
+        plain, with_admission = ([c for c in leading if c.control is kind] for kind in (False, True))
+        if not results or not plain:
             continue
-        best = leading[0]
-        ratios = [ratio(results, ours, other, duration, seed=2 * index + at) for at, other in enumerate((best, vllm))]
-        found.append(Compared(case, compare(results, duration), best, *ratios))
+        best = plain[0]
+        against_best, against_vllm = (
+            ratio(results, ours, other, duration, seed=2 * index + at) for at, other in enumerate((best, vllm))
+        )
+        made = Compared(case, compare(results, duration), best, against_best, against_vllm)
+        if with_admission:
+            yardstick = with_admission[0]
+            layers = {
+                c.name: ratio(results, c, yardstick, duration, seed=1000 + 50 * index + at)
+                for at, c in enumerate((ours, vllm, *others))
+            }
+            layers["best fixed"] = ratio(results, best, yardstick, duration, seed=1049 + 50 * index)
+            made = made._replace(admitted=yardstick, layers=layers)
+        found.append(made)
     return found
 
 
@@ -55,8 +77,24 @@ def summary(found: Sequence[Compared], ours: Contender, vllm: Contender) -> dict
     }
     shape: dict[str, Any] = {name: number(estimate.value) for name, estimate in figures.items()}
     shape |= {f"{name}_interval": interval(estimate) for name, estimate in figures.items()}
+    if any(c.layers for c in found):
+        shape |= attribution(found, ours)
     shape["cases"] = {c.case.name: _of_case(c, ours, vllm) for c in found}
     return shape
+
+
+def attribution(found: Sequence[Compared], ours: Contender) -> dict[str, Any]:
+    """Goodput over that of the best fixed setting with order and early rejection: of everybody, by name, and of ours the
+    geometric mean over cases, its interval, and the least."""
+    names = list(dict.fromkeys(name for c in found for name in c.layers))
+    each = {name: [c.layers[name] for c in found if name in c.layers] for name in names}
+    mean, mine = geometric_mean(each[ours.name]), [r.value for r in each[ours.name] if not math.isnan(r.value)]
+    return {
+        "full_vs_best_static_with_admission_mean": number(mean.value),
+        "full_vs_best_static_with_admission_mean_interval": interval(mean),
+        "full_vs_best_static_with_admission_min": number(min(mine, default=math.nan)),
+        "layers": {name: number(geometric_mean(ratios).value) for name, ratios in each.items()},
+    }
 
 
 def _of_case(c: Compared, ours: Contender, vllm: Contender) -> dict[str, Any]:
@@ -95,3 +133,11 @@ def report(found: Sequence[Compared], vllm: Contender, say: Callable[[str], None
             f"goodput ÷ that of {c.best.name}, the best fixed setting: {words(c.against_best.estimate())}; "
             f"÷ that of the defaults: {words(c.against_defaults.estimate())}"
         )
+    compared = [c for c in found if c.layers]
+    if compared:
+        say("\ngoodput ÷ that of the best fixed setting with deadline order and early rejection")
+        say(f"{'':<34}" + "".join(f"{c.case.name:>22}" for c in compared) + f"{'mean':>22}")
+        for name in compared[0].layers:
+            ratios = [c.layers[name] for c in compared]
+            cells = [words(r.estimate()) for r in ratios] + [words(geometric_mean(ratios))]
+            say(f"{name:<34}" + "".join(f"{cell:>22}" for cell in cells))

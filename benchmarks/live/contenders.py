@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autotune import control
 from autotune.bench.contenders import Contender, short
-from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.loop import Control
 from autotune.engines import Engine
 from autotune.engines.defaults import VLLM_DEFAULTS
-from benchmarks.controller.contenders import KnobsOnly
+from benchmarks.controller.constants import constants_of
+from benchmarks.controller.contenders import ALGORITHMS, LAYERS, OURS, POLICIES, STACK, Layer, attach
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import SLO
+
+RIVALS = ("aimd", "bisection")
+"""Those that take part live: the strongest of the products' algorithms in simulation."""
 
 
 def ours(limits: KnobLimits) -> Contender:
@@ -20,21 +25,29 @@ def ours(limits: KnobLimits) -> Contender:
 
 def ours_knobs_only(limits: KnobLimits) -> Contender:
     """The same turning knobs and nothing else."""
-    return Contender("knobs only", limits.clamp(VLLM_DEFAULTS), control=True, attach=_knobs_only)
+    return layer_of(OURS, "knobs", limits, "knobs only")
 
 
-def admitted(knobs: Knobs) -> Contender:
+def layer_of(base: str, layer: Layer, limits: KnobLimits, name: str = "") -> Contender:
+    """What sets knobs in the simulated benchmark under this name, with the layers up to ``layer`` and the same constants."""
+    made = partial(attach, ALGORITHMS[base], constants_of(base, layer), layer, POLICIES.get(layer))
+    return Contender(name or f"{base} {LAYERS[layer]}", limits.clamp(VLLM_DEFAULTS), control=True, attach=made)
+
+
+def layers(limits: KnobLimits) -> list[Contender]:
+    """Everybody with one layer more at a time, but for ours with all, which takes part anyway."""
+    mine = [layer_of(OURS, layer, limits, "knobs only" if layer == "knobs" else "") for layer in STACK[:-1]]
+    theirs = [layer_of(rival, layer, limits) for rival in RIVALS for layer in ("knobs", "full")]
+    return [*mine, *theirs, admitted(limits.clamp(VLLM_DEFAULTS), "defaults with admission")]
+
+
+def admitted(knobs: Knobs, name: str = "") -> Contender:
     """A fixed setting with our early rejection and deadline order, and nothing else of ours."""
-    return Contender(f"{short(knobs)} with admission", knobs, control=True, attach=_admitted)
+    return Contender(name or f"{short(knobs)} with admission", knobs, control=True, attach=_admitted)
 
 
 def _full(engine: Engine, slo: SLO) -> Control:
     return control(engine, slo=slo, admission=True)
-
-
-def _knobs_only(engine: Engine, slo: SLO) -> Control:
-    made = CONTROLLERS["predictive"](slo, engine.knobs, engine.facts.kv_tokens, engine.facts.block_size)
-    return control(engine, slo=slo, controller=KnobsOnly(made))
 
 
 def _admitted(engine: Engine, slo: SLO) -> Control:

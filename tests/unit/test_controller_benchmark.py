@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,12 +22,14 @@ from benchmarks.controller.scenarios import (
     HARDWARE,
     LOADS,
     MATRIX,
+    MEASURED,
     SCENARIOS,
     SMALL_GRID,
     Phase,
     Scenario,
     one,
 )
+from benchmarks.gpu_truth import load, names
 from benchmarks.sweep import hardware as parts
 from runtime.knobs import Knobs
 from runtime.step_model import StepFeatures
@@ -118,6 +122,39 @@ class TestLoads:
             for s in (1, 1, 2)
         )
         assert first == again != other
+
+
+class TestMeasured:
+    def test_every_gpu_and_model_takes_part_and_half_have_graphs(self) -> None:
+        made = [scenario.hardware.name for scenario in MEASURED]
+        assert sorted(name.removesuffix("+graphs") for name in made) == names()
+        assert sum(name.endswith("+graphs") for name in made) == len(made) / 2
+
+    def test_a_step_is_asked_for_by_its_chunks_and_slows_with_the_machine(self) -> None:
+        truth = load("h100-llama3-8b")
+        chunks = [(0, 900), (6000, 50)]
+        assert truth.step_seconds(8, 9000, chunks) != pytest.approx(
+            truth.predict(StepFeatures(8, 9000, 950, 6950, 0, 2)), rel=0.01
+        )
+        weather = Weather(truth)
+        executor = weather.executor(noise=0.0, seed=1)
+        planned = [(None, start, count, False) for start, count in chunks]
+        plan: Any = SimpleNamespace(n_decode=8, decode_context=9000, chunks=planned, repeat=1)
+        for slow in (1.0, 1.5):
+            weather.slow = slow
+            (end,) = executor.execute(plan, 10.0, 10.0).ends
+            assert end - 10.0 == pytest.approx(slow * truth.step_seconds(8, 9000, chunks))
+
+    def test_a_lone_request_meets_the_slo_of_every_phase(self) -> None:
+        for scenario in MEASURED:
+            for phase in scenario.phases:
+                for part in phase.parts:
+                    weather = Weather(scenario.hardware.cost())
+                    weather.slow = phase.slow
+                    first = 1e3 * weather.step_seconds(0, 0, [(0, 1000)])
+                    token = 1e3 * weather.predict(StepFeatures(1, 1500, 0, 0, 0))
+                    assert first < (part.slo.ttft_ms or math.inf), scenario.name
+                    assert token < (part.slo.tpot_ms or math.inf), scenario.name
 
 
 class TestScenarios:

@@ -20,8 +20,8 @@ from benchmarks.controller_live.__main__ import Plan as Rounds
 from benchmarks.controller_live.__main__ import main, prepare
 from benchmarks.controller_live.cases import CORE, PROMPTS, SHIFTS, STEADY, cases, steady_cases
 from benchmarks.controller_live.machine import simulated
-from benchmarks.controller_live.summary import compared, panels, summary
-from benchmarks.live.contenders import ours, ours_knobs_only
+from benchmarks.controller_live.summary import compared, panels, report, summary
+from benchmarks.live.contenders import admitted, layers, ours, ours_knobs_only
 from benchmarks.live.learning import served
 from benchmarks.live.loads import Case, slo_for
 from benchmarks.live.machine import Machine
@@ -221,6 +221,41 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     assert drawn[0] == drawn[1]
     text = drawn[0].decode()
     assert all(f'id="plot-{case.name}-latencies"' in text for case in made.cases) and "<h1>a &lt; b</h1>" in text
+
+
+@pytest.mark.slow
+def test_layers_are_compared_with_the_best_fixed_setting_that_has_the_same_admission(
+    machine: Machine, loads: dict[str, Case]
+) -> None:
+    limits = machine.engine.limits
+    vllm, control = defaults(limits), ours(limits)
+    others = layers(limits)
+    names = [c.name for c in others]
+    assert names[:3] == ["knobs only", "predictive + step budgets", "predictive + deadline order"]
+    assert names[3:] == [
+        "aimd knobs", "aimd + early rejection", "bisection knobs", "bisection + early rejection", "defaults with admission",
+    ]  # fmt: skip
+    plan, case = Rounds((1,), SECONDS, 1.0), "conversation"
+    everywhere = [vllm, control, *others]
+    made = prepare(machine, SIMULATION, COST, SLOWER, plan, everywhere, [case], 1.5, GRID[::14], (fixed, admitted))
+    statics = {case: [s.contender for s in made.screened[case]]}
+    assert [c.control for c in statics[case]] == [False, True]
+    run = contest(machine, made.cases, everywhere, statics=statics, plan=plan.keep)
+    run.run()
+    (found,) = compared(run, made.cases, control, vllm, SECONDS, others)
+    assert (found.best, found.admitted) == tuple(statics[case])
+    met = {r.turn.contender.name: r.score.met for r in run.results(made.cases[0])}
+    yardstick = met[statics[case][1].name]
+    assert {name: r.value for name, r in found.layers.items()} == pytest.approx(
+        {c.name: met[c.name] / yardstick for c in everywhere} | {"best fixed": met[statics[case][0].name] / yardstick}
+    )
+    shape = summary([found], control, vllm)
+    assert shape["full_vs_best_static_with_admission_min"] == pytest.approx(met["control"] / yardstick, abs=1e-4)
+    assert set(shape["layers"]) == set(found.layers)
+    said: list[str] = []
+    report([found], vllm, said.append)
+    assert any(line.startswith("aimd + early rejection") for line in said)
+    assert "layers" not in summary([found._replace(layers={})], control, vllm)
 
 
 def test_knobs_only_gives_no_step_a_budget_of_its_own(machine: Machine, loads: dict[str, Case]) -> None:

@@ -1,7 +1,7 @@
 """Additive increase, multiplicative decrease on the step time: what serving systems without a model do.
 
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes and τ the tightest TPOT (or
-ITL) target: s > τ → limit ← max(0.9·limit, decodes, 64); s ≤ τ and the limit binds → limit ← limit + 64. The limit is
+ITL) target: s > τ → limit ← max(back·limit, decodes, floor); s ≤ τ and the limit binds → limit ← limit + more. The limit is
 ``token_budget``, and ``chunk_size`` is the same; a step is given the limit itself, the knob follows when it is off by more than
 the guardrails' dead band. ``max_batch_size`` stays, ``max_wait_ms`` is 0.
 
@@ -14,8 +14,8 @@ every decrease is one violated window. A mix of long and short prompts moves it 
 than its tokens. Below the time of the decodes alone it is stuck at its floor.
 
 Sources: Clipper (Crankshaw et al., NSDI 2017, 4.3.1: additive increase until the latency objective is exceeded, then a tenth
-back); Netflix's concurrency-limits, ``AIMDLimit`` (grow only when half of the limit is in use, back off by a factor of 0.9).
-Step size and floor are ours.
+back); Netflix's concurrency-limits, ``AIMDLimit`` (grow only when half of the limit is in use; its backoff ratio, here ``back``,
+is 0.9 and may be 0.5 up to 1). Step size and floor (``more`` and ``floor``, 64 tokens each) are ours.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
-_BACK = 0.9
-_MORE = 64  # tokens
-_FLOOR = 64  # tokens
-
 
 @register
 class AimdController:
-    """See the module."""
+    """See the module. ``more`` and ``floor`` are tokens."""
 
     name = "aimd"
 
-    def __init__(self, slo: SLO, start: Knobs) -> None:
+    def __init__(self, slo: SLO, start: Knobs, *, back: float = 0.9, more: int = 64, floor: int = 64) -> None:
+        if not 0.5 <= back < 1:
+            raise ValueError(f"back is {back!r}; it must be at least 0.5 and below 1")
+        for name, tokens in (("more", more), ("floor", floor)):
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+                raise ValueError(f"{name} is {tokens!r}; it must be a whole number of tokens from 1 on")
         self.start = start
+        self._back, self._more, self._floor = back, more, floor
         self.limit = float(start.token_budget)
         self._target = step_target({"default": slo})
         self._window = StepWindow()
@@ -72,16 +74,16 @@ class AimdController:
                 "no step with decodes since the last decision: holding the limit",
             )
         elif window.seconds > target:
-            self.limit = max(_BACK * self.limit, window.decodes, _FLOOR)
+            self.limit = max(self._back * self.limit, window.decodes, self._floor)
             regime, cause = (
                 "decrease",
-                f"{took} (target {1e3 * target:g} ms): lowering the limit by a tenth to {self.limit:.0f} tokens",
+                f"{took} (target {1e3 * target:g} ms): lowering the limit by {1 - self._back:.0%} to {self.limit:.0f} tokens",
             )
         elif window.bound > 0 or 2 * window.tokens >= self.limit:
-            self.limit += _MORE
+            self.limit += self._more
             regime, cause = (
                 "increase",
-                f"{took} (target {1e3 * target:g} ms): raising the limit by {_MORE} to {self.limit:.0f} tokens",
+                f"{took} (target {1e3 * target:g} ms): raising the limit by {self._more} to {self.limit:.0f} tokens",
             )
         else:
             cause = f"{took} (target {1e3 * target:g} ms), and the limit does not bind: holding it"

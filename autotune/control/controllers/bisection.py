@@ -1,9 +1,9 @@
 """SLA-constrained dynamic batching: a batch size searched between two moving ends, by how long decode steps take.
 
 Formula. Once a decision, with s the mean time of the steps since the last one that held decodes, b their mean size and τ the
-tightest TPOT (or ITL) target: s above τ by 5% → high ← max(b, low + α), low ← max(low − δ, least); s below τ by 5% → low ← min(b,
-high − α), high ← min(high + δ, most); else both ends close in on b, to b ± α/2. The limit is the middle of the two, never below
-what decodes. α = a quarter of the limit, δ = α/4, each at least 1.
+tightest TPOT (or ITL) target: s above τ by ``tolerance`` → high ← max(b, low + α), low ← max(low − δ, least); s below τ by as
+much → low ← min(b, high − α), high ← min(high + δ, most); else both ends close in on b, to b ± α/2. The limit is the middle of
+the two, never below what decodes. α = ``wide`` × the limit, δ = ``slow`` × α, each at least 1.
 
 ``knob`` says what is searched: ``max_batch_size`` (b counts decodes), as the paper does where prompts run elsewhere, or
 ``token_budget`` and with it ``chunk_size`` (b counts tokens), which is what a step's time depends on where prompts are chunked
@@ -16,9 +16,9 @@ Failure mode: it takes time for a function of one number. When lengths change, b
 back by δ a decision; when demand is low, b is small and pulls the low end down with it.
 
 Source: Pang, Li and Wang, "Optimizing LLM Inference Throughput via Memory-aware and SLA-constrained Dynamic Batching"
-(arXiv 2503.05248), Algorithm 2. It leaves α, δ and the tolerance open: those values are ours. The paper's own text was not at
-hand to check this against; descriptions of it and two implementations by others have the same three cases and the middle as
-limit (one of them halves b where steps take too long).
+(arXiv 2503.05248), Algorithm 2. It leaves α, δ and the tolerance open: a quarter, a quarter and 5% are ours. The paper's own
+text was not at hand to check this against; descriptions of it and two implementations by others have the same three cases and
+the middle as limit (one of them halves b where steps take too long).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
-_TOLERANCE = 0.05
 _LEAST = {"max_batch_size": 1, "token_budget": 32}
 
 
@@ -47,9 +46,20 @@ class BisectionController:
     name = "bisection"
 
     def __init__(
-        self, slo: SLO, start: Knobs, *, knob: Literal["max_batch_size", "token_budget"] = "token_budget"
+        self,
+        slo: SLO,
+        start: Knobs,
+        *,
+        knob: Literal["max_batch_size", "token_budget"] = "token_budget",
+        wide: float = 0.25,
+        slow: float = 0.25,
+        tolerance: float = 0.05,
     ) -> None:
+        for name, value in (("wide", wide), ("slow", slow), ("tolerance", tolerance)):
+            if not 0 < value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be above 0 and below 1")
         self.start = start
+        self._wide, self._slow, self._tolerance = wide, slow, tolerance
         self.knob = knob
         self.low = float(_LEAST[knob])
         self.high = float(getattr(start, knob))
@@ -90,14 +100,14 @@ class BisectionController:
         return Proposal(limits.clamp(wanted), regime, cause, evidence)
 
     def _move(self, window: StepWindow, least: float, most: float) -> str:
-        wide = max(1.0, self._middle / 4)
-        slow = max(1.0, wide / 4)
+        wide = max(1.0, self._wide * self._middle)
+        slow = max(1.0, self._slow * wide)
         size = window.decodes if self.knob == "max_batch_size" else window.tokens
-        if window.seconds > self._target * (1 + _TOLERANCE):
+        if window.seconds > self._target * (1 + self._tolerance):
             self.high = max(size, self.low + wide)
             self.low -= slow
             regime = "above"
-        elif window.seconds < self._target * (1 - _TOLERANCE):
+        elif window.seconds < self._target * (1 - self._tolerance):
             self.low = min(size, self.high - wide)
             self.high += slow
             regime = "below"

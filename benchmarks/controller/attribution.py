@@ -1,0 +1,221 @@
+"""Which part earns what: every contender with knobs alone, and with one layer more at a time, beside the best fixed setting that
+has the same early rejection and order.
+
+The yardstick of a scenario is the fixed setting that met most requests with deadline order and early rejection, over all seeds,
+known only afterwards. A ratio is goodput over the yardstick's on the same requests; a mean is over scenarios.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from autotune.bench.plotting import curve, page
+from autotune.report.figure import Plot, View, axis, layout, rule
+from autotune.report.section import Section
+from benchmarks.controller.contenders import CONTENDERS, LAYERS, OURS, RIVALS, STACK, STATIC, Layer
+from benchmarks.controller.known import Oracles
+from benchmarks.controller.run import Outcome
+from benchmarks.controller.scenarios import MATRIX, MEASURED, SCENARIOS, UNSEEN
+
+HINDSIGHT = "best static"
+_DRAWN_RIVALS = 4
+
+Found = Mapping[tuple[str, str], Mapping[int, Outcome]]
+"""Outcomes by seed of each (scenario, contender)."""
+
+_NAMED = {(contender.base, contender.layer): name for name, contender in CONTENDERS.items() if contender.base != STATIC}
+
+
+class Rival(NamedTuple):
+    """One of other tools' algorithms, by name, and ours over it: the mean over scenarios, and the least."""
+
+    name: str
+    mean: float
+    least: float
+
+
+class Attribution:
+    """What was found of bases and their layers, on scenarios whose best fixed setting with all layers is known."""
+
+    def __init__(self, found: Found, oracles: Mapping[str, Oracles]) -> None:
+        self._found, self._oracles = found, oracles
+        ran = {name for name, _ in found}
+        self.scenarios = [
+            name for name in SCENARIOS if name in ran and name in oracles and oracles[name].full is not None
+        ]
+        self.bases = list(
+            dict.fromkeys(CONTENDERS[c].base for c in CONTENDERS if any(c == other for _, other in found))
+        )
+        self.matrix = [scenario.name for scenario in MATRIX if scenario.name in self.scenarios]
+        self.unseen = [scenario.name for scenario in UNSEEN if scenario.name in self.scenarios]
+        self.measured = [scenario.name for scenario in MEASURED if scenario.name in self.scenarios]
+        self.shifting = [name for name in self.matrix if SCENARIOS[name].shifts]
+
+    def ratio(self, scenario: str, base: str, layer: Layer) -> float:
+        """Goodput over that of the best fixed setting with order and rejection; nan where it was not run."""
+        full = self._oracles[scenario].full
+        if full is None:
+            return math.nan
+        if base == HINDSIGHT:
+            met = self._static(scenario, layer)
+            return math.nan if met is None else share_of(sum(met.values()), sum(full.single_met.values()))
+        by_seed = self._found.get((scenario, _NAMED.get((base, layer), "")), {})
+        return share_of(sum(o.met for o in by_seed.values()), sum(full.single_met[seed] for seed in by_seed))
+
+    def _static(self, scenario: str, layer: Layer) -> dict[int, int] | None:
+        oracles = self._oracles[scenario]
+        best = {"knobs": oracles.plain, "order": oracles.order, "full": oracles.full}.get(layer)
+        return None if best is None else best.single_met
+
+    def mean(self, scenarios: Iterable[str], base: str, layer: Layer) -> float:
+        return mean_of(self.ratio(name, base, layer) for name in scenarios)
+
+    def rival(self, layer: Layer, scenarios: Sequence[str] | None = None) -> Rival | None:
+        """The strongest with this layer on ``scenarios``, the matrix unless given: the one that ours, with the same, is least
+        ahead of on average; None if none was run."""
+        found = []
+        for base in RIVALS:
+            for name, theirs in self._with(base, layer):
+                ahead = [
+                    self.ratio(scenario, OURS, layer) / ratio
+                    for scenario in (self.matrix if scenarios is None else scenarios)
+                    if (ratio := self.ratio(scenario, base, theirs)) > 0
+                ]
+                ahead = [value for value in ahead if not math.isnan(value)]
+                if ahead:
+                    found.append(Rival(name, statistics.fmean(ahead), min(ahead)))
+        return min(found, key=lambda rival: rival.mean, default=None)
+
+    @staticmethod
+    def _with(base: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
+        """What takes part of ``base``: with this layer, and with relegation where that stands in the place of rejection."""
+        yield base, layer
+        if layer == "full":
+            yield f"{base} relegating", "relegate"
+
+    def figures(self) -> dict[str, float]:
+        """For the line of JSON; nan where there is nothing to say."""
+        full = [self.ratio(name, OURS, "full") for name in self.matrix]
+        figures = {
+            "full_vs_best_static_with_admission_mean": mean_of(full),
+            "full_vs_best_static_with_admission_min": least_of(full),
+            "full_vs_best_static_with_admission_shift": self.mean(self.shifting, OURS, "full"),
+            "gpu_truth_full_mean": self.mean(self.measured, OURS, "full"),
+            "gpu_truth_full_min": least_of(self.ratio(name, OURS, "full") for name in self.measured),
+            "unseen_full_vs_best_static_with_admission_mean": self.mean(self.unseen, OURS, "full"),
+            "unseen_full_vs_best_static_with_admission_min": least_of(
+                self.ratio(name, OURS, "full") for name in self.unseen
+            ),
+        }
+        compared: dict[str, Layer] = {"full_vs_best_rival_with_admission": "full", "knobs_vs_best_tuned_rival": "knobs"}
+        for key, layer in compared.items():
+            rival = self.rival(layer)
+            if rival is not None:
+                figures[f"{key}_mean"], figures[f"{key}_min"] = rival.mean, rival.least
+            if (rival := self.rival(layer, self.measured)) is not None:
+                figures[f"gpu_truth_{key}_mean"] = rival.mean
+        return figures
+
+    def tables(self) -> str:
+        """For a person: what layers earn, and everybody with all of them, scenario by scenario."""
+        return "\n\n".join(filter(None, (self._layers(), self._scenarios())))
+
+    def _layers(self) -> str:
+        lines = [
+            "Goodput over that of the best fixed setting in hindsight, which has deadline order and early rejection: mean (min)",
+            f"{'':<24}" + "".join(f"{text:>20}" for text in LAYERS.values()),
+        ]
+        groups = {
+            "": self.matrix,
+            "those that shift": self.shifting,
+            "never tuned on": self.unseen,
+            "on measured GPUs": self.measured,
+        }
+        for title, names in groups.items():
+            if not names:
+                continue
+            lines += [title] if title else []
+            for base in (HINDSIGHT, *self.bases):
+                cells = [_cell([self.ratio(name, base, layer) for name in names]) for layer in LAYERS]
+                lines.append(f"{base:<24}" + "".join(f"{cell:>20}" for cell in cells))
+        compared: dict[Layer, str] = {"knobs": "knobs alone", "full": "all layers"}
+        for layer, what in compared.items():
+            rival = self.rival(layer)
+            if rival is not None:
+                lines.append(
+                    f"{OURS} with {what}: {rival.mean:.3f} × the best rival, {rival.name} (least {rival.least:.3f})"
+                )
+        return "\n".join(lines)
+
+    def _scenarios(self) -> str:
+        lines = [
+            "The same by scenario, with all layers; * : lengths, SLO or machine shift",
+            f"{'':<14}" + "".join(f"{base:>14}" for base in self.bases),
+        ]
+        for name in self.scenarios:
+            cells = [_number(self.ratio(name, base, "full")) for base in self.bases]
+            if any(cells):
+                mark = "*" if SCENARIOS[name].shifts else ""
+                lines.append(f"{name + mark:<14}" + "".join(f"{cell:>14}" for cell in cells))
+        return "\n".join(lines) if len(lines) > 2 else ""
+
+    def plot(self, seeds: Sequence[int]) -> bytes:
+        """A page with one plot: mean ratios, a line for each contender, from knobs alone to all layers."""
+        ranked = sorted(
+            (b for b in RIVALS if b in self.bases), key=lambda b: -_or(self.mean(self.matrix, b, "full"), 0.0)
+        )
+        drawn = [HINDSIGHT, *(b for b in (OURS,) if b in self.bases), *ranked[:_DRAWN_RIVALS]]
+        names = self.matrix or self.scenarios
+        at = {layer: number for number, layer in enumerate(STACK)}
+        data = []
+        for number, base in enumerate(drawn):
+            points = [(at[layer], self.mean(names, base, layer)) for layer in STACK]
+            known = [(x, y) for x, y in points if not math.isnan(y)]
+            data.append(curve([x for x, _ in known], [y for _, y in known], base, number))
+        ticks = axis(
+            "",
+            tickmode="array",
+            tickvals=list(at.values()),
+            ticktext=[LAYERS[layer] for layer in STACK],
+            range=[-0.2, 3.2],
+        )
+        legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+        drawn_layout = layout(
+            ticks, axis("× the best fixed setting with all"), shapes=[rule(y=1.0)], showlegend=True, legend=legend
+        )
+        said = "; ".join(f"{base} {_number(self.mean(names, base, 'full'))}" for base in drawn)
+        title = "Goodput by layer, over the best fixed setting with order and rejection"
+        plot = Plot("layers", title, f"{title}. With all layers: {said}.", [View("", data, drawn_layout)], height=420)
+        about = f"scenarios {', '.join(names)}; seeds {', '.join(map(str, seeds))}"
+        return page(
+            "Controllers in simulation: which part earns what", [Section("layers", "Layers", about, plots=(plot,))]
+        )
+
+
+def share_of(met: float, of: float) -> float:
+    return met / of if of else math.nan
+
+
+def mean_of(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
+
+
+def least_of(values: Iterable[float]) -> float:
+    return min((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _or(value: float, other: float) -> float:
+    return other if math.isnan(value) else value
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3f}"
+
+
+def _cell(values: Sequence[float]) -> str:
+    mean = mean_of(values)
+    return "" if math.isnan(mean) else f"{mean:.3f} ({least_of(values):.3f})"

@@ -1,0 +1,124 @@
+"""Rivals from papers that are no products of ours: how they set the budget of a step, and in which order prompts come.
+
+Each is written from its description; what stands in their place here is said. They start from the cold knobs and leave those
+alone: what they have is a budget for each step, and, of Niyama, an order and what becomes of those that are late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autotune.control.controllers.protocol import Proposal
+from runtime.knobs import KnobLimits, Knobs
+from runtime.ordering import Deadline, Queued
+from runtime.records import RequestRecord, StepRecord
+from runtime.slo import SLO
+from runtime.step_model import StepFeatures, StepLearner
+from runtime.tunable import SchedulerView
+
+_LEAST_TOKENS = 128
+_POOL_SHARE, _POOL_FULL, _FEW = 32, 1000, 512
+
+
+class _Held:
+    """The starting knobs, whatever happens."""
+
+    name = ""
+
+    def __init__(self, start: Knobs) -> None:
+        self.start = start
+        self._steps = 0
+
+    def observe_step(self, record: StepRecord) -> None:
+        self._steps += record.steps
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Steps are enough."""
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        del now, knobs
+        return Proposal(limits.clamp(self.start), "static", "holding the starting knobs", {"steps": self._steps})
+
+
+class PPas(_Held):
+    """Prefill-pressure adaptive scheduling: a step holds ``cap`` tokens while at least two prompts are pending and something
+    decodes, else all that the knob allows.
+
+    Source: Sämann, "P-PAS: Prefill-Pressure Adaptive Scheduling for Long-Context LLM Serving" (arXiv 2608.15171), proposed for
+    vLLM in RFC 52906 with a cap of 2,048; its author uses 1,280 for another model, so the cap may be tuned.
+    """
+
+    name = "p-pas"
+
+    def __init__(self, start: Knobs, *, cap: int = 2048) -> None:
+        super().__init__(start)
+        if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
+            raise ValueError(f"cap is {cap!r}; it must be a whole number of tokens from 1 on")
+        self._cap = cap
+
+    def budget(self, view: SchedulerView) -> int:
+        top = view.knobs.token_budget
+        pressed = view.waiting + view.prefilling >= 2 and view.decoding > 0
+        return min(top, max(self._cap, view.decoding)) if pressed else top
+
+
+class Niyama(_Held):
+    """Dynamic chunks: a step holds as many tokens as the decode that is due first leaves time for, by a model of step times.
+
+    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the decodes,
+    and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is :class:`HybridOrder`; what
+    cannot come in time any more it serves after the others (eager relegation), which the engine's own policy does.
+
+    Source: Goel et al., "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv 2503.22562), later QoServe, and its
+    implementation in sarathi-serve (``margin`` 1.2, ``most`` 2,552 tokens). There the model was fitted beforehand to the GPU;
+    here it starts cold as everybody's does: our learner of step times, and all the knob allows while that has seen too little.
+    """
+
+    name = "niyama"
+
+    def __init__(self, start: Knobs, *, block_size: int = 16, margin: float = 1.2, most: int = 2552) -> None:
+        super().__init__(start)
+        if not 1 <= margin < math.inf:
+            raise ValueError(f"margin is {margin!r}; it must be a factor of at least 1")
+        if isinstance(most, bool) or not isinstance(most, int) or most < _LEAST_TOKENS:
+            raise ValueError(f"most is {most!r}; it must be a whole number of tokens from {_LEAST_TOKENS} on")
+        self._block_size, self._margin, self._most = block_size, margin, most
+        self._model = StepLearner()
+
+    def observe_step(self, record: StepRecord) -> None:
+        super().observe_step(record)
+        if not record.failed:
+            self._model.observe(StepFeatures.of(record), record.duration)
+
+    def budget(self, view: SchedulerView) -> int:
+        top = view.knobs.token_budget
+        if not (self._model.ready and (view.waiting or view.prefilling)):
+            return top
+        most = self._most
+        if view.kv_free_blocks * self._block_size // _POOL_SHARE < _POOL_FULL:
+            most = _FEW
+        total = float(most)
+        if view.decode_slack < math.inf:
+            seconds = view.decode_slack / self._margin
+            room = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
+            total = min(view.decoding + room, total)
+        return min(top, max(int(total), _LEAST_TOKENS, view.decoding))
+
+
+class HybridOrder(Deadline):
+    """The deadline, and ``alpha`` seconds later for each token of the prompt: earliest deadline first at 0, nearly shortest
+    prompt first where the queue is shorter than that.
+
+    Source: Niyama's hybrid prioritization, whose implementation has 0.008 s a token. It counts the tokens that remain; here it
+    is asked once, when a prompt is queued and all of it remains.
+    """
+
+    def __init__(self, slos: Mapping[str, SLO] | None = None, *, alpha: float = 0.008) -> None:
+        super().__init__(slos)
+        if not 0 <= alpha < math.inf:
+            raise ValueError(f"alpha is {alpha!r}; it must be a number of seconds of at least 0")
+        self._alpha = alpha
+
+    def key(self, queued: Queued) -> float:
+        return super().key(queued) + self._alpha * queued.size
