@@ -128,6 +128,8 @@ _ROWS = (
     Term("tokens", "tokens", lambda s: s.decodes + s.prefill_tokens, "token_s", "compute", 1.0, "segments", required=True),
     Term("pairs", "pairs", lambda s: s.decode_context + s.prefill_attention, "pair_s", "compute", 1e-3, required=True),
     Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
+    Term("prompts", "steps with prompts", lambda s: 1.0 * (s.prefill_tokens > 0), "prompt_s"),
+    Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}

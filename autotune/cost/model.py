@@ -19,7 +19,10 @@ from runtime.records import percentile
 from runtime.step_model import TERMS, StepFeatures, StepLearner
 
 WRITTEN_OUT = frozenset(
-    ("step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs")
+    (
+        "step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs", "prompts",
+        "mixed_context",
+    )  # fmt: skip
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
@@ -41,11 +44,13 @@ class CostModel:
         "_decode",
         "_decode_kv",
         "_memory",
+        "_mixed_kv",
         "_more",
         "_norm",
         "_overhead",
         "_pair",
         "_prefill_kv",
+        "_prompt",
         "_shape",
         "_values",
         "facts",
@@ -61,6 +66,7 @@ class CostModel:
         self._values = values
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
+        self._prompt, self._mixed_kv = values.get("prompt_s", 0.0), values.get("mixed_kv_s", 0.0)
         self._more = [
             (term.group, values[term.coefficient], term.amount)
             for term in self._shape.terms
@@ -87,6 +93,9 @@ class CostModel:
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
         outside = self._overhead + self._decode * decodes + self._chunk * chunks
+        if prefill:
+            outside += self._prompt
+            outside += self._mixed_kv * context
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)
