@@ -22,7 +22,7 @@ WRITTEN_OUT = frozenset(
     (
         "step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs", "prompts",
         "mixed_context",
-    )  # fmt: skip
+    )
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
