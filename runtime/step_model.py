@@ -115,6 +115,11 @@ class Term:
     required: bool = False
 
 
+def further_rows(tokens: Any, tile: int) -> Any:
+    """Rows of whole tiles that ``tokens`` take beyond the first tile: products on GPUs are computed by the tile."""
+    return (tokens - 1) // tile * tile * (tokens > 0)
+
+
 _ROWS = (
     Term("step", "steps", lambda s: 1.0, "overhead_s", pieces=_BOTH, required=True),
     Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens, pieces=("mixed",), typical=256, required=True),
@@ -130,6 +135,8 @@ _ROWS = (
     Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
     Term("prompts", "steps with prompts", lambda s: 1.0 * (s.prefill_tokens > 0), "prompt_s"),
     Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
+    Term("tiles_128", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 128), "tile128_s", "compute", 1.0),
+    Term("tiles_256", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 256), "tile256_s", "compute", 1.0),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}

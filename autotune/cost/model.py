@@ -16,12 +16,12 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import TERMS, StepFeatures, StepLearner
+from runtime.step_model import TERMS, StepFeatures, StepLearner, further_rows
 
 WRITTEN_OUT = frozenset(
     (
         "step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs", "prompts",
-        "mixed_context",
+        "mixed_context", "tiles_128", "tiles_256",
     )
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
@@ -183,8 +183,11 @@ class CostModel:
         segments = [(knot, end, values[f"{TOKEN}{knot}"]) for knot, end in zip(shape.knots, ends, strict=True)]
         begin, end = len(self._memory), max(least, 2 * len(self._memory))
         self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
+        tiles = [(tile, each) for tile in (128, 256) if (each := values.get(f"tile{tile}_s", 0.0))]
         self._compute += [
-            sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
+            sum(each * (min(n, to) - start) for start, to, each in segments if n > start)
+            + sum(each * further_rows(n, tile) for tile, each in tiles)
+            for n in range(begin, end)
         ]
 
 
