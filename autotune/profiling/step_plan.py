@@ -37,7 +37,8 @@ _DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that co
 _PIECE = 0.04  # of a round: the longest step while a script fills up
 _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
 _POOL_LADDERS = ((128, 0.03), (512, 0.06), (1500, 0.11), (4096, 0.06))  # (context, share of the whole time that filling takes)
-_CLIMBS, _BESIDE_POOL = 0.04, 0.015  # shares of the whole time, each: a long prompt alone, and those beside a pool ladder
+_CLIMBS, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
+_BESIDE_POOL = 0.015  # share of the whole time: the prompts beside each pool ladder
 _SMALLEST, _LARGEST = 16, 2048  # chunks of a climb
 _BESIDE_RUNGS = (0, 2)  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
 _POOL_RUNG = 3  # decode steps on each rung of a pool ladder
@@ -139,6 +140,10 @@ class StepPlan:
         """
         return [*self._scripts, *([] if number else self._pool_scripts), *self._mixes(number)]
 
+    def optional(self, task: Callable[[], Script] | Mix) -> bool:
+        """Whether the first round does without ``task`` where the time is over: it fills the pool, which takes long."""
+        return task in self._pool_scripts
+
     def _mixes(self, number: int) -> list[Mix]:
         """The loads of round ``number``, those that fit; in a short round not all of them."""
         made = []
@@ -220,8 +225,8 @@ class StepPlan:
     def _climbs(self, whole: float) -> list[Callable[[], Script]]:
         """Long prompts alone, in chunks of many sizes; and whole ones of sizes that are no powers of two."""
         rng = random.Random(f"{self._seed} climbs")
-        climbs = [self._sizes(rng, whole * _CLIMBS) for _ in range(2)]
-        alone = self._sizes(rng, whole * _CLIMBS, self._longest)
+        climbs = [self._sizes(rng, whole * share) for share in _CLIMBS]
+        alone = self._sizes(rng, whole * _WHOLE, self._longest)
         made = [partial(self._climb, sizes) for sizes in climbs if len(sizes) > 1]
         return [*made, partial(self._alone, [(size, size) for size in alone])] if len(alone) > 1 else [*made]
 

@@ -139,6 +139,8 @@ def measure_steps(
     for number in range(_MOST_ROUNDS):
         tasks = plan.round(number)
         for task in rng.sample(tasks, len(tasks)):
+            if clock.now() - begun > budget_s and plan.optional(task):
+                continue
             apart = max(_REFERENCE_EVERY * seconds, _REFERENCE_APART * references[-1].seconds if references else 0.0)
             if not references or clock.now() - references[-1].at > apart:
                 references.append(ReferenceStep(clock.now(), _reference_seconds(driver.run(plan.reference()))))
