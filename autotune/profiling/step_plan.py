@@ -36,11 +36,19 @@ _SERVING_LATER = 0.5  # on top of all scripts, in the others
 _DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that computes prompts at least
 _PIECE = 0.04  # of a round: the longest step while a script fills up
 _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
-_POOL_LADDERS = ((128, 0.03), (512, 0.06), (1500, 0.11), (4096, 0.06))  # (context, share of the whole time that filling takes)
+_POOL_LADDERS = (
+    (128, 0.03),
+    (512, 0.06),
+    (1500, 0.11),
+    (4096, 0.06),
+)  # (context, share of the whole time that filling takes)
 _CLIMBS, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
 _BESIDE_POOL = 0.015  # share of the whole time: the prompts beside each pool ladder
 _SMALLEST, _LARGEST = 16, 2048  # chunks of a climb
-_BESIDE_RUNGS = (0, 2)  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
+_BESIDE_RUNGS = (
+    0,
+    2,
+)  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
 _POOL_RUNG = 3  # decode steps on each rung of a pool ladder
 _POOL_STEPS = 160  # decode steps of a pool ladder with most of its sequences, at most
 _POOL_DECODES = 250  # decode steps of all pool ladders and climbs
