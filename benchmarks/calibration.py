@@ -9,6 +9,8 @@ pool: the calibration's plan has no part in them.
 - *decode*: sequences that decode alone; *mixed*: one to three chunks beside them; *prefill*: one to four chunks alone. Half of
   the chunks stand behind computed tokens.
 - *error*: |predicted ÷ true − 1|, median and 90th percentile; *told*: the median error that the calibration expects there.
+- *budget*: the largest prompt chunk beside decodes that the model says keeps a step within its target (50 ms, or 1.5 × the
+  decodes alone), over what the truth says, the median; and the share of such steps that exceed the target by over 10%.
 - *learner*: the controller's online learner, cold, after 1,000 steps of a served load (the Azure conversations at 80% of
   capacity, the token budget turned every 50 steps), on the 500 that follow; warm: begun with what the calibration knows.
 
@@ -51,6 +53,8 @@ NOISE = 0.02
 _CONTEXT = 16_384  # tokens of a sequence
 _LONGEST = 8192  # context of a sequence in the random steps
 _SHARE = 0.9  # of the KV pool
+_TARGET_S = 0.05
+_BUDGETED = 100  # of the decode steps
 _FILLING, _LEARNED, _ASKED, _TURN = 500, 1000, 500, 50  # steps
 _BUDGETS = (256, 512, 1024, 2048, 4096)
 
@@ -82,10 +86,18 @@ class Errors(NamedTuple):
         return self.told / self.median if self.told and self.median else math.nan
 
 
+class Budgets(NamedTuple):
+    """Largest chunks within a step-time target: predicted ÷ true, the median, and the share of steps over target by > 10%."""
+
+    ratio: float
+    missed: float
+
+
 class Found(NamedTuple):
     """What came of one calibration. ``seconds``: that it took on the GPU's clock; ``host_s``: of this machine."""
 
     regions: dict[str, Errors]
+    budgets: Budgets
     cold: Errors
     warm: Errors
     seconds: float
@@ -145,6 +157,28 @@ def told(cost: CostModel, steps: Sequence[Step]) -> float:
     return statistics.median(cost.uncertainty(step.features) for step in steps)
 
 
+def largest_chunk(model: StepModel, beside: Step, target_s: float) -> int:
+    """The most tokens of a fresh prompt that ``model`` says fit into ``target_s`` beside the decodes; 0: none does."""
+    fits, over = 0, LIMITS.token_budget
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        step = Step(beside.decodes, beside.context, [(0, middle)])
+        fits, over = (middle, over) if model.predict(step.features) <= target_s else (fits, middle)
+    return fits
+
+
+def budgets(model: StepModel, truth: Truth, steps: Sequence[Step]) -> Budgets:
+    """What ``model`` makes of step-time targets beside the decodes of ``steps``."""
+    ratios, missed = [], 0
+    for step in steps:
+        target = max(_TARGET_S, 1.5 * truth.step_seconds(*step))
+        told_, true = largest_chunk(model, step, target), largest_chunk(truth, step, target)
+        if told_ and true:
+            ratios.append(told_ / true)
+            missed += truth.step_seconds(step.decodes, step.context, [(0, told_)]) > 1.1 * target
+    return Budgets(statistics.median(ratios), missed / len(ratios)) if ratios else Budgets(math.nan, math.nan)
+
+
 def served(truth: Truth, seed: int) -> list[tuple[StepFeatures, float, float]]:
     """Steps of the Azure conversations at 80% of capacity while the token budget is turned every few of them: counts, seconds
     that they took, and seconds without noise. The first few hundred, while the engine fills, are left out."""
@@ -197,14 +231,14 @@ def measured(truth: Truth, budget_s: float, seed: int) -> Found:
     host_s = time.process_time() - begun
     asked = {region: random_steps(truth, region, seed) for region in REGIONS}
     regions = {region: errors(cost, truth, steps, told(cost, steps)) for region, steps in asked.items()}
+    chosen = budgets(cost, truth, asked["decode"][:_BUDGETED])
     stream, known = served(truth, seed), cost.facts.learner
     assert known is not None  # a model that was just fitted has one
     warm = StepLearner.warm_start(
         Knowledge(known.unit_s, known.decode, known.decode_covariance, known.mixed, known.mixed_covariance)
     )
-    return Found(
-        regions, learned(StepLearner(), stream), learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family
-    )
+    cold = learned(StepLearner(), stream)
+    return Found(regions, chosen, cold, learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family)
 
 
 def off_by(told_over_true: float) -> float:
@@ -230,6 +264,8 @@ def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
             f"told_vs_true{tail}": statistics.median(factors),
             f"told_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
             f"told_vs_true_worst{tail}": max(factors),
+            f"budget_over_true{tail}": statistics.median(f.budgets.ratio for f in of),
+            f"budget_missed{tail}": statistics.median(f.budgets.missed for f in of),
             f"learner_median{tail}": max(f.cold.median for f in of),
             f"learner_p90{tail}": max(f.cold.p90 for f in of),
             f"learner_warm_median{tail}": max(f.warm.median for f in of),
@@ -242,7 +278,7 @@ def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
 HEADER = (
     f"{'truth':<24}{'variant':<8}"
     + "".join(f"{region + ' (told)':>22}" for region in REGIONS)
-    + f"{'learner':>14}{'warm':>14}{'GPU s':>8}{'host s':>8}  family"
+    + f"{'budget, missed':>16}{'learner':>14}{'warm':>14}{'GPU s':>8}{'host s':>8}  family"
 )
 
 
@@ -253,8 +289,9 @@ def row(name: str, variant: str, found: Found) -> str:
         return f"{100 * e.median:.1f} / {100 * e.p90:.1f}"
 
     regions = "".join(f"{f'{said(e)} ({100 * (e.told or 0):.1f})':>22}" for e in found.regions.values())
+    chosen = f"{found.budgets.ratio:.2f}, {found.budgets.missed:.0%}"
     return (
-        f"{name:<24}{variant:<8}{regions}{said(found.cold):>14}{said(found.warm):>14}{found.seconds:>8.1f}"
+        f"{name:<24}{variant:<8}{regions}{chosen:>16}{said(found.cold):>14}{said(found.warm):>14}{found.seconds:>8.1f}"
         f"{found.host_s:>8.1f}  {found.family}"
     )
 
