@@ -8,7 +8,9 @@ pool: the calibration's plan has no part in them.
 
 - *decode*: sequences that decode alone; *mixed*: one to three chunks beside them; *prefill*: one to four chunks alone. Half of
   the chunks stand behind computed tokens.
-- *error*: |predicted ÷ true − 1|, median and 90th percentile; *told*: what the calibration says of its median error there.
+- *error*: |predicted ÷ true − 1|, median and 90th percentile; *told*: the median error that the calibration expects there.
+- *budget*: the largest prompt chunk beside decodes that the model says keeps a step within its target (50 ms, or 1.5 × the
+  decodes alone), over what the truth says, the median; and the share of such steps that exceed the target by over 10%.
 - *learner*: the controller's online learner, cold, after 1,000 steps of a served load (the Azure conversations at 80% of
   capacity, the token budget turned every 50 steps), on the 500 that follow; warm: begun with what the calibration knows.
 
@@ -52,9 +54,10 @@ NOISE = 0.02
 _CONTEXT = 16_384  # tokens of a sequence
 _LONGEST = 8192  # context of a sequence in the random steps
 _SHARE = 0.9  # of the KV pool
+_TARGET_S = 0.05
+_BUDGETED = 100  # of the decode steps
 _FILLING, _LEARNED, _ASKED, _TURN = 500, 1000, 500, 50  # steps
 _BUDGETS = (256, 512, 1024, 2048, 4096)
-_TOLD = {"decode": ("decode",), "mixed": ("mixed",), "prefill": ("prefill", "prefix")}
 
 
 class Step(NamedTuple):
@@ -84,10 +87,18 @@ class Errors(NamedTuple):
         return self.told / self.median if self.told and self.median else math.nan
 
 
+class Budgets(NamedTuple):
+    """Largest chunks within a step-time target: predicted ÷ true, the median, and the share of steps over target by > 10%."""
+
+    ratio: float
+    missed: float
+
+
 class Found(NamedTuple):
     """What came of one calibration. ``seconds``: that it took on the GPU's clock; ``host_s``: of this machine."""
 
     regions: dict[str, Errors]
+    budgets: Budgets
     cold: Errors
     warm: Errors
     seconds: float
@@ -142,11 +153,31 @@ def calibrated(truth: Truth, budget_s: float, seed: int) -> CostModel:
     return found.cost(engine.clock.now() - begun)
 
 
-def told(cost: CostModel, region: str) -> float:
-    """The median error that the calibration says its model has in ``region``."""
-    parts = [r for r in cost.facts.regions if r.region in _TOLD[region]]
-    points = sum(r.points for r in parts)
-    return sum(r.median * r.points for r in parts) / points if points else cost.facts.error
+def told(cost: CostModel, steps: Sequence[Step]) -> float:
+    """The median of the errors that the calibration expects of its model on ``steps``."""
+    return statistics.median(cost.uncertainty(step.features) for step in steps)
+
+
+def largest_chunk(model: StepModel, beside: Step, target_s: float) -> int:
+    """The most tokens of a fresh prompt that ``model`` says fit into ``target_s`` beside the decodes; 0: none does."""
+    fits, over = 0, LIMITS.token_budget
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        step = Step(beside.decodes, beside.context, [(0, middle)])
+        fits, over = (middle, over) if model.predict(step.features) <= target_s else (fits, middle)
+    return fits
+
+
+def budgets(model: StepModel, truth: Truth, steps: Sequence[Step]) -> Budgets:
+    """What ``model`` makes of step-time targets beside the decodes of ``steps``."""
+    ratios, missed = [], 0
+    for step in steps:
+        target = max(_TARGET_S, 1.5 * truth.step_seconds(*step))
+        told_, true = largest_chunk(model, step, target), largest_chunk(truth, step, target)
+        if told_ and true:
+            ratios.append(told_ / true)
+            missed += truth.step_seconds(step.decodes, step.context, [(0, told_)]) > 1.1 * target
+    return Budgets(statistics.median(ratios), missed / len(ratios)) if ratios else Budgets(math.nan, math.nan)
 
 
 def served(truth: Truth, seed: int) -> list[tuple[StepFeatures, float, float]]:
@@ -199,15 +230,16 @@ def measured(truth: Truth, budget_s: float, seed: int) -> Found:
     begun = time.process_time()
     cost = calibrated(truth, budget_s, seed)
     host_s = time.process_time() - begun
-    regions = {r: errors(cost, truth, random_steps(truth, r, seed), told(cost, r)) for r in REGIONS}
+    asked = {region: random_steps(truth, region, seed) for region in REGIONS}
+    regions = {region: errors(cost, truth, steps, told(cost, steps)) for region, steps in asked.items()}
+    chosen = budgets(cost, truth, asked["decode"][:_BUDGETED])
     stream, known = served(truth, seed), cost.facts.learner
     assert known is not None  # a model that was just fitted has one
     warm = StepLearner.warm_start(
         Knowledge(known.unit_s, known.decode, known.decode_covariance, known.mixed, known.mixed_covariance)
     )
-    return Found(
-        regions, learned(StepLearner(), stream), learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family
-    )
+    cold = learned(StepLearner(), stream)
+    return Found(regions, chosen, cold, learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family)
 
 
 def off_by(told_over_true: float) -> float:
@@ -216,21 +248,25 @@ def off_by(told_over_true: float) -> float:
 
 
 def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
-    """The line of JSON. Of each region the median over the truths; then the worst region."""
+    """The line of JSON. ``…_worst_region``: of each region the median over the truths, then the worst region; ``…_worst_truth``:
+    the worst region of the worst truth; ``told_vs_true``: the factor between the error that was expected and the true one,
+    whichever is larger, over regions and truths."""
     made: dict[str, float] = {}
     for variant in dict.fromkeys(variant for _, variant in found):
         of = [f for (_, v), f in found.items() if v == variant]
         tail = "" if variant == "base" else f"_{variant}"
         by_region = {r: [f.regions[r] for f in of] for r in REGIONS}
+        factors = [off_by(e.told_over_true) for each in by_region.values() for e in each]
         made |= {
             f"median_worst_region{tail}": max(statistics.median(e.median for e in each) for each in by_region.values()),
             f"p90_worst_region{tail}": max(statistics.median(e.p90 for e in each) for each in by_region.values()),
             f"median_worst_truth{tail}": max(e.median for each in by_region.values() for e in each),
             f"p90_worst_truth{tail}": max(e.p90 for each in by_region.values() for e in each),
-            f"told_vs_true{tail}": off_by(
-                math.exp(statistics.median(math.log(e.told_over_true) for each in by_region.values() for e in each))
-            ),
-            f"told_vs_true_worst{tail}": max(off_by(e.told_over_true) for each in by_region.values() for e in each),
+            f"told_vs_true{tail}": statistics.median(factors),
+            f"told_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
+            f"told_vs_true_worst{tail}": max(factors),
+            f"budget_over_true{tail}": statistics.median(f.budgets.ratio for f in of),
+            f"budget_missed{tail}": statistics.median(f.budgets.missed for f in of),
             f"learner_median{tail}": max(f.cold.median for f in of),
             f"learner_p90{tail}": max(f.cold.p90 for f in of),
             f"learner_warm_median{tail}": max(f.warm.median for f in of),
@@ -243,7 +279,7 @@ def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
 HEADER = (
     f"{'truth':<24}{'variant':<8}"
     + "".join(f"{region + ' (told)':>22}" for region in REGIONS)
-    + f"{'learner':>14}{'warm':>14}{'GPU s':>8}{'host s':>8}  family"
+    + f"{'budget, missed':>16}{'learner':>14}{'warm':>14}{'GPU s':>8}{'host s':>8}  family"
 )
 
 
@@ -254,8 +290,9 @@ def row(name: str, variant: str, found: Found) -> str:
         return f"{100 * e.median:.1f} / {100 * e.p90:.1f}"
 
     regions = "".join(f"{f'{said(e)} ({100 * (e.told or 0):.1f})':>22}" for e in found.regions.values())
+    chosen = f"{found.budgets.ratio:.2f}, {found.budgets.missed:.0%}"
     return (
-        f"{name:<24}{variant:<8}{regions}{said(found.cold):>14}{said(found.warm):>14}{found.seconds:>8.1f}"
+        f"{name:<24}{variant:<8}{regions}{chosen:>16}{said(found.cold):>14}{said(found.warm):>14}{found.seconds:>8.1f}"
         f"{found.host_s:>8.1f}  {found.family}"
     )
 

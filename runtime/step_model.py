@@ -86,7 +86,7 @@ Group = Literal["outside", "memory", "compute"]
 """Which part of a machine a cost scales with: the host around the step, what is read, what is computed."""
 
 Piece = Literal["decode", "mixed"]
-Curve = Literal["linear", "segments", "saturating"]
+Curve = Literal["linear", "segments", "saturating", "tiles"]
 _BOTH: tuple[Piece, ...] = ("decode", "mixed")
 
 
@@ -96,8 +96,9 @@ class Term:
 
     For the offline model: ``coefficient`` is the seconds that one of them costs, by the name they have in a profile, and at most
     ``most``; empty where it takes no such term. ``curve``: ``segments`` has a coefficient for each of several ranges of the
-    amount, ``saturating`` is that of 1 − e^(−amount/scale). ``overlap_only``: not in a sum, where nothing tells it from ``step``.
-    ``required``: every profile with a cost model has it; others are 0 where a profile lacks them.
+    amount, ``saturating`` is that of 1 − e^(−amount/scale), ``tiles`` is a staircase that begins at nothing.
+    ``overlap_only``: not in a sum, where nothing tells it from ``step``. ``required``: every profile with a cost model has it;
+    others are 0 where a profile lacks them.
 
     For the online learner: the ``pieces`` it is an input of, divided by ``typical``, so that all inputs are of order one.
     """
@@ -115,6 +116,11 @@ class Term:
     required: bool = False
 
 
+def further_rows(tokens: Any, tile: int) -> Any:
+    """Rows of whole tiles that ``tokens`` take beyond the first tile: products on GPUs are computed by the tile."""
+    return (tokens - 1) // tile * tile * (tokens > 0)
+
+
 _ROWS = (
     Term("step", "steps", lambda s: 1.0, "overhead_s", pieces=_BOTH, required=True),
     Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens, pieces=("mixed",), typical=256, required=True),
@@ -128,6 +134,10 @@ _ROWS = (
     Term("tokens", "tokens", lambda s: s.decodes + s.prefill_tokens, "token_s", "compute", 1.0, "segments", required=True),
     Term("pairs", "pairs", lambda s: s.decode_context + s.prefill_attention, "pair_s", "compute", 1e-3, required=True),
     Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
+    Term("prompts", "steps with prompts", lambda s: 1.0 * (s.prefill_tokens > 0), "prompt_s"),
+    Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
+    Term("tiles_128", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 128), "tile128_s", "compute", 1.0, "tiles"),
+    Term("tiles_256", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 256), "tile256_s", "compute", 1.0, "tiles"),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}

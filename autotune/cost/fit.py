@@ -115,9 +115,20 @@ def _counts(points: Sequence[StepPoint]) -> Floats:
     if sum(p.repeats for p in points if p.region == SERVED) < _SERVED_STEPS:
         return np.ones(len(points))
     mixed, alone = _COUNT_SERVED
+    most = max((_context(p) for p in points if p.region == SERVED and p.chunks), default=0)
     return np.array(
-        [(mixed if p.chunks else alone) if p.region == SERVED else _COUNT.get(p.region, 1.0) for p in points]
+        [
+            (mixed if p.chunks else alone)
+            if p.region == SERVED
+            else (_COUNT.get(p.region, 1.0) if _context(p) <= most else 1.0)
+            for p in points
+        ]
     )
+
+
+def _context(point: StepPoint) -> int:
+    """KV entries that it reads."""
+    return point.decode_context + point.prefill_context
 
 
 def _losses(predicted: Floats, data: Measured) -> Floats:

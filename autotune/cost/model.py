@@ -12,14 +12,30 @@ import random
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import TERMS, StepFeatures, StepLearner
+from runtime.step_model import TERMS, StepFeatures, StepLearner, further_rows
 
 WRITTEN_OUT = frozenset(
-    ("step", "decodes", "chunks", "weights", "experts", "decode_context", "prefill_context", "tokens", "pairs")
+    (
+        "step",
+        "decodes",
+        "chunks",
+        "weights",
+        "experts",
+        "decode_context",
+        "prefill_context",
+        "tokens",
+        "pairs",
+        "prompts",
+        "mixed_context",
+        "tiles_128",
+        "tiles_256",
+    )
 )
 """The terms that :meth:`CostModel.predict` names; those that came after them it takes from the table."""
 
@@ -41,11 +57,13 @@ class CostModel:
         "_decode",
         "_decode_kv",
         "_memory",
+        "_mixed_kv",
         "_more",
         "_norm",
         "_overhead",
         "_pair",
         "_prefill_kv",
+        "_prompt",
         "_shape",
         "_values",
         "facts",
@@ -61,6 +79,7 @@ class CostModel:
         self._values = values
         self._overhead, self._decode, self._chunk = values["overhead_s"], values["decode_s"], values["chunk_s"]
         self._decode_kv, self._prefill_kv, self._pair = values["decode_kv_s"], values["prefill_kv_s"], values["pair_s"]
+        self._prompt, self._mixed_kv = values.get("prompt_s", 0.0), values.get("mixed_kv_s", 0.0)
         self._more = [
             (term.group, values[term.coefficient], term.amount)
             for term in self._shape.terms
@@ -87,6 +106,9 @@ class CostModel:
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
         outside = self._overhead + self._decode * decodes + self._chunk * chunks
+        if prefill:
+            outside += self._prompt
+            outside += self._mixed_kv * context
         norm = self._norm
         if norm == 1.0:
             return outside + (memory + compute)
@@ -105,6 +127,23 @@ class CostModel:
             return more["outside"] + max(memory, compute)
         both: float = (memory**norm + compute**norm) ** (1 / norm)
         return more["outside"] + both
+
+    def uncertainty(self, step: StepFeatures) -> float:
+        """The relative error to expect of ``predict(step)``: that of the step's region, and what the points leave open there.
+
+        The first is the cross-validated median where steps were measured; the second is the covariance of the coefficients, to
+        first order, which grows with the distance from them. 0 for a model that no points stand behind.
+        """
+        region = "decode" if not step.prefill_tokens else "mixed" if step.decodes else "prefill"
+        if step.prefill_context > step.prefill_tokens and not step.decodes:
+            region = "prefix"
+        names = list(self._values)
+        at = [names.index(name) if name in self._values else -1 for name in self._shape.names]
+        known = np.array([self._values.get(name, 0.0) for name in self._shape.names])
+        seconds, derivatives = self._shape.times(self._shape.columns(np.array([step], dtype=float)), known)
+        covariance = np.array(self.facts.covariance)[np.ix_(at, at)] * np.outer(known > 0, known > 0)
+        open_ = math.sqrt(max(0.0, float(derivatives[0] @ covariance @ derivatives[0]))) / max(float(seconds[0]), 1e-12)
+        return math.hypot(self.facts.region_error(region), open_)
 
     def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
         """Seconds of each of ``count`` steps of ``decodes`` decodes alone, whose context grows by one token each.
@@ -174,8 +213,11 @@ class CostModel:
         segments = [(knot, end, values[f"{TOKEN}{knot}"]) for knot, end in zip(shape.knots, ends, strict=True)]
         begin, end = len(self._memory), max(least, 2 * len(self._memory))
         self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
+        tiles = [(tile, each) for tile in (128, 256) if (each := values.get(f"tile{tile}_s", 0.0))]
         self._compute += [
-            sum(each * (min(n, to) - start) for start, to, each in segments if n > start) for n in range(begin, end)
+            sum(each * (min(n, to) - start) for start, to, each in segments if n > start)
+            + sum(each * further_rows(n, tile) for tile, each in tiles)
+            for n in range(begin, end)
         ]
 
 
@@ -259,13 +301,17 @@ def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
 def untold_terms(points: Sequence[StepPoint]) -> list[str]:
     """The terms of which all ``points`` hold as much, so that no fit can tell what they cost.
 
-    Of the terms there are none is among them where the plan had its time; a new one is until the plan makes steps for it.
+    Of the terms there are none is among them where the plan had its time; a new one is until the plan makes steps for it. Tiles
+    do not count: an engine may make no step that fills one.
     """
     steps = [features_of(point) for point in points]
     return [
         term.name
         for term in TERMS.values()
-        if term.coefficient and float(term.amount(_NOTHING)) == 0 and len({float(term.amount(s)) for s in steps}) < 2
+        if term.coefficient
+        and term.curve != "tiles"
+        and float(term.amount(_NOTHING)) == 0
+        and len({float(term.amount(s)) for s in steps}) < 2
     ]
 
 

@@ -195,9 +195,8 @@ def check_steps(
     cost = CostModel.from_facts(facts.planned or facts)
     driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
-    expected = Pilot(
-        cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256, cost.predict(StepFeatures(8, 512, 0, 0, 0))
-    )
+    token = cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256
+    expected = Pilot(token, token, cost.predict(StepFeatures(8, 512, 0, 0, 0)))
     scripts = plan.scripts(budget_s / _ROUNDS, expected)
     rng = random.Random(seed)
 

@@ -36,6 +36,22 @@ _SERVING_LATER = 0.5  # on top of all scripts, in the others
 _DECODES, _LEAST = 450, 0.35  # decode steps in a round; the share of it that computes prompts at least
 _PIECE = 0.04  # of a round: the longest step while a script fills up
 _CONTEXTS = (24, 128, 512, 2048, 8192, 32768)
+_POOL_LADDERS = (
+    (128, 0.03),
+    (512, 0.06),
+    (1500, 0.11),
+    (4096, 0.06),
+)  # (context, share of the whole time that filling takes)
+_CLIMBS, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
+_BESIDE_POOL = 0.015  # share of the whole time: the prompts beside each pool ladder
+_SMALLEST, _LARGEST = 16, 2048  # chunks of a climb
+_BESIDE_RUNGS = (
+    0,
+    2,
+)  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
+_POOL_RUNG = 3  # decode steps on each rung of a pool ladder
+_POOL_STEPS = 160  # decode steps of a pool ladder with most of its sequences, at most
+_POOL_DECODES = 250  # decode steps of all pool ladders and climbs
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
@@ -65,9 +81,10 @@ Wave = tuple[Sequence[int], int]
 
 
 class Pilot(NamedTuple):
-    """The machine's speed, roughly: seconds of a prompt token, and of a decode step."""
+    """The machine's speed, roughly: seconds of a prompt token, of one in a long prompt, and of a decode step."""
 
     token: float
+    bulk: float
     step: float
 
 
@@ -96,12 +113,13 @@ class StepPlan:
         self._output = max(1, min(_OUTPUT, driver.room // 4))
         self._longest = max(1, driver.room - self._output)
         self._piece = 0
-        self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0)
+        self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0, 0.0)
         self._scripts: list[Callable[[], Script]] = []
+        self._pool_scripts: list[Callable[[], Script]] = []
 
-    def pilot(self) -> Script:
-        """A prompt, twice, and a few decodes: the speed of the machine."""
-        size = min(256, self._longest, self._budget, self._chunk)
+    def pilot(self, tokens: int = 256) -> Script:
+        """A prompt of at most ``tokens``, twice: the speed of the machine."""
+        size = min(tokens, self._longest, self._budget, self._chunk)
         return self._alone([(size, size)] * 2)
 
     def reference(self) -> Script:
@@ -111,11 +129,16 @@ class StepPlan:
         for _ in range(REFERENCE_DECODES):
             yield
 
-    def scripts(self, seconds: float, pilot: Pilot) -> list[Callable[[], Script]]:
-        """What fills a round of ``seconds`` on a machine as fast as ``pilot``. No script is left out but for its size."""
+    def scripts(self, seconds: float, pilot: Pilot, whole: float = 0.0) -> list[Callable[[], Script]]:
+        """What fills a round of ``seconds`` on a machine as fast as ``pilot``. No script is left out but for its size.
+
+        ``whole``: seconds of the calibration, of which some fill the pool in the first round; 0: none do.
+        """
         self._seconds, self._pilot = max(_LEAST * seconds, seconds - _DECODES * pilot.step), pilot
         self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
         self._scripts = [*self._ladders(), *self._prompts(), *self._mixtures()]
+        whole = max(_LEAST * whole, whole - _POOL_DECODES * pilot.step)
+        self._pool_scripts = [*self._pool_ladders(whole), *self._climbs(whole)]
         return self._scripts
 
     def round(self, number: int) -> list[Callable[[], Script] | Mix]:
@@ -123,7 +146,11 @@ class StepPlan:
 
         Clean steps of one kind are much alike; those of a load are not, and a profile is of loads. After :meth:`scripts`.
         """
-        return [*self._scripts, *self._mixes(number)]
+        return [*self._scripts, *([] if number else self._pool_scripts), *self._mixes(number)]
+
+    def optional(self, task: Callable[[], Script] | Mix) -> bool:
+        """Whether the first round does without ``task`` where the time is over: it fills the pool, which takes long."""
+        return task in self._pool_scripts
 
     def _mixes(self, number: int) -> list[Mix]:
         """The loads of round ``number``, those that fit; in a short round not all of them."""
@@ -188,6 +215,40 @@ class StepPlan:
         made = [partial(self._alone, [(size, size) for size in _powers(8, top)])]
         return [*made, partial(self._alone, chunked)] if chunked else [*made]
 
+    def _pool_ladders(self, whole: float) -> list[Callable[[], Script]]:
+        """Ladders as wide and as long as the KV pool and the slots hold, or as can be filled in their share of ``whole``."""
+        made: list[Callable[[], Script]] = []
+        for context, share in _POOL_LADDERS:
+            if 1.5 * context > self._longest:
+                continue
+            tokens = whole * share / self._pilot.bulk
+            rng = random.Random(f"{self._seed} beside {context}")
+            beside = [self._sizes(rng, whole * _BESIDE_POOL / len(_BESIDE_RUNGS)) for _ in _BESIDE_RUNGS]
+            free = self._pool - max(map(sum, beside))
+            batch = min(self._slots - 1, self._budget // 2, int(tokens / context), free // (context + _POOL_STEPS))
+            if batch > 1:
+                made.append(partial(self._pool_ladder, self._spread(batch, context), beside))
+        return made
+
+    def _climbs(self, whole: float) -> list[Callable[[], Script]]:
+        """Long prompts alone, in chunks of many sizes; and whole ones of sizes that are no powers of two."""
+        rng = random.Random(f"{self._seed} climbs")
+        climbs = [self._sizes(rng, whole * share) for share in _CLIMBS]
+        alone = self._sizes(rng, whole * _WHOLE, self._longest)
+        made = [partial(self._climb, sizes) for sizes in climbs if len(sizes) > 1]
+        return [*made, partial(self._alone, [(size, size) for size in alone])] if len(alone) > 1 else [*made]
+
+    def _sizes(self, rng: random.Random, seconds: float, largest: int = _LARGEST) -> list[int]:
+        """Log-uniform chunk sizes, in all as many tokens as ``seconds`` compute and a sequence holds."""
+        largest = min(largest, self._chunk, self._budget // 2, self._longest)
+        left = int(min(seconds / self._pilot.bulk, self._longest))
+        found: list[int] = []
+        while left >= _SMALLEST <= largest:
+            size = round(math.exp(rng.uniform(math.log(_SMALLEST), math.log(largest))))
+            found.append(min(size, left))
+            left -= found[-1]
+        return found
+
     def _mixtures(self) -> list[Callable[[], Script]]:
         made: list[Callable[[], Script]] = []
         tokens = self._tokens(_MIXED / len(_BESIDE))
@@ -249,6 +310,36 @@ class StepPlan:
             half = len(names) // 2
             self._driver.cancel(names[half:])
             del names[half:]
+
+    def _pool_ladder(self, lengths: Sequence[int], beside: Sequence[Sequence[int]]) -> Script:
+        """A ladder with prompts beside some of its rungs: a long one in chunks of so many sizes, and each size by itself."""
+        names = yield from self._filled(lengths, self._piece)
+        waves = dict(zip(_BESIDE_RUNGS, beside, strict=True))
+        rung = 0
+        while True:
+            for _ in range(_POOL_RUNG):
+                yield
+            if sizes := waves.get(rung):
+                yield from self._climbing(len(names), sizes)
+            if len(names) == 1:
+                return
+            half = len(names) // 2
+            self._driver.cancel(names[half:])
+            del names[half:]
+            rung += 1
+
+    def _climb(self, sizes: Sequence[int]) -> Script:
+        yield
+        yield from self._climbing(0, sizes)
+
+    def _climbing(self, beside: int, sizes: Sequence[int]) -> Script:
+        """One prompt in chunks of ``sizes``, one after the other, beside so many decodes."""
+        names = self._driver.submit([sum(sizes)], self._output)
+        for chunk in sizes:
+            self._driver.bound(budget=beside + chunk, chunk=chunk)
+            yield
+        yield from self._computed()
+        self._driver.cancel(names)
 
     def _alone(self, prompts: Sequence[tuple[int, int]]) -> Script:
         """Prompts of (length, chunk) one after the other."""

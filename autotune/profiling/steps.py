@@ -44,8 +44,10 @@ _MOST_ROUNDS = 16
 _FIRST_ROUND = 3  # times the budget that a slow machine may take for the first one
 _COLD_S, _COLD = 10.0, 0.25  # seconds in which an engine may get faster, at most; of the budget at most
 _LATER = 2  # times a kind of step has to come about behind them for those before to be left out
+_LONG, _LONG_SHARE = 2048, 0.01  # tokens of the pilot's long prompt; of the budget that one may take
 _SETTLED = 0.01  # median relative change of the predictions by another round
 _REFERENCE_EVERY = 0.15  # of a round
+_REFERENCE_APART = 8  # times as long as it takes, at least: on an engine whose steps are long it would be all there is
 _FIRST = 1.5  # times the median of the others: a first time above that is left out
 _STALL = 2.5  # times the median: above that a served step is left out
 _UNLIKE = 0.2  # spread that is assumed of served steps of which there are few
@@ -111,11 +113,13 @@ def measure_steps(
     plan = StepPlan(driver, engine, seed)
     driver.run(plan.reference())  # warm-up
     driver.run(plan.pilot())
-    pilot = _speed(driver.run(plan.pilot()), driver.run(plan.reference()))
+    short, decodes = driver.run(plan.pilot()), driver.run(plan.reference())
+    long = driver.run(plan.pilot(_LONG)) if _LONG * _token_s(short) < _LONG_SHARE * budget_s else short
+    pilot = Pilot(_token_s(short), _token_s(long), statistics.median(_decodes(decodes)))
     left = budget_s - (clock.now() - begun)
     seconds = max(left, 0.2 * budget_s) / ROUNDS
     warm = begun + min(_COLD_S, _COLD * budget_s)
-    plan.scripts(seconds, pilot)
+    plan.scripts(seconds, pilot, left)
     rng = random.Random(seed)
     stretches: list[_Stretch] = []
     references: list[ReferenceStep] = []
@@ -135,7 +139,10 @@ def measure_steps(
     for number in range(_MOST_ROUNDS):
         tasks = plan.round(number)
         for task in rng.sample(tasks, len(tasks)):
-            if not references or clock.now() - references[-1].at > _REFERENCE_EVERY * seconds:
+            if clock.now() - begun > budget_s and plan.optional(task):
+                continue
+            apart = max(_REFERENCE_EVERY * seconds, _REFERENCE_APART * references[-1].seconds if references else 0.0)
+            if not references or clock.now() - references[-1].at > apart:
                 references.append(ReferenceStep(clock.now(), _reference_seconds(driver.run(plan.reference()))))
             measure(task)
             spent = clock.now() - begun
@@ -318,12 +325,12 @@ def region_of(record: StepRecord) -> str:
     return "prefill" if record.prefill_context == record.prefill_tokens else "prefix"
 
 
-def _speed(prompts: Sequence[Sample], decodes: Sequence[Sample]) -> Pilot:
-    """The pilot's figures. Raises :class:`EvaluationError` when it holds no prompt or no decode."""
+def _token_s(prompts: Sequence[Sample]) -> float:
+    """Seconds of a prompt token in the pilot. Raises :class:`EvaluationError` when it holds no prompt."""
     each = [s.seconds / s.record.prefill_tokens for s in prompts if s.record.prefill_tokens >= 8]
     if not each:
         raise EvaluationError("the engine computed no prompt in the calibration's pilot")
-    return Pilot(min(each), statistics.median(_decodes(decodes)))
+    return min(each)
 
 
 def _reference_seconds(reference: Sequence[Sample]) -> float:

@@ -184,11 +184,12 @@ class EngineTarget:
         stored = study.measured(_CALIBRATION, measure, stop=stop)
         steps = [StepPoint.model_validate(point) for point in stored["steps"]]
         cost = CostModel.from_facts(CostFacts.model_validate(stored["cost"]))
-        found = Findings(space=question.space, steps=steps, cost=cost)
+        setup = Setup.model_validate(stored["setup"])
+        found = Findings(space=question.space, setup=setup, steps=steps, cost=cost)
         if (others := stored.get("others")) is not None:
             found.others.append((cost.facts.seconds, others))
         return Calibrated(
-            setup=Setup.model_validate(stored["setup"]),
+            setup=setup,
             cost=cost,
             amount=f"{sum(point.repeats for point in steps)} steps",
             note=f"{cost.facts.points} kinds, fit error {cost.facts.error:.1%}",

@@ -9,9 +9,13 @@ from autotune.cost.facts import StepPoint
 from autotune.cost.fit import SERVED
 from autotune.cost.model import untold_terms
 from autotune.profiling.findings import Findings
+from autotune.profiling.setup import typical_step
 
 ROUGH = 0.1
 """Cross-validated error of the cost model from which simulations are doubtful."""
+
+FAR = 20
+"""Times the context of the largest measured step beyond which nobody knows that it goes on along a line."""
 
 MOVED = 1.25
 """Factor between the speed of serving and that of the calibration from which they were not of the same machine."""
@@ -33,6 +37,8 @@ def warnings(found: Findings) -> tuple[str, ...]:
         reasons.append(
             f"the calibration saw {', '.join(missing)}, so what is simulated is guessed there (a longer --budget sees more)"
         )
+    if (beyond := extrapolated(found)) is not None:
+        reasons.append(beyond)
     speed = 1.0 if found.setup is None else found.setup.speed
     if not 1 / MOVED <= speed <= MOVED:
         served = f"{speed:.0%} of" if speed < 2 else f"{speed:.3g} times"
@@ -42,6 +48,22 @@ def warnings(found: Findings) -> tuple[str, ...]:
     if cores > BUSY * (os.cpu_count() or 1):
         reasons.append(f"other programs used {cores:.1f} cores while it was measured")
     return tuple(reasons)
+
+
+def extrapolated(found: Findings) -> str | None:
+    """That a full engine reads more context than any measured step, where the cost model may be far off; None where it is not."""
+    if found.setup is None or found.cost is None or not found.steps:
+        return None
+    setup, seen = found.setup, max(p.decode_context for p in found.steps)
+    step = typical_step(setup.fitted.max_batch_size, 0, setup.mean_prompt + setup.mean_output / 2)
+    off = found.cost.uncertainty(step)
+    if step.decode_context <= seen or (off <= ROUGH and step.decode_context < FAR * seen):
+        return None
+    what = f"may be {off:.0%} off" if off > ROUGH else "is guessed"
+    return (
+        f"the cost model {what} where {step.decodes} sequences decode over {step.decode_context:,} tokens: the calibration"
+        f" saw {seen:,} at most (a longer --budget sees more)"
+    )
 
 
 def unseen(points: Sequence[StepPoint]) -> tuple[str, ...]:

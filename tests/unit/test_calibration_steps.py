@@ -147,6 +147,42 @@ def test_the_plan_covers_what_serving_will_ask() -> None:
     assert {p.prefill_tokens for p in behind} >= {32, 128, 512}
 
 
+def test_it_covers_the_pool_in_the_time_that_autotune_profile_gives_it() -> None:
+    hardware = Formula(noise=0.02)
+    engine = machine(hardware, limits=KnobLimits(max_batch_size=256))
+    points = measured(engine, budget_s=28.8)
+    assert engine.clock.now() < 1.2 * 28.8
+    alone = [p for p in points if p.region == "decode"]
+    assert max(p.decode_context for p in alone) > 100_000
+    assert max(p.decodes for p in alone) > 200
+    beside = [p for p in points if p.region == "mixed"]
+    assert max(p.decode_context for p in beside if p.prefill_tokens < 64) > 100_000
+    assert max(p.prefill_context for p in points if p.region == "prefix") > 10_000
+    sizes = {p.prefill_tokens for p in points if p.region != "served"}
+    assert sum(size % 32 > 0 for size in sizes) > 50, "sizes that kernels' tiles do not fit"
+    model = fit_cost_model(points)
+    for decodes, context, prefill in ((200, 1500, 0), (32, 8000, 0), (200, 1500, 100), (64, 4000, 1000)):
+        step = StepFeatures(
+            decodes, decodes * context, prefill, prefill, prefill * (prefill + 1) // 2, int(prefill > 0)
+        )
+        assert model.predict(step) == pytest.approx(hardware.truth(step), rel=0.05), step
+
+
+@pytest.mark.parametrize(("times", "most_s", "off"), [(5, 32, 0.05), (20, 43, 1.0)])
+def test_a_slow_machine_fills_no_more_of_its_pool_than_it_has_time_for(times: int, most_s: float, off: float) -> None:
+    """Without filling any of it these two took 30 and 43 s, and steps of serving were 25% and 413% off."""
+
+    class Slow(Formula):
+        def truth(self, step: StepFeatures) -> float:
+            return times * super().truth(step)
+
+    engine = machine(Slow(noise=0.02))
+    points = measured(engine, budget_s=28.8)
+    assert engine.clock.now() < most_s
+    assert unseen(points) == ()
+    assert worst(points, Slow()) < off
+
+
 @pytest.mark.slow
 def test_a_drift_of_the_machine_is_cancelled() -> None:
     """At 1.5 times the pace from somewhere on, the fit is that of a steady machine, at one pace or another."""

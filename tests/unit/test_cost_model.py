@@ -13,7 +13,7 @@ import pytest
 
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.profile.parts import CostFacts, StepPoint
-from runtime.step_model import StepFeatures
+from runtime.step_model import TERMS, StepFeatures
 
 pytestmark = pytest.mark.unit
 
@@ -236,6 +236,69 @@ def test_facts_that_are_none_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             CostModel(facts.model_copy(update={"family": family, "coefficients": coefficients}))
+
+
+def graphs(step: StepFeatures) -> float:
+    """Decodes run in graphs; steps with prompts do not, and decodes attend there for longer."""
+    prompts = step.prefill_tokens > 0
+    return roofline(step, lambda m, c: m + c, moe=False) + prompts * (4e-3 + 2e-8 * step.decode_context)
+
+
+def tiles(step: StepFeatures) -> float:
+    """Products are computed by tiles of 128 rows; what is left of a tile costs as much as all of it."""
+    rows = -(-(step.decodes + step.prefill_tokens) // 128) * 128
+    return 5e-3 + 3e-5 * rows + 3e-8 * (step.decode_context + step.prefill_context) + 1e-9 * step.prefill_attention
+
+
+def odd() -> list[StepFeatures]:
+    """Steps whose tokens fill no tiles."""
+    rng = random.Random(3)
+    return [
+        features(rng.randint(1, 250), rng.randint(32, 2500), rng.choice([0, rng.randint(1, 900)])) for _ in range(150)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "named"),
+    [(graphs, {"prompt_s": 4e-3, "mixed_kv_s": 2e-8}), (tiles, {"tile128_s": 3e-5})],
+    ids=["graphs", "tiles"],
+)
+def test_what_graphs_and_tiles_cost_is_told_from_the_rest(
+    hardware: Hardware, named: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(2)
+    points = [
+        StepPoint(
+            region="mixed" if s.chunks else "decode", **s._asdict(), seconds=hardware(s) * rng.gauss(1, 0.01), spread=0.02,
+            repeats=4,
+        )
+        for s in odd()
+    ]  # fmt: skip
+    model = fit_cost_model(points)
+    found = dict(model.facts.coefficients)
+    found["prompt_s"] += found["chunk_s"]  # the same where no step holds two chunks
+    for name, value in named.items():
+        assert found[name] == pytest.approx(value, rel=0.15), name
+    middle, tail = worst(model, hardware)
+    assert middle < 0.015 and tail < 0.06
+    for name in ("prompts", "mixed_context", "tiles_128", "tiles_256"):
+        monkeypatch.delitem(TERMS, name)
+    assert worst(fit_cost_model(points), hardware)[1] > 2 * tail
+
+
+def test_steps_far_beyond_the_measured_ones_are_doubted() -> None:
+    points = [p for p in measured(FAMILIES["sum"]) if p.decodes <= 8 and p.prefill_tokens <= 512]
+    model = fit_cost_model(points)
+    near, far = features(8, 512, 0), features(256, 2048, 0)
+    known = model.facts.region_error("decode")
+    assert known <= model.uncertainty(near) < 2 * known + 0.01
+    assert model.uncertainty(far) > 2 * model.uncertainty(near)
+    off = abs(model.predict(far) / FAMILIES["sum"](far) - 1)
+    assert off < 4 * model.uncertainty(far)
+    prefix, fresh = features(0, 0, 128, 2048), features(0, 0, 128)
+    assert model.uncertainty(prefix) >= model.facts.region_error("prefix")
+    assert model.uncertainty(fresh) >= model.facts.region_error("prefill")
+    assert made("max").uncertainty(near) == 0.0
 
 
 def test_points_that_tell_nothing_are_refused() -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from autotune import save_profile
 from autotune.cli.main import run
+from autotune.cost.model import fit_cost_model
 from autotune.profile.parts import StepPoint
 from autotune.profiling.assemble import sure_of
 from autotune.profiling.findings import Findings
 from autotune.profiling.posterior import confidence
 from autotune.profiling.space import make_space
-from autotune.profiling.warnings import warnings
+from autotune.profiling.warnings import extrapolated, warnings
 from autotune.report import profile_table as table
 from benchmarks.controller.hardware import h200
+from runtime.knobs import Knobs
+from runtime.step_model import StepFeatures
 from tests.sample_profile import sample_profile
 from tests.unit.profiled_machine import LIMITS
+from tests.unit.profiles import setup
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +40,27 @@ def test_a_bad_fit_and_a_busy_machine_are_warnings() -> None:
     rough, busy = warnings(found)
     assert rough == "the cost model's error is 32%"
     assert busy == f"other programs used {0.33 * cores:.1f} cores while it was measured"
+
+
+def test_an_engine_that_serves_far_beyond_what_was_measured_is_a_warning() -> None:
+    def point(decodes: int, context: int, prefill: int = 0, **more: Any) -> StepPoint:
+        step = StepFeatures(
+            decodes, decodes * context, prefill, prefill, prefill * (prefill + 1) // 2, int(prefill > 0)
+        )
+        return StepPoint(
+            **step._asdict(), seconds=h200().predict(step) * (1.05 if decodes % 2 else 0.95), repeats=3, **more
+        )
+
+    steps = [point(n, c, region="decode", spread=0.0) for n in (1, 2, 3, 4, 5, 6) for c in (10, 20, 40)]
+    cost = fit_cost_model([*steps, *(point(n, 20, 64, region="mixed", spread=0.0) for n in (1, 2, 3))])
+    within = setup(fitted=Knobs(4, 0, 64, 64), mean_prompt=20.0, mean_output=8.0)
+    beyond = setup(fitted=Knobs(256, 0, 512, 512), mean_prompt=1500.0, mean_output=200.0)
+    found = Findings(space=make_space(LIMITS), cost=cost, steps=steps, setup=within)
+    assert extrapolated(found) is None
+    found.setup = beyond
+    said = extrapolated(found)
+    assert said is not None and said in warnings(found)
+    assert "where 256 sequences decode over 409,600 tokens: the calibration saw 240 at most" in said
 
 
 def test_a_thin_calibration_is_a_warning_and_makes_the_choice_less_sure() -> None:
