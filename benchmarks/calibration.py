@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autotune.cli.options import seconds as budget_seconds
-
 from autotune.cli.profile import DEFAULT_BUDGET
 from autotune.cost.model import CostModel
 from autotune.profile.parts import ModelFacts
