@@ -72,6 +72,11 @@ class Event:
     preemptions: int
 
 
+def place(live: Live) -> tuple[bool, float]:
+    """The smallest goes first: preempted ones, then by the ordering."""
+    return live.preemptions == 0, live.key
+
+
 class Reference:
     """Serves requests one naive step at a time."""
 
@@ -188,7 +193,7 @@ class Reference:
         self.queue(live)
 
     def next_waiting(self) -> Live:
-        return min(self.waiting, key=lambda w: (w.preemptions == 0, w.key, w.queued))
+        return min(self.waiting, key=lambda w: (*place(w), w.queued))
 
     # -- a step
 
@@ -207,23 +212,32 @@ class Reference:
         most = min(allowed, self.knobs.token_budget)
         left = max(most, 0 if n else 1) - n
         chunks: list[tuple[Live, int]] = []
-        for live in self.prompting:
-            if left <= 0:
-                return chunks, inf
-            chunks.append((live, min(len(live.known) - live.computed, self.knobs.chunk_size, left)))
-            left -= chunks[-1][1]
+        begun = sorted(self.prompting, key=place)
         slots = min(self.knobs.max_batch_size, self.knobs.token_budget) - n - len(self.prompting)
-        until = self.held_back(left, slots)
-        while self.waiting:
-            live = self.next_waiting()
-            if until > self.now and not live.preemptions:
-                return chunks, until
-            if slots <= 0 or left <= 0 or not self.admit(live):
-                break
-            slots -= 1
-            chunks.append((live, min(len(live.known) - live.computed, self.knobs.chunk_size, left)))
-            left -= chunks[-1][1]
-        return chunks, inf
+        until: float | None = None
+        yielding = closed = False  # begun ones have yielded the step; no further one may begin
+        while True:
+            head = self.next_waiting() if self.waiting and not closed else None
+            if begun and not yielding and (head is None or place(begun[0]) <= place(head)):
+                if left <= 0:
+                    return chunks, inf
+                live = begun.pop(0)
+                chunks.append((live, min(len(live.known) - live.computed, self.knobs.chunk_size, left)))
+                left -= chunks[-1][1]
+                continue
+            if head is None:
+                return chunks, until if until is not None and until > self.now and not begun else inf
+            if until is None:
+                until = self.held_back(left, slots)
+            if until > self.now and not head.preemptions:
+                closed = True
+            elif slots <= 0 or left <= 0 or not self.admit(head):
+                closed, until = True, -inf
+            else:
+                yielding = bool(begun)
+                slots -= 1
+                chunks.append((head, min(len(head.known) - head.computed, self.knobs.chunk_size, left)))
+                left -= chunks[-1][1]
 
     def admit(self, live: Live) -> bool:
         found = self.found(live)

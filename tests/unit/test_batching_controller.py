@@ -131,7 +131,8 @@ def test_which_controller_a_batcher_gets() -> None:
     with autotune.control(batcher, controller="predictive") as control:
         assert isinstance(control.controller, PredictiveController)
     with pytest.raises(
-        ValueError, match=r"controller is 'best'; it must be one of aimd, .*, batching, module:Class, or a Controller"
+        ValueError,
+        match=r"controller is 'best'; it must be one of aimd, .*, batching, module:Class .*, or a Controller",
     ):
         autotune.control(batcher, controller="best")
 

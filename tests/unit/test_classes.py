@@ -275,7 +275,7 @@ def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
     chosen, measured = made.settings["balanced"].point, [p for p in made.points if p.stage == "validation"]
     (base,) = (p for p in measured if p.knobs == found.baseline)
     assert chosen.e2e_mean_ms is not None and base.e2e_mean_ms is not None and len(measured) > 1
-    assert chosen.e2e_mean_ms <= base.e2e_mean_ms
+    assert chosen.e2e_mean_ms <= 1.02 * base.e2e_mean_ms, "measured alike: simulation decides"
     assert chosen.knobs == max(found.expected, key=lambda knobs: found.expected[knobs])
     made = made.model_copy(update={"baseline": base})
     assert f"a mean E2E of {chosen.e2e_mean_ms:.4g} ms" in made.verdict and "no SLO was aimed at" in made.verdict

@@ -30,8 +30,10 @@ def test_where_steps_have_budgets_a_late_first_token_outweighs_slow_steps() -> N
     assert budgeted(gain, slow=True, late=True) == pytest.approx(0.02)
 
 
-def test_where_steps_have_budgets_nothing_makes_them_longer_than_the_target() -> None:
+def test_where_steps_have_budgets_and_late_requests_leave_nothing_makes_steps_longer_than_the_target() -> None:
     gain = FeedbackGain()
+    assert budgeted(FeedbackGain(), late=True) == pytest.approx(0.02), "as long as none leaves"
+    gain.sheds = True
     assert budgeted(gain, late=True) == 0 and gain.value == 1
     gain.unbudgeted(slow=False, late=True, loaded=True, attainment=0.99, relief=1.0)
     assert gain.value == pytest.approx(1.02), "knobs alone bound the mean of steps, not each of them"

@@ -55,7 +55,7 @@ from autotune.control.controllers.registry import register
 from autotune.control.controllers.running_statistics import OnlineQuantile
 from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KNOBS, KnobLimits, Knobs
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO
 from runtime.step_model import DOUBT, StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
@@ -143,6 +143,7 @@ class PredictiveController:
         if not record.completed:
             if record.scheduled is None:
                 self._demand.lost(record)
+                self._gain.sheds |= record.reason in (FinishReason.REJECTED, FinishReason.TIMEOUT)
             return
         self._traffic.request(record)
         self._chunks.saw(self._targets.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)

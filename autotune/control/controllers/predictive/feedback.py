@@ -11,9 +11,10 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
   hundredth without, where a step at the target is one at the limit.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
-k stays in 0.6 to 4, with budgets in 0.6 to 1: steps beyond the target make every decode late, and these hold the KV pool that
-late prompts wait for. Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what
-a step of 0.6 of the target costs in throughput, and no more.
+k stays in 0.6 to 4; with budgets in 0.6 to 1 once late requests have been rejected or timed out. Where those leave, longer steps
+save none of them, and make decodes late that hold the KV pool; where none ever leaves, a queue only shrinks by longer steps.
+Failure mode: a target that no setting meets. Then it sinks to its bound, which costs what a step of 0.6 of the target costs in
+throughput, and no more.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ _LEAST, _MOST = 0.6, 4.0
 class FeedbackGain:
     """``value`` is k. See the module."""
 
-    __slots__ = ("value",)
+    __slots__ = ("sheds", "value")
 
     def __init__(self) -> None:
         self.value = 1.0
+        self.sheds = False
+        """Whether requests leave the queue unserved because they are late."""
 
     def clear(self) -> None:
         """Forget what the old SLOs taught."""
@@ -44,7 +47,8 @@ class FeedbackGain:
 
     def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""
-        self._move(1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05)), most=1.0)
+        by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05))
+        self._move(by, 1.0 if self.sheds else _MOST)
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
