@@ -14,7 +14,7 @@ Served = Sequence[tuple[float, float]]
 """The steps of one load, in order: seconds that the model says, and seconds that they took."""
 
 _LEVELS = 32
-_FEWEST = 200  # steps, to say how they scatter
+_FEWEST = 4 * _LEVELS  # steps, to say how they scatter
 _LAGS = 1, 3  # steps between two that are compared: what they have in common tells how long the correlation lasts
 _MOST_MEMORY = 0.98
 

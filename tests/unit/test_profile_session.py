@@ -127,7 +127,7 @@ def test_where_all_is_met_the_choice_is_one_of_equals(tmp_path: Path) -> None:
     found = session(tmp_path / "a.journal", question(rate=10.0, sim_trials=6, trials=2))[0]
     assert all(run.score.met == run.score.offered for run in found.runs) and len(found.expected) > 1
     sure = found.confidence
-    assert sure is not None and sure.best < 0.6, "equals share it"
+    assert sure is not None and sure.best < 0.7, "equals share it"
     assert "the recommended one is as good as any measured with a probability " in sure.sentence
     assert f"{sure.best:.0%}" not in sure.sentence and "is the best" not in sure.sentence
 
@@ -168,9 +168,11 @@ def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
 
 @pytest.mark.slow
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
-    found, _ = session(journal, question(trials=2), engine=machine(seed=1))
+    """One more where the machine shows another speed than it was calibrated at: the comparison begins anew, with another choice."""
+    found, told = session(journal, question(trials=2), engine=machine(seed=1))
     measured = {r.knobs for r in found.runs if r.stage == "validation"}
-    assert len(measured) == 2 and VLLM in measured
+    began_anew = any("of its calibrated speed: comparing" in note for note in told.notes)
+    assert len(measured) in (2, 2 + began_anew) and VLLM in measured
 
 
 @pytest.mark.slow
