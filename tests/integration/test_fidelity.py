@@ -136,8 +136,8 @@ def test_in_virtual_time_the_simulation_is_the_machine() -> None:
     for steps in bench.steps.values():
         assert statistics.median(abs(s.predicted / s.real - 1) for s in steps) < 0.02
     for (case, metric), c in found.items():
-        # of 76 to 210 requests: two of them in the tails, and a step more or less before each; a first token in a tight pool waits
-        # for one step or for two
+        # of 76 to 210 requests: two of them in the tails, and a step more or less before each; in a tight pool a first token
+        # waits for one step or for two
         steps_apart = metric in ("TTFT p99", "E2E p99") or (case, metric) == ("tight KV pool", "TTFT p50")
         assert abs(c.error) < (0.15 if steps_apart else 0.05), c
 

@@ -168,7 +168,7 @@ def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
 
 @pytest.mark.slow
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
-    """One more where the machine shows another speed than it was calibrated at: the comparison begins anew, with another choice."""
+    """One more where the machine shows another speed than calibrated: the comparison begins anew, with another choice."""
     found, told = session(journal, question(trials=2), engine=machine(seed=1))
     measured = {r.knobs for r in found.runs if r.stage == "validation"}
     began_anew = any("of its calibrated speed: comparing" in note for note in told.notes)
