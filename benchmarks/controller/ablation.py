@@ -1,0 +1,238 @@
+"""What each part of the predictive controller is worth: the same scenarios without it.
+
+Run ``python -m benchmarks.controller.ablation --traces FOLDER`` (``--scenario U1 --seeds 2 --part "slow bands"`` is a question of
+a minute). Every part is taken out alone, once with all layers and once with knobs alone; what is printed is goodput without it
+over goodput with it: mean, and the scenarios that lose and gain most. Below 1 the part earns its place. The last line is JSON.
+
+Peaks and traces are those of :mod:`benchmarks.controller`; nothing is searched for here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from autotune.control.controllers.predictive import PredictiveController
+from benchmarks.controller.__main__ import say, seeds_of
+from benchmarks.controller.cache import FOLDER, Cache
+from benchmarks.controller.contenders import Algorithm, Layer, driver_of
+from benchmarks.controller.known import peaks
+from benchmarks.controller.run import Bench, run
+from benchmarks.controller.scenarios import SCENARIOS
+from runtime.errors import InputError
+
+LAYERS: tuple[Layer, ...] = ("full", "knobs")
+
+
+class NoBands:
+    """In the place of :class:`~autotune.control.controllers.predictive.slow_bands.SlowBands`."""
+
+    room = math.inf
+
+    def saw(self, decodes: int, ratio: float) -> bool:
+        return False
+
+    def slow(self, decodes: int) -> bool:
+        return False
+
+    def rescaled(self, by: float) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+class AllFeasible:
+    """In the place of :class:`~autotune.control.controllers.predictive.infeasible.InfeasibleTargets`."""
+
+    unmet = ""
+
+    def saw(self, record: Any) -> None:
+        pass
+
+    def judge(self, decode: Any, prompt: Any) -> bool:
+        return False
+
+    def explain(self, cause: str, target: float) -> str:
+        return cause
+
+
+class NoDemand:
+    """In the place of :class:`~autotune.control.controllers.predictive.traffic.Demand`."""
+
+    per_second = 0.0
+
+    def step(self, record: Any) -> None:
+        pass
+
+    def lost(self, record: Any) -> None:
+        pass
+
+
+class NoGain:
+    """In the place of :class:`~autotune.control.controllers.predictive.feedback.FeedbackGain`."""
+
+    value, sheds = 1.0, False
+
+    def clear(self) -> None:
+        pass
+
+    def rest(self, seconds: float) -> None:
+        pass
+
+    def budgeted(self, **_: Any) -> None:
+        pass
+
+    def unbudgeted(self, **_: Any) -> None:
+        pass
+
+
+class NoComparison:
+    """In the place of :class:`~autotune.control.controllers.predictive.start_comparison.StartComparison`."""
+
+    said, at_start = "", False
+
+    def saw(self, *_: Any) -> None:
+        pass
+
+    def holds(self, *_: Any) -> bool:
+        return False
+
+    def decided(self, *_: Any) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _no_bands(it: Any) -> None:
+    it._trusted_model.slow = NoBands()
+
+
+def _all_feasible(it: Any) -> None:
+    it._infeasible = AllFeasible()
+
+
+def _no_demand(it: Any) -> None:
+    it._demand = NoDemand()
+
+
+def _no_gain(it: Any) -> None:
+    it._gain = it._steps._gain = NoGain()
+
+
+def _no_watch(it: Any) -> None:
+    it._trusted_model._watch = _always(None)
+
+
+def _always_trusted(it: Any) -> None:
+    class Trusting(type(it._trusted_model)):  # type: ignore[misc]
+        trusted = property(lambda self: True, lambda self, value: None)
+
+    it._trusted_model.__class__ = Trusting
+
+
+def _no_shortening(it: Any) -> None:
+    it._steps._shortened = lambda view, size: size
+
+
+def _no_queue(it: Any) -> None:
+    it._steps._queue_suffers = _always(False)
+
+
+def _no_comparison(it: Any) -> None:
+    it._comparison = NoComparison()
+
+
+PARTS: Mapping[str, Callable[[Any], None]] = {
+    "slow bands": _no_bands,
+    "infeasible targets": _all_feasible,
+    "demand and prefill quantum": _no_demand,
+    "gain": _no_gain,
+    "changes of speed": _no_watch,
+    "distrust and fallback": _always_trusted,
+    "shorter steps in a full pool": _no_shortening,
+    "the queue's say against slack": _no_queue,
+    "comparison with the start": _no_comparison,
+}
+"""By name, what takes each out of a controller that has just been made."""
+
+
+def _without(take_out: Callable[[Any], None] | None, *args: Any, **options: Any) -> PredictiveController:
+    made = PredictiveController(*args, **options)
+    if take_out is not None:
+        take_out(made)
+    return made
+
+
+def algorithm(part: str | None) -> Algorithm:
+    """The predictive controller without ``part``; None: all of it."""
+
+    def made(slo: Any, start: Any, *, kv_tokens: int, block_size: int = 16, model: Any = None) -> PredictiveController:
+        take_out = None if part is None else PARTS[part]
+        return _without(take_out, slo, start, kv_tokens=kv_tokens, block_size=block_size, model=model)
+
+    return Algorithm(made, f"without {part}" if part else "all of it", LAYERS, "full")
+
+
+def attained(scenario: str, layer: Layer, part: str | None, seeds: Sequence[int], bench: Bench) -> float:
+    """Requests within the SLO, over all seeds."""
+    driver = driver_of(algorithm(part), layer, {})
+    return float(sum(run(SCENARIOS[scenario], driver, seed, bench).met for seed in seeds))
+
+
+def compare(args: argparse.Namespace, seeds: Sequence[int]) -> dict[str, float]:
+    """Print a line for each part; goodput without it over goodput with it, by layer and part."""
+    names = args.scenario or list(SCENARIOS)
+    loads = list(dict.fromkeys(s.load(phase) for s in map(SCENARIOS.__getitem__, names) for phase in s.phases))
+    cache = Cache(FOLDER / f"controller_{'traces' if args.traces else 'presets'}.json")
+    bench = Bench(peaks(loads, cache, args.traces, 1, say), args.traces)
+    found: dict[str, float] = {}
+    for layer in args.layer or LAYERS:
+        met = partial(attained, layer=layer, seeds=seeds, bench=bench)
+        whole = {name: met(name, part=None) for name in names}
+        for part in args.part or PARTS:
+            ratio = {name: met(name, part=part) / max(1.0, whole[name]) for name in names}
+            order = sorted(names, key=ratio.__getitem__)
+            found[f"{layer}: {part}"] = mean = round(statistics.fmean(ratio.values()), 4)
+            least, most = ([f"{name} {ratio[name]:.3f}" for name in part] for part in (order[:3], order[-2:]))
+            say(f"{layer:<6}without {part:<32}{mean:.4f}   least {', '.join(least)}; most {', '.join(most)}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.controller.ablation", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
+    parser.add_argument("--scenario", action="append", metavar="NAME", help="only this one; repeatable")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; repeatable")
+    parser.add_argument("--layer", action="append", choices=LAYERS, help="only this one; repeatable")
+    parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 101-110; 4,7 (default: 2)")
+    args = parser.parse_args(arguments)
+    try:
+        if wrong := [name for name in args.scenario or () if name not in SCENARIOS]:
+            raise InputError(f"--scenario is {wrong[0]}; it must be one of {', '.join(SCENARIOS)}")
+        found = compare(args, seeds_of(args.seeds))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    say(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
