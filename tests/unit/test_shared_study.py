@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 from optuna.trial import TrialState
 
 import autotune.profiling.study as studies
@@ -66,6 +67,7 @@ def test_what_a_dead_process_was_measuring_is_measured_by_who_waits(shared: Shar
     log = tmp_path / "log"
     victim = spawned(measure, shared, log, 600.0)
     wait_for(lambda: noted(log) == ["begin 0"])
+    wait_for(lambda: signs_of_life(shared) > 0)  # a thread of its own gives them
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
     with open_study(shared, IDENTITY) as study:
@@ -100,6 +102,15 @@ def test_who_began_before_and_has_not_said_what_it_measures_is_waited_for(
         claim(shared, {})  # and says nothing ever
         monkeypatch.setattr(studies, "_CLAIMED_WITHIN_S", 1.0)
         assert study.measured("b", lambda: {"by": "mine"}) == {"by": "mine"}
+
+
+def signs_of_life(shared: SharedStorage) -> int:
+    """Trials that Optuna has given any for."""
+    engine = sqlalchemy.create_engine(shared.url)
+    with engine.connect() as connection:
+        found = connection.execute(sqlalchemy.text("SELECT count(*) FROM trial_heartbeats")).scalar()
+    engine.dispose()
+    return int(found or 0)
 
 
 def claim(shared: SharedStorage, attrs: dict[str, str]) -> optuna.Trial:
