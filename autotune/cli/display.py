@@ -68,7 +68,7 @@ class Display:
         )
         scale = "" if setup.length_scale == 1 else f", lengths × {ratio(setup.length_scale)}"
         if setup.objective == "mean-e2e":
-            why = f"{why}; no more than a yardstick for attainment here: the objective is the lowest mean E2E"
+            why = f"{why}; attainment by it is only shown: the objective is the lowest mean E2E"
         classes = "".join(f"class {one}\n" for one in setup.classes)
         self._console.print(
             f"{self._head}{scale}: prompts {setup.mean_prompt:.0f}, outputs {setup.mean_output:.0f} tokens on average\n"

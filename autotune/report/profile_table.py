@@ -122,7 +122,9 @@ def show(profile: Profile, console: Console) -> None:
         console.print(escape(profile.confidence.sentence), highlight=False, style="dim")
     chosen = profile.settings.get(RECOMMENDED)
     if profile.objective != "goodput":
-        console.print("E2E mean is what settings were compared by; the SLO is only a yardstick", style="dim")
+        console.print(
+            "E2E mean is what settings were compared by; attainment by the SLO is shown beside it", style="dim"
+        )
     elif chosen is not None and any(
         point.weighted_attainment > chosen.point.weighted_attainment for _, point, _ in rows(profile)
     ):

@@ -1,8 +1,8 @@
 """Which part earns what: every contender with knobs alone, and with one layer more at a time, beside the best fixed setting that
 has the same early rejection and order.
 
-The yardstick of a scenario is the fixed setting that met most requests with deadline order and early rejection, over all seeds,
-known only afterwards. A ratio is goodput over the yardstick's on the same requests; a mean is over scenarios.
+The baseline of a scenario is the fixed setting that met most requests with deadline order and early rejection, over all seeds,
+known only afterwards. A ratio is goodput over the baseline's on the same requests; a mean is over scenarios.
 """
 
 from __future__ import annotations

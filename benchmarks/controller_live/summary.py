@@ -49,13 +49,13 @@ def compared(
         )
         made = Compared(case, compare(results, duration), best, against_best, against_vllm)
         if with_admission:
-            yardstick = with_admission[0]
+            baseline = with_admission[0]
             layers = {
-                c.name: ratio(results, c, yardstick, duration, seed=1000 + 50 * index + at)
+                c.name: ratio(results, c, baseline, duration, seed=1000 + 50 * index + at)
                 for at, c in enumerate((ours, vllm, *others))
             }
-            layers["best fixed"] = ratio(results, best, yardstick, duration, seed=1049 + 50 * index)
-            made = made._replace(admitted=yardstick, layers=layers)
+            layers["best fixed"] = ratio(results, best, baseline, duration, seed=1049 + 50 * index)
+            made = made._replace(admitted=baseline, layers=layers)
         found.append(made)
     return found
 

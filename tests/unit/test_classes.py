@@ -286,7 +286,7 @@ def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
     show(made, console)
     assert isinstance(console.file, io.StringIO)
     text = flat(console.file.getvalue())
-    assert "E2E mean" in text and ("mean E2E" in text or "No setting beats" in text) and "yardstick" in text
+    assert "E2E mean" in text and ("mean E2E" in text or "No setting beats" in text) and "shown beside it" in text
 
 
 def test_the_objective_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

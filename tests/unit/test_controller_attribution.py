@@ -1,4 +1,4 @@
-"""Which part of a controller earns what: layers of contenders, the yardstick, and what is said of them."""
+"""Which part of a controller earns what: layers of contenders, the baseline, and what is said of them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class TestRatios:
         assert told["gpu_truth_full_vs_best_rival_with_admission_mean"] == pytest.approx(1.0)
         assert math.isnan(told["full_vs_best_static_with_admission_mean"])
 
-    def test_without_a_yardstick_nothing_is_said(self) -> None:
+    def test_without_a_baseline_nothing_is_said(self) -> None:
         told = Attribution(found(M1__predictive=80), {"M1": Oracles(best(90), None)})
         assert told.scenarios == []
         assert all(math.isnan(value) for value in told.figures().values())

@@ -245,12 +245,12 @@ def test_layers_are_compared_with_the_best_fixed_setting_that_has_the_same_admis
     (found,) = compared(run, made.cases, control, vllm, SECONDS, others)
     assert (found.best, found.admitted) == tuple(statics[case])
     met = {r.turn.contender.name: r.score.met for r in run.results(made.cases[0])}
-    yardstick = met[statics[case][1].name]
+    baseline = met[statics[case][1].name]
     assert {name: r.value for name, r in found.layers.items()} == pytest.approx(
-        {c.name: met[c.name] / yardstick for c in everywhere} | {"best fixed": met[statics[case][0].name] / yardstick}
+        {c.name: met[c.name] / baseline for c in everywhere} | {"best fixed": met[statics[case][0].name] / baseline}
     )
     shape = summary([found], control, vllm)
-    assert shape["full_vs_best_static_with_admission_min"] == pytest.approx(met["control"] / yardstick, abs=1e-4)
+    assert shape["full_vs_best_static_with_admission_min"] == pytest.approx(met["control"] / baseline, abs=1e-4)
     assert set(shape["layers"]) == set(found.layers)
     said: list[str] = []
     report([found], vllm, said.append)
