@@ -11,9 +11,9 @@ computed before a request's own and of that one, and r the rate of such work as 
 - ``queue_timeout`` ends what is still waiting after so long, whatever is predicted.
 
 A request that is relegated instead is not ended. It waits behind all that can still be met, by arrival, begins when none of those
-waits and there is room, and counts for no other as work before its own. A prompt already begun is computed to its end, for
-vLLM cannot put one that waits before it; relegated work delays others by that much. By default that is done to classes that
-weigh less than 1: nobody waits at a screen for those, and an answer that comes late is worth more than none.
+waits and there is room, and counts for no other as work before its own. A prompt already begun keeps its KV blocks, and
+yields the steps in which others begin. By default that is done to classes that weigh less than 1: nobody waits at a screen for
+those, and an answer that comes late is worth more than none.
 
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
@@ -28,7 +28,7 @@ second late. Related: early rejection by predicted TTFT as in Mooncake (FAST 202
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf
@@ -38,7 +38,7 @@ from runtime.errors import RejectedError
 from runtime.expiries import Expiries
 from runtime.llm.prefill_rate import PrefillRate, RateSource, Work
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import work_of
+from runtime.llm.waiting import rank, work_of
 from runtime.ordering import ordering_of
 from runtime.records import StepRecord
 from runtime.request import Sequence
@@ -184,11 +184,32 @@ class Admission:
             self._let_in = now
         return verdict
 
-    def in_progress(self, sequence: Sequence, now: float, others: Seq[float]) -> Verdict | None:
-        """Whether to end ``sequence``, whose prompt is being computed, behind others of which so much is left."""
-        if self.policy.late is None or sequence.generated or sequence is self._probe:
-            return None
-        if self._relegated_when_late(sequence):
+    def judge_in_progress(
+        self, begun: list[Sequence], now: float, late: Callable[[Admission, Sequence, Verdict, float], None]
+    ) -> list[float]:
+        """Hand those of ``begun`` to ``late`` that come too late: prompts in progress in the order in which they are computed.
+
+        Those that it ends are taken out, those that it relegates go last. Returns what is left of each.
+        """
+        lefts: list[float] = []
+        relegated = False
+        for sequence in tuple(begun):
+            if (verdict := self._in_progress(sequence, now, lefts)) is None:
+                lefts.append(self.left(sequence))
+                continue
+            late(self, sequence, verdict, now)
+            if sequence.state == "finished":
+                begun.remove(sequence)
+            else:
+                relegated = True
+        if relegated:
+            begun.sort(key=rank)
+            return [self.left(sequence) for sequence in begun]
+        return lefts
+
+    def _in_progress(self, sequence: Sequence, now: float, others: Seq[float]) -> Verdict | None:
+        """Why ``sequence``, whose prompt is being computed behind others of which so much is left, is late."""
+        if self.policy.late is None or sequence.generated or sequence is self._probe or sequence.relegated is not None:
             return None
         slo = self._slack.slo_of(sequence)
         target = inf if slo is None else first_target(slo)

@@ -20,7 +20,7 @@ from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, key_of
+from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behind, rank
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
@@ -133,12 +133,13 @@ class Scheduler:
         keep their place until they are ended."""
         former = self.waiting.ordering
         failed = self.waiting.reorder(ordering)
-        if ordering is not former:
-            for sequence in self.prefills:
-                try:
+        for sequence in self.prefills:
+            sequence.key, sequence.relegated = given(sequence), None
+            try:
+                if ordering is not former:
                     sequence.key = key_of(ordering, sequence)
-                except StepFailedError as error:
-                    failed.append((sequence, error))
+            except StepFailedError as error:
+                failed.append((sequence, error))
         return failed
 
     def _queue(self, sequence: Sequence) -> None:
@@ -179,7 +180,7 @@ class Scheduler:
         limited, held, wake = LimitedBy.DEMAND, None, inf
         admission, waiting = self.admission, self.waiting
         begun = self.begun()
-        ahead = [] if admission is None else self._end_late_prompts(admission, now, begun)
+        ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
         turn, yielding = 0, False
         held_until: float | None = None
@@ -231,17 +232,6 @@ class Scheduler:
             return list(self.prefills)
         return sorted(self.prefills, key=rank)
 
-    def _end_late_prompts(self, admission: Admission, now: float, begun: list[Sequence]) -> list[float]:
-        """End those of ``begun``, which are in order, that come too late; returns what is left of each of the others."""
-        lefts: list[float] = []
-        for sequence in tuple(begun):
-            if (verdict := admission.in_progress(sequence, now, lefts)) is not None:
-                begun.remove(sequence)
-                self._late(admission, sequence, verdict, now)
-            else:
-                lefts.append(admission.left(sequence))
-        return lefts
-
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """Relegate or end ``sequence``, as the policy says."""
         if admission.relegates(sequence, verdict):
@@ -251,8 +241,11 @@ class Scheduler:
         self._end(sequence, FinishReason.REJECTED, now, self.rejected, verdict.reason)
 
     def relegate(self, sequence: Sequence) -> None:
-        """``sequence``, which waits, goes behind those that can still be met."""
-        self.waiting.relegate(sequence)
+        """``sequence``, which waits or whose prompt is in progress, goes behind those that can still be met."""
+        if sequence.state == "waiting":
+            self.waiting.relegate(sequence)
+        else:
+            put_behind(sequence)
         self.slack.left(sequence)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
@@ -341,13 +334,3 @@ class Scheduler:
             assert s.state == "prefill" and len(s.blocks) == self.kv.blocks_for(s.target), s
             assert s.computed < s.target, s
         self.waiting.check_integrity()
-
-
-def rank(sequence: Sequence) -> tuple[bool, float]:
-    """What prompts are computed by, the smallest first: those that were preempted, then by the ordering."""
-    return not sequence.preemptions, sequence.key
-
-
-def precedes(begun: Sequence, waiting: Sequence) -> bool:
-    """Whether the prompt of ``begun`` is computed before that of ``waiting``."""
-    return rank(begun) <= rank(waiting)

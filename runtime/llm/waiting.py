@@ -60,8 +60,7 @@ class WaitingQueue:
     def relegate(self, sequence: Sequence) -> None:
         """Put ``sequence``, which waits and has never run, behind all that are not relegated; those go by their arrival."""
         self._tally(sequence, -1)
-        sequence.relegated, sequence.key = sequence.key, _BEHIND + sequence.request.arrival
-        sequence.was_relegated = True
+        put_behind(sequence)
         self._tally(sequence, 1)
         self._enter(sequence)  # the entry of before stands no longer
         self._sweep()
@@ -82,7 +81,7 @@ class WaitingQueue:
         self.count -= 1
         self._tally(sequence, -1)
         try:
-            self._ordering.took(sequence.request, _given(sequence))
+            self._ordering.took(sequence.request, given(sequence))
         except Exception:  # somebody's own; it only listens
             log.warning("the ordering raised when request %s began", sequence.request.id, exc_info=True)
         return sequence
@@ -158,7 +157,7 @@ class WaitingQueue:
         former, self._ordering, self._heap, self._buckets = self._ordering, ordering, [], None
         self.relegated_tokens = 0
         for new, _, pushed, sequence in waiting:
-            sequence.key, sequence.relegated = _given(sequence), None
+            sequence.key, sequence.relegated = given(sequence), None
             try:
                 if ordering is not former:
                     sequence.key = key_of(ordering, sequence)
@@ -204,7 +203,13 @@ def _stands(entry: tuple[bool, float, int, Sequence]) -> bool:
     return entry[3].state == "waiting" and entry[1] == entry[3].key
 
 
-def _given(sequence: Sequence) -> float:
+def put_behind(sequence: Sequence) -> None:
+    """Give ``sequence`` a key behind those of orderings, by its arrival."""
+    sequence.relegated, sequence.key = sequence.key, _BEHIND + sequence.request.arrival
+    sequence.was_relegated = True
+
+
+def given(sequence: Sequence) -> float:
     """The key that its ordering gave it."""
     return sequence.key if sequence.relegated is None else sequence.relegated
 
@@ -240,3 +245,13 @@ _NOTHING: Final = Work()
 
 def _bucket(key: float) -> int:
     return math.floor(min(max(key, -_FAR), _FAR) * _BUCKETS_PER_UNIT)
+
+
+def rank(sequence: Sequence) -> tuple[bool, float]:
+    """What prompts are computed by, the smallest first: those that were preempted, then by the ordering."""
+    return not sequence.preemptions, sequence.key
+
+
+def precedes(begun: Sequence, waiting: Sequence) -> bool:
+    """Whether the prompt of ``begun`` is computed before that of ``waiting``."""
+    return rank(begun) <= rank(waiting)

@@ -263,6 +263,27 @@ def test_a_record_says_of_one_that_was_relegated_and_got_its_place_back_that_it_
     assert behind and {r.id for r in world.records.values() if r.relegated} == behind
 
 
+@pytest.mark.parametrize("late", ["relegate", None])
+def test_a_prompt_that_comes_too_late_while_it_is_computed_goes_behind_the_others(late: Any) -> None:
+    """Alone it takes 2.2 s of 2.5; 50 short ones take 0.55 s. By its deadline it would go before one that comes at 2.2 s."""
+    world = World(
+        admission=AdmissionPolicy(late=late, queue_timeout=None), source=100 / 11e-3, slo="ttft=1s",
+        classes=[RequestClass("long", SLO(ttft_ms=2500))],
+    )  # fmt: skip
+    world.offer(Arrival(0.0, 20_000, 1, ((0, 20_000),), request_class="long"), "long", due=0.0, shared=False)
+    for number in range(50):
+        due = 0.3 + 0.02 * number
+        world.run_until(due)
+        world.offer(Arrival(due, 100, 1, ((number, 100),)), f"{number}", due=due, shared=False)
+    world.run_until(2.2)
+    world.offer(Arrival(2.2, 100, 1, ((99, 100),)), "last", due=2.2, shared=False)
+    world.run()
+    long, last = world.records["long"], world.records["last"]
+    assert reasons(list(world.records.values())) == {"length": 52}
+    assert long.relegated is (late is not None) and (long.ttft or 0) > 2.5
+    assert ((last.ttft or 9) < 0.03) is (late is not None)
+
+
 def test_no_relegated_tokens_count_for_those_that_come_later() -> None:
     """And in deadline order, whatever their class: relegated with a target of 1 s they wait behind one of 2 s."""
     world = World(admission=LATER, source=100 / 11e-3, slo="ttft=1s", classes=[RequestClass("slow", SLO(ttft_ms=2000))])

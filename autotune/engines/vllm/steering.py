@@ -36,9 +36,9 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy, Verdict
 from runtime.llm.plan import Token
 from runtime.llm.prefill_rate import RateSource, Work
-from runtime.llm.scheduler import Finished, precedes, rank
+from runtime.llm.scheduler import Finished
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, key_of
+from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behind, rank
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams, Sequence
@@ -258,9 +258,12 @@ class Steering:
         self.reject(sequence, verdict.reason, now, why=verdict.why)
 
     def _relegate(self, sequence: Sequence) -> None:
-        """Have it wait behind those that can still be met, in vLLM's queue too."""
-        self.waiting.relegate(sequence)
+        """Have it go behind those that can still be met, in vLLM's queue too."""
         self.slack.left(sequence)
+        if sequence.state != "waiting":
+            put_behind(sequence)
+            return
+        self.waiting.relegate(sequence)
         queue, request = self._scheduler.waiting, sequence.data
         others = len(queue) - 1
         queue.remove_requests({request})
@@ -333,6 +336,7 @@ class Steering:
         if wanted is not self.waiting.ordering or self.waiting.relegated_tokens:
             self.waiting.reorder(wanted)
             for sequence in self.prefills:
+                sequence.key, sequence.relegated = given(sequence), None
                 with suppress(StepFailedError):  # it keeps its place
                     sequence.key = key_of(wanted, sequence)
             self._requeue()
@@ -437,7 +441,8 @@ class Steering:
             budget = self.settings.budget(lambda: self.view(now))
             asked = asked if budget is None else min(asked, budget)
         begun = self.begun()
-        ahead = [] if self._admission is None else self._end_late_prompts(self._admission, now, begun)
+        admission = self._admission
+        ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
         running: list[Any] = scheduler.running
         if len(begun) > 1:
             self.prefills = dict.fromkeys(begun)  # in the order of the step
@@ -484,17 +489,6 @@ class Steering:
             place = {request.request_id: i for i, request in enumerate(wanted, 1)}
             running.sort(key=lambda r: place.get(r.request_id, 0))
         return len(wanted)
-
-    def _end_late_prompts(self, admission: Admission, now: float, begun: list[Sequence]) -> list[float]:
-        """As the scheduler of our engine: end those of ``begun`` that come too late; what is left of each of the others."""
-        lefts: list[float] = []
-        for sequence in tuple(begun):
-            if (verdict := admission.in_progress(sequence, now, lefts)) is not None:
-                begun.remove(sequence)
-                self._late(admission, sequence, verdict, now)
-            else:
-                lefts.append(admission.left(sequence))
-        return lefts
 
     def _plan_prompts(
         self, knobs: Knobs, left: int, slots: int, taken: int, begun: list[Sequence], ahead: list[float], now: float
