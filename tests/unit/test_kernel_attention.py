@@ -93,7 +93,7 @@ def test_terms(terms: dict[str, Any], sequences: list[tuple[int, int]], splits: 
     ("sequences", "splits", "dtype"),
     [
         (LONG, 1, torch.float32), (LONG, 40, torch.float32), ([(1, 700), (5, 600), (0, 0)], 3, torch.float32),
-        ([(1, 700), (5, 600), (0, 0)], 20, torch.bfloat16), ([(1, 3000)], 40, torch.float32),
+        ([(1, 700), (5, 600), (0, 0)], 20, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_parts_are_merged(sequences: list[tuple[int, int]], splits: int, dtype: torch.dtype) -> None:
@@ -101,6 +101,15 @@ def test_parts_are_merged(sequences: list[tuple[int, int]], splits: int, dtype: 
     if splits > 3:
         assert (planned(given, splits=splits).merges[:, 0] >= 0).any()
     check(given, splits=splits)
+
+
+@pytest.mark.parametrize("position", [0, 2600, 4499])
+def test_any_part_may_weigh_most(position: int) -> None:
+    """Of 18 parts, which are more than are merged at a time."""
+    given = case([(1, 4500)], heads=1, kv_heads=1)
+    given.query.copy_(given.keys[0][position])
+    assert planned(given, splits=40).merges[0, 3] == 18
+    check(given, 0.5, splits=40)
 
 
 def test_a_plan_for_a_window_serves_its_layers() -> None:
