@@ -106,7 +106,7 @@ def test_parts_are_merged(sequences: list[tuple[int, int]], splits: int, dtype: 
 @pytest.mark.parametrize("position", [0, 2600, 4499])
 def test_any_part_may_weigh_most(position: int) -> None:
     """Of 18 parts, which are more than are merged at a time."""
-    given = case([(1, 4500)], heads=1, kv_heads=1)
+    given = case([(1, 4500)], heads=1, kv_heads=1, dim=64)
     given.query.copy_(given.keys[0][position])
     assert planned(given, splits=40).merges[0, 3] == 18
     check(given, 0.5, splits=40)
