@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotune.control.controllers.protocol import Proposal
-from runtime.knobs import KnobLimits, Knobs
+from autotune.control.controllers.static import StaticController
+from runtime.knobs import Knobs
 from runtime.ordering import Deadline, Queued
-from runtime.records import RequestRecord, StepRecord
+from runtime.records import StepRecord
 from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
@@ -21,27 +21,7 @@ _LEAST_TOKENS = 128
 _POOL_SHARE, _POOL_FULL, _FEW = 32, 1000, 512
 
 
-class _Held:
-    """The starting knobs, whatever happens."""
-
-    name = ""
-
-    def __init__(self, start: Knobs) -> None:
-        self.start = start
-        self._steps = 0
-
-    def observe_step(self, record: StepRecord) -> None:
-        self._steps += record.steps
-
-    def observe_request(self, record: RequestRecord) -> None:
-        """Steps are enough."""
-
-    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now, knobs
-        return Proposal(limits.clamp(self.start), "static", "holding the starting knobs", {"steps": self._steps})
-
-
-class PPas(_Held):
+class PPas(StaticController):
     """Prefill-pressure adaptive scheduling: a step holds ``cap`` tokens while at least two prompts are pending and something
     decodes, else all that the knob allows.
 
@@ -63,7 +43,7 @@ class PPas(_Held):
         return min(top, max(self._cap, view.decoding)) if pressed else top
 
 
-class Niyama(_Held):
+class Niyama(StaticController):
     """Dynamic chunks: a step holds as many tokens as the decode that is due first leaves time for, by a model of step times.
 
     The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the decodes,
