@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with stop_on_interrupt() as stop, live(args.model) if args.live else nullcontext(simulated()) as world:
         try:
-            load = load_of(world, window / 2, stop.is_set)
+            load = load_of(world, stop.is_set)
         except Interrupted:
             say("stopped before anything was measured")
             return INTERRUPTED

@@ -3,7 +3,7 @@
 One rule for both. Chat is 80% of the requests, with the lengths of Azure's conversation trace; batch 20%, prompts of 2,000
 and answers of 200 tokens on average, lognormal. Both are Poisson and tenants of their own. Capacity is what the engine
 makes of this mix, first come first served, while requests come much faster. The step then is t on average; chat's SLO is
-TPOT 1.5 t and TTFT ten times that, batch's an E2E of 40 times chat's TTFT. The knobs stand.
+TPOT 1.5 t, to two digits, and TTFT ten times that, batch's an E2E of 40 times chat's TTFT. The knobs stand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime.llm.admission import AdmissionPolicy
 from runtime.ordering import Ordering
 from runtime.slo import SLO, RequestClass
 
-MIX = "chat=azure-conv@0.8+batch=poisson:prompt=2000~1,output=200~1@0.2"
+MIX = "chat=poisson:lengths=azure-conv@0.8+batch=poisson:prompt=2000~1,output=200~1@0.2"
 REJECTING = AdmissionPolicy(late="reject", queue_timeout="ttft", order=None)
 """Early rejection, in the engine's own order."""
 LIMITS = KnobLimits()
@@ -61,13 +61,15 @@ class ByClass:
 
 
 class World(NamedTuple):
-    """``workload`` at any rate; ``vocab_size``: of the prompts' tokens. ``guess``: requests/s, to begin with."""
+    """``workload`` at any rate; ``vocab_size``: of the prompts' tokens. To measure its capacity: requests/s to begin with
+    (``guess``), and seconds of a full engine (``full_s``), behind half as many in which it fills."""
 
     name: str
     start: Start
     workload: Workload
     vocab_size: int
     guess: float
+    full_s: float
 
 
 class Load(NamedTuple):
@@ -93,7 +95,7 @@ def simulated() -> World:
             noise=_NOISE, seed=seed, **_options(ordering, reject, slos),
         )  # fmt: skip
 
-    return World(f"8B on an H200, in virtual time; {_words(knobs)}", start, workload(), 2, 20.0)
+    return World(f"8B on an H200, in virtual time; {_words(knobs)}", start, workload(), 2, 40.0, 60.0)
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def live(preset: str) -> Iterator[World]:
             engine.close(drain=False)
 
     name = f"{preset} on one CPU thread of this machine, lengths × 1/16; {_words(knobs)}"
-    yield World(name, start, workload(1 / 16), loaded.vocab_size, 20.0)
+    yield World(name, start, workload(1 / 16), loaded.vocab_size, 40.0, 5.0)
 
 
 def _words(knobs: Knobs) -> str:
@@ -135,7 +137,7 @@ def _options(ordering: Ordering | str, reject: bool, slos: Mapping[str, SLO]) ->
     }  # fmt: skip
 
 
-def load_of(world: World, seconds: float, stop: Callable[[], bool]) -> Load:
+def load_of(world: World, stop: Callable[[], bool]) -> Load:
     """By the rule of the module. Raises :class:`~autotune.measure.evaluate.EvaluationError` where the engine cannot be filled."""
     rate = world.guess
     outputs = statistics.fmean(a.output_tokens for a in world.workload.arrivals(_SEED, limit=4000))
@@ -143,10 +145,10 @@ def load_of(world: World, seconds: float, stop: Callable[[], bool]) -> Load:
         with world.start("fcfs", False, _SHORT, _SEED) as engine:
             found = evaluate(
                 engine, None, world.workload.at_rate(rate), _SHORT["default"], vocab_size=world.vocab_size, seed=_SEED,
-                duration=seconds, warmup=seconds / 2, stop=stop,
+                duration=world.full_s, warmup=world.full_s / 2, stop=stop,
             )  # fmt: skip
         if found.steps.limited_by.get("demand", 0.0) <= _SATURATED:
-            tpot = TPOT_FACTOR * found.steps.mean_ms
+            tpot = float(f"{TPOT_FACTOR * found.steps.mean_ms:.2g}")
             chat, batch = SLO(ttft_ms=TTFT_FACTOR * tpot, tpot_ms=tpot), SLO(e2e_ms=E2E_FACTOR * TTFT_FACTOR * tpot)
             return Load(found.throughput / outputs, {"chat": chat, "batch": batch, "default": chat})
         rate *= 2

@@ -176,7 +176,7 @@ class WaitingQueue:
             try:
                 self._learning.on_step(record)
             except Exception:
-                self._deaf()
+                self._hear_no_more()
 
     def ended(self, record: RequestRecord) -> None:
         """The same of a request."""
@@ -184,9 +184,9 @@ class WaitingQueue:
             try:
                 self._learning.on_request(record)
             except Exception:
-                self._deaf()
+                self._hear_no_more()
 
-    def _deaf(self) -> None:
+    def _hear_no_more(self) -> None:
         log.warning("the ordering raised at a record and will hear no more", exc_info=True)
         self._learning = None
 

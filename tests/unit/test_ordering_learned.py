@@ -319,7 +319,7 @@ def mean_e2e(ordering: str | Ordering) -> float:
     )
     heard = Records()
     made.subscribe(heard)
-    for i in range(300):
+    for i in range(100):
         talk = i % 2 == 0
         made.submit(
             [1] * (10 if talk else 40),
