@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="nano", help="of --live: a preset (default: nano)")
     parser.add_argument("--seeds", type=count, help="sets of requests, from 1 on (default: 5, live 1, quick 1)")
     parser.add_argument(
-        "--seconds", type=seconds(), help="of arrivals in a run (default: 240, quick 60, live 10, both 4)"
+        "--seconds", type=seconds(), help="of arrivals in a run (default: 240, quick 60, live 6, both 3)"
     )
     parser.add_argument("--load", type=_load, action="append", help="of capacity; repeatable (default: 0.7, 1.0, 1.3)")
     parser.add_argument("--ordering", action="append", choices=[*CONTENDERS], help="only this; repeatable")
     args = parser.parse_args(argv)
-    window = args.seconds or {(0, 0): 240.0, (0, 1): 60.0, (1, 0): 10.0, (1, 1): 4.0}[args.live, args.quick]
+    window = args.seconds or {(0, 0): 240.0, (0, 1): 60.0, (1, 0): 6.0, (1, 1): 3.0}[args.live, args.quick]
     seeds = range(1, 1 + (args.seeds or (1 if args.live or args.quick else 5)))
     if args.live:
         from runtime.torch_backend.presets import PRESETS
