@@ -20,17 +20,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
-from benchmarks.live.command import command, count, say, seconds
+from benchmarks.command import INTERRUPTED, command, count, exit_code, say, seconds
 from benchmarks.orderings.contenders import CONTENDERS
 from benchmarks.orderings.figures import Figures, by_class, merged, numbers, row, table
 from benchmarks.orderings.worlds import Load, World, live, load_of, simulated
 from runtime.records import RequestRecord
 
 LOADS = (0.7, 1.0, 1.3)
-INTERRUPTED = 130
 _WARM_UP = 0.2  # of a window, before it
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command("orderings", __doc__)
     parser.add_argument("--live", action="store_true", help="on the engine itself, on this machine's CPU")
