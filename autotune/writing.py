@@ -33,14 +33,14 @@ def write_together(files: Mapping[Path, str | bytes]) -> None:
     ready: list[tuple[Path, Path, Path]] = []
     try:
         for path, content in files.items():
-            with _told(path):
+            with _errors_named(path):
                 target = _target(path)
                 _sweep(target)
                 temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_SUFFIX}")
                 ready.append((path, temporary, target))
                 _fill(temporary, target, content.encode() if isinstance(content, str) else content)
         for path, temporary, target in ready:
-            with _told(path):
+            with _errors_named(path):
                 os.replace(temporary, target)
     except BaseException:
         for _, temporary, _ in ready:
@@ -71,7 +71,7 @@ def _refused(place: Path, mode: int = os.W_OK) -> OSError | None:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _errors_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

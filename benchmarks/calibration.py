@@ -19,7 +19,6 @@ Run ``python -m benchmarks.calibration`` (a minute or two; ``--truth h100-llama3
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -38,6 +37,7 @@ from autotune.profiling.steps import measure_steps
 from autotune.profiling.timing import Schedule
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
+from benchmarks.command import command, exit_code
 from benchmarks.gpu_truth import ALL, BASE, Flags, Truth, load, names, simulated_engine
 from benchmarks.gpu_truth.engine import LIMITS
 from benchmarks.gpu_truth.truth import Chunks
@@ -296,12 +296,10 @@ def row(name: str, variant: str, found: Found) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibration",
-        description=__doc__.splitlines()[0] if __doc__ else "",
-        epilog="example: python -m benchmarks.calibration --truth h100-llama3-8b --variant all --budget 8m",
-    )
+@exit_code()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("calibration", __doc__)
+    parser.epilog = "example: python -m benchmarks.calibration --truth h100-llama3-8b --variant all --budget 8m"
     parser.add_argument("--truth", action="append", metavar="NAME", help=f"only this one of {', '.join(names())}")
     parser.add_argument("--variant", action="append", metavar="NAME", help=f"only this one of {', '.join(VARIANTS)}")
     parser.add_argument(
@@ -309,28 +307,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1, help="of noise, plan and random steps (1)")
     args = parser.parse_args(arguments)
-    try:
-        for option, known in (("truth", names()), ("variant", list(VARIANTS))):
-            for name in getattr(args, option) or ():
-                if name not in known:
-                    raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
-        budget_s = Schedule.of(budget_seconds(args.budget)).calibrate_s
-        print(f"calibrations of {budget_s:g} s on the GPU's clock; errors: median / p90 in %\n\n{HEADER}", flush=True)
-        found: dict[tuple[str, str], Found] = {}
-        begun = time.monotonic()
-        for name in args.truth or names():
-            for variant in args.variant or VARIANTS:
-                found[name, variant] = measured(load(name, VARIANTS[variant]), budget_s, args.seed)
-                print(row(name, variant, found[name, variant]), flush=True)
-        print(f"\nseed {args.seed}; {time.monotonic() - begun:.0f} s")
-        print(json.dumps(summary(found)))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    for option, known in (("truth", names()), ("variant", list(VARIANTS))):
+        for name in getattr(args, option) or ():
+            if name not in known:
+                raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
+    budget_s = Schedule.of(budget_seconds(args.budget)).calibrate_s
+    print(f"calibrations of {budget_s:g} s on the GPU's clock; errors: median / p90 in %\n\n{HEADER}", flush=True)
+    found: dict[tuple[str, str], Found] = {}
+    begun = time.monotonic()
+    for name in args.truth or names():
+        for variant in args.variant or VARIANTS:
+            found[name, variant] = measured(load(name, VARIANTS[variant]), budget_s, args.seed)
+            print(row(name, variant, found[name, variant]), flush=True)
+    print(f"\nseed {args.seed}; {time.monotonic() - begun:.0f} s")
+    print(json.dumps(summary(found)))
 
 
 if __name__ == "__main__":

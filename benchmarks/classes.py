@@ -18,9 +18,9 @@ Run ``python -m benchmarks.classes``; the last line is JSON. It takes some minut
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
@@ -31,6 +31,7 @@ from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Workload, parse_workload
+from benchmarks.command import command, exit_code
 from benchmarks.controller.hardware import A100, H200, Hardware
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
@@ -129,8 +130,9 @@ def measure(
     )  # fmt: skip
 
 
+@exit_code()
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.classes", description=__doc__.partition("\n")[0])
+    parser = command("classes", __doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, the H200 alone")
     parser.add_argument("--seeds", type=int, default=3, help="sets of requests, from 1 on (default: 3)")
     parser.add_argument("--contender", action="append", choices=CONTENDERS, help="only this; repeatable")
@@ -169,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,6 @@ Run ``python -m benchmarks.embeddings``; ``--quick``: 1,000 texts, one round. Th
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -27,6 +26,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from benchmarks.command import command, exit_code
 
 SIZES = (8, 16, 32, 64, 128)
 BUDGETS = (512, 1024, 2048, 4096)
@@ -84,8 +85,9 @@ def best(what: str, choices: dict[int, Encode], texts: Sequence[str]) -> tuple[i
     return chosen, choices[chosen]
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command("embeddings", __doc__)
     parser.add_argument("--quick", action="store_true", help="1,000 texts and one round")
     parser.add_argument("--texts", type=int, default=None, help="in each round (5000; quick: 1000)")
     parser.add_argument("--rounds", type=int, default=None, help="3; quick: 1")
@@ -145,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -30,6 +30,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.command import command, exit_code
+
 BATCH = 32
 OUTPUT = 64
 LONGEST = {"short": 768, "even": 256, "long": 768}
@@ -204,8 +206,9 @@ def ratio(peers: list[dict[str, Any]], at: int) -> float:
     return float(statistics.median(a / b for a, b in zip(peers[0]["rates"], peers[at]["rates"], strict=True)))
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command("engine", __doc__)
     parser.add_argument(
         "--quick", action="store_true", help="fewer prompts and rounds, and only bfloat16 on one thread"
     )
@@ -248,4 +251,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,9 +12,9 @@ there at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 
 from autotune.workload.fitted import load_fitted
 from autotune.workload.readers import read_azure
+from benchmarks.command import command, exit_code
 from runtime import KnobLimits, Knobs
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Call, Item
@@ -102,8 +103,9 @@ def measure(way: Way, lengths: Sequence[int], rate: float, seed: int) -> Found:
     )
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command("padding", __doc__)
     parser.add_argument("--trace", default=None, help="AzureLLMInferenceTrace_code.csv; the fitted preset by default")
     parser.add_argument("--items", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=11)
@@ -130,4 +132,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,10 +12,10 @@ the last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import resource
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterable, Sequence
@@ -25,6 +25,7 @@ from autotune import control
 from autotune.measure.evaluate import evaluate
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.command import command, exit_code
 from benchmarks.controller.hardware import H200, h200
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord, StepRecord
@@ -113,10 +114,9 @@ def million(load: Workload, requests: int) -> None:
     tracemalloc.stop()
 
 
+@exit_code()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulator", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = command("simulator", __doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -160,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

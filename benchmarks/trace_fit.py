@@ -9,11 +9,11 @@ alternate minutes, since the traffic drifts. The last line is JSON. Takes about 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from autotune.workload.fitted import Fitted, dumps
 from autotune.workload.fitting import fit_lengths, fit_process
 from autotune.workload.goodness import WINDOWS, compare_lengths, compare_times
 from autotune.workload.readers import read_azure
-from runtime.errors import InputError
+from benchmarks.command import command, exit_code
 
 STATES = {"azure-conv": 5, "azure-code": 12}  # chosen by likelihood on the other half of the trace: docs/log/2026-11.md
 SOURCE = "Azure LLM inference traces 2023 (Patel et al., Splitwise, ISCA 2024), github.com/Azure/AzurePublicDataset"
@@ -91,8 +91,9 @@ def show(console: Console, name: str, held_out: dict[str, Any]) -> None:
     console.print(lengths)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trace_fit", description="Refit the Azure presets.")
+@exit_code()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("trace_fit", __doc__)
     parser.add_argument("conv", help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("code", help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--out", help="write the fitted parameters to this JSON file")
@@ -100,20 +101,15 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=150)
     presets: dict[str, Fitted] = {}
     report: dict[str, Any] = {}
-    try:
-        for name, path in (("azure-conv", args.conv), ("azure-code", args.code)):
-            presets[name], report[name] = fit(name, path)
-            show(console, name, report[name])
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for name, path in (("azure-conv", args.conv), ("azure-code", args.code)):
+        presets[name], report[name] = fit(name, path)
+        show(console, name, report[name])
     if args.out:
         partial = f"{args.out}.partial"
         Path(partial).write_text(dumps(presets), encoding="utf-8")
         os.replace(partial, args.out)
         console.print(f"wrote {args.out}")
     print(json.dumps(report))
-    return 0
 
 
 if __name__ == "__main__":

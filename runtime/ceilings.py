@@ -90,7 +90,7 @@ class MemoryCeilings:
         if new == self._limits:
             new, self._patience, self._rise = self._limits, _PATIENCE, _DOUBLE
         level = logging.INFO if self._before is not None else logging.WARNING
-        log.log(level, f"{why}; the ceilings are now %s", load.sequences, load.tokens, _told(ceilings))
+        log.log(level, f"{why}; the ceilings are now %s", load.sequences, load.tokens, _listed(ceilings))
         self.effective = new
         return True
 
@@ -99,7 +99,7 @@ def _as_dict(limits: KnobLimits) -> dict[str, int]:
     return {knob: getattr(limits, knob) for knob in _KNOBS}
 
 
-def _told(ceilings: dict[str, int]) -> str:
+def _listed(ceilings: dict[str, int]) -> str:
     return ", ".join(f"{knob} {most}" for knob, most in ceilings.items())
 
 

@@ -30,12 +30,14 @@ class RecursiveLeastSquares:
     def predict(self, x: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, x))
 
-    def believe(self, coefficients: Sequence[float], covariance: Sequence[Sequence[float]], doubt: float) -> None:
-        """Begin at ``coefficients``, which may be off by about ``doubt`` all together, and by a fifth of that each.
+    def set_prior(
+        self, coefficients: Sequence[float], covariance: Sequence[Sequence[float]], prior_error: float
+    ) -> None:
+        """Begin at ``coefficients``, which may be off by about ``prior_error`` all together, and by a fifth of that each.
 
         ``covariance`` is that of relative residuals of variance 1; what it says of how they go together is kept.
         """
-        scale = (doubt / _NOISE) ** 2
+        scale = (prior_error / _NOISE) ** 2
         own = [0.04 * scale * max(c * c, 1e-4) for c in coefficients]
         self._cov = [
             [covariance[i][j] + scale * a * b + (own[i] if i == j else 0.0) for j, b in enumerate(coefficients)]
@@ -44,7 +46,7 @@ class RecursiveLeastSquares:
         self._info = _inverse(self._cov)
         self.coefficients, self._free = list(coefficients), list(coefficients)
         self.samples = 4 * len(coefficients)
-        self.spread = doubt
+        self.spread = prior_error
 
     def covariance(self) -> list[list[float]]:
         return [row[:] for row in self._cov]

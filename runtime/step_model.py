@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from runtime.llm.plan import StepPlan
 
 __all__ = [
-    "DOUBT",
+    "PRIOR_ERROR",
     "TERMS",
     "Group",
     "Knowledge",
@@ -45,7 +45,7 @@ __all__ = [
     "learned_terms",
 ]
 
-DOUBT = 0.3
+PRIOR_ERROR = 0.3
 """How far off a machine may be, relatively, from what a profile of it said."""
 
 
@@ -200,10 +200,10 @@ class StepLearner:
         """Running mean of the relative error of predictions made before each step was learned."""
 
     @classmethod
-    def warm_start(cls, known: Knowledge, *, doubt: float = DOUBT, forgetting: float = 0.98) -> StepLearner:
+    def warm_start(cls, known: Knowledge, *, prior_error: float = PRIOR_ERROR, forgetting: float = 0.98) -> StepLearner:
         """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
 
-        ``doubt``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
+        ``prior_error``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
         steps, and what each coefficient is by itself is learned as it shows. Of terms that are newer than the knowledge it knows
         nothing. Raises ``ValueError`` for what is no knowledge.
         """
@@ -224,7 +224,7 @@ class StepLearner:
                 newer = [0.0] * (size - given)
                 rows = [[*row, *newer] for row in covariance]
                 rows += [[float(i == j) for j in range(size)] for i in range(given, size)]
-                piece.believe([*values, *newer], rows, doubt)
+                piece.set_prior([*values, *newer], rows, prior_error)
         if not (math.isfinite(known.unit_s) and known.unit_s > 0):
             raise ValueError(f"unit_s is {known.unit_s}; it must be above 0")
         learner._unit = known.unit_s

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from autotune.cli import class_options
-from autotune.cli.engine_options import ARG_HELP, engine_of, running
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import check_rate, checked, seconds
+from autotune.cli.options import (
+    AsJson,
+    Dtype,
+    EngineArguments,
+    ProfiledClasses,
+    check_classes,
+    check_rate,
+    checked,
+    engine_of,
+    request_classes,
+    seconds,
+)
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +55,7 @@ def bench(
     engine: Annotated[
         str | None, Option(help="own, or vllm: vLLM in this process.  (default: the profile's, or own)")
     ] = None,
-    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
+    engine_args: EngineArguments = None,
     workload: Annotated[
         str | None,
         Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's, or azure-conv)"),
@@ -54,10 +63,7 @@ def bench(
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%.  (default: the profile's, or a calibration's)")
     ] = None,
-    classes: Annotated[
-        list[str] | None,
-        Option("--class", metavar=class_options.METAVAR, help=class_options.HELP + "  (default: the profile's)"),
-    ] = None,
+    classes: ProfiledClasses = None,
     rate: Annotated[
         float | None, Option(help="Requests/s.  (default: the profile's, or 80% of what saturates the engine)")
     ] = None,
@@ -76,10 +82,10 @@ def bench(
         bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")
     ] = False,
     gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Dtype = "auto",
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
     out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""
     from autotune.bench import controlled, defaults, parse_fixed, plotting
@@ -95,6 +101,7 @@ def bench(
         loading,
         model_facts,
         model_named,
+        running,
     )
     from autotune.engines.defaults import VLLM_DEFAULTS
     from autotune.engines.named import load
@@ -109,16 +116,16 @@ def bench(
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else checked("--slo", SLO.parse, slo)
-    own_classes = class_options.request_classes(classes or ())
+    own_classes = request_classes(classes or ())
     if workload is not None:
-        class_options.check_classes(own_classes, checked("--workload", parse_workload, workload))
+        check_classes(own_classes, checked("--workload", parse_workload, workload))
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
     by, arguments = engine_of(given, engine, engine_args)
     if workload is None:
         spec = "azure-conv" if given is None else given.workload.spec
-        class_options.check_classes(own_classes, checked("", parse_workload, spec))
+        check_classes(own_classes, checked("", parse_workload, spec))
     with_classes = tuple(own_classes) or (() if given is None else given.classes)
 
     def compared(limits: KnobLimits, stock: Knobs) -> list[Contender]:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from autotune.cli.engine_options import ARG_HELP, PROFILED_ENGINE_HELP
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
+from autotune.cli.options import EngineArguments, engine_of, seconds
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from autotune.profile import ModelFacts, Profile
+    from autotune.profile.callable import CallableProfile
     from autotune.profiling.check import Check
 
 HELP = (
@@ -40,8 +41,8 @@ def check(
         str | None,
         Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
     ] = None,
-    engine: Annotated[str | None, Option(help=PROFILED_ENGINE_HELP)] = None,
-    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
+    engine: Annotated[str | None, Option(help="own or vllm.  (default: the profile's)")] = None,
+    engine_args: EngineArguments = None,
     inputs: Annotated[
         Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
     ] = None,
@@ -51,11 +52,8 @@ def check(
     ] = False,
 ) -> int:
     """Compare this machine with the profile."""
-    from autotune.cli import check_callable
     from autotune.cli.display import make_console
-    from autotune.cli.engine_options import engine_of
     from autotune.cli.interrupt import stop_on_interrupt
-    from autotune.cli.options import seconds
     from autotune.cli.target import loading
     from autotune.engines.named import named
     from autotune.measure.evaluate import EvaluationError, Interrupted
@@ -94,7 +92,7 @@ def check(
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
-                found = check_callable.measured(loaded, path, inputs, budget_s, most, console, stop.is_set)
+                found = _calls(loaded, path, inputs, budget_s, most, console, stop.is_set)
             else:
                 found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, stop.is_set, notes)
     except Interrupted:
@@ -124,6 +122,45 @@ def check(
     return DONE if found.verdict == "fits" else FELL_SHORT
 
 
+def _calls(
+    profile: CallableProfile,
+    path: Path,
+    inputs: Path | None,
+    budget_s: float,
+    threshold: float,
+    console: Console,
+    stop: Any,
+) -> Check:
+    """Import the profile's function, and time it with ``inputs``."""
+    from autotune.cli.display import Display
+    from autotune.profile.fingerprint import OtherWork
+    from autotune.profiling.check import check_calls
+    from autotune.profiling.subject import load_subject
+
+    if inputs is None:
+        raise InputError(
+            f"{path}: is the profile of a callable ({profile.function!r}), and --inputs is missing; name the file with its "
+            f"inputs, {profile.inputs.file} at the time"
+        )
+    subject = load_subject(profile.function, inputs, profile.inputs.cost)
+    display, work = Display(console, ""), OtherWork()
+    display.stage("checking")
+    try:
+        found = check_calls(
+            profile,
+            subject,
+            budget_s=budget_s,
+            threshold=threshold,
+            stop=stop,
+            advance=lambda share, note: display.progress(share, note, "", None),
+            taken=lambda: work.taken(profile.machine.threads or 1),
+        )
+        display.stage_done(f"{found.rounds} rounds", "")
+    finally:
+        display.close()
+    return found
+
+
 def _measured(
     profile: Profile,
     by: str,
@@ -138,8 +175,7 @@ def _measured(
 ) -> Check:
     """Load the profile's model, start its engine, or the one it is to be held against, and compare."""
     from autotune.cli.display import Display
-    from autotune.cli.engine_options import running
-    from autotune.cli.target import model_facts
+    from autotune.cli.target import model_facts, running
     from autotune.engines.named import load
     from autotune.profile.fingerprint import OtherWork, measured_on_another
     from autotune.profiling.check import check_steps

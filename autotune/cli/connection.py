@@ -13,7 +13,7 @@ from runtime.errors import InputError
 TARGET_HELP = "A process number or a socket.  (default: the only process there is)"
 CODES = "Exit codes: 0 done; 2 no such process, more than one to choose from, or a value it refuses."
 ENDED = "it has ended, or its controller has been detached"
-_PATIENCE_S = 5.0  # what does not answer for so long hangs
+_TIMEOUT_S = 5.0  # what does not answer for so long hangs
 
 
 def choose(target: str | None) -> Path:
@@ -45,13 +45,13 @@ def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
     Raises :class:`InputError` with its own words if it refuses, and ``ConnectionError`` if none listens, answers, or is left.
     """
     with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as replies:
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(os.fspath(path))
             connection.sendall(json.dumps({"do": do, **fields}).encode() + b"\n")
             line = replies.readline()
         except TimeoutError:
-            raise ConnectionError(f"{path}: it has not answered for {_PATIENCE_S:g} s") from None
+            raise ConnectionError(f"{path}: it has not answered for {_TIMEOUT_S:g} s") from None
         except (BrokenPipeError, ConnectionResetError):
             line = b""
         except OSError as error:

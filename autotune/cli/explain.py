@@ -79,7 +79,9 @@ def explain(
         print(line)
     if summary.open:
         runs = "a run that has" if summary.open == 1 else f"{summary.open} runs that have"
-        print(f"requests  not known of {runs} no end in this log: --records FILE, if autotune serve kept one, has them")
+        print(
+            f"requests  not known of {runs} no end in this log: --records FILE, if autotune serve wrote one, has them"
+        )
     return DONE
 
 

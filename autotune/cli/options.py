@@ -1,15 +1,53 @@
-"""What is given to an option, checked; errors name the option."""
+"""The options that several verbs have, and what is given to them, checked; errors name the option."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from typer import Option
 
 from autotune.profile.fields import LEAST_RATE, MOST_RATE
+from runtime import slo
 from runtime.errors import InputError
+from runtime.knobs import KNOBS
+from runtime.slo import RequestClass
+
+if TYPE_CHECKING:
+    from autotune.profile import Profile
+    from autotune.workload import Workload
 
 SHORTEST_BUDGET_S = 10.0
 _BUDGET = re.compile(r"^(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?$")
+_LOOKED_AT = 2000  # requests of a workload
+
+_CLASS_HELP = (
+    "Requests of class NAME have an SLO and a weight of their own: chat:ttft=300ms,tpot=30ms, "
+    "batch:e2e=60s*0.2. Repeatable."
+)
+_CLASS_METAVAR = "NAME:SLO[*WEIGHT]"
+_OF_PROFILE = "  (default: the profile's)"
+Classes = Annotated[list[str] | None, Option("--class", metavar=_CLASS_METAVAR, help=_CLASS_HELP)]
+ProfiledClasses = Annotated[list[str] | None, Option("--class", metavar=_CLASS_METAVAR, help=_CLASS_HELP + _OF_PROFILE)]
+EngineArguments = Annotated[
+    list[str] | None,
+    Option(
+        "--engine-arg",
+        metavar="NAME=VALUE",
+        help="An argument of vLLM's engine, by its own name: dtype=float32, gpu_memory_utilization=0.8. Repeatable.",
+    ),
+]
+Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
+Price = Annotated[
+    str | None,
+    Option(
+        help="What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
+    ),
+]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")]
 
 
 def check_rate(option: str, rate: float | None) -> None:
@@ -39,3 +77,76 @@ def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDG
     if total < least:
         raise InputError(f"{option} is {text}; it must be at least {least:g}s")
     return total
+
+
+def engine_of(profile: Profile | None, engine: str | None, given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
+    """The name of the engine, and its arguments: those of ``profile``, unless others are given. Without a profile: our own."""
+    from autotune.engines.named import check_engine, named
+
+    theirs = "own" if profile is None else named(profile.engine.name)
+    name = engine or theirs
+    arguments = check_engine(name, given or ())
+    if profile is not None and name == theirs:
+        arguments = {**profile.engine.options, **arguments}
+    return name, arguments
+
+
+def request_classes(texts: Sequence[str]) -> list[RequestClass]:
+    """As :func:`runtime.slo.request_classes`. Raises :class:`InputError`."""
+    try:
+        return slo.request_classes(texts, where="--class")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def check_classes(classes: Sequence[RequestClass], workload: Workload) -> None:
+    """Raise :class:`InputError` for a class of which ``workload`` has no request."""
+    if not classes:
+        return
+    found = dict.fromkeys(
+        arrival.request_class for arrival in islice(workload.arrivals(0, limit=_LOOKED_AT), _LOOKED_AT)
+    )
+    for one in classes:
+        if one.name not in found:
+            raise InputError(
+                f"--class {one.name}: the workload has no request of that class; its classes are {', '.join(found)} "
+                f"(--workload {one.name}=azure-conv@0.8+… names them)"
+            )
+
+
+def with_knobs(command: Callable[..., int]) -> Callable[..., int]:
+    """``command`` with an option for every knob in place of its argument ``knobs``, a dict of those that were given."""
+
+    def run(**arguments: Any) -> int:
+        given = {spec.name: value for spec in KNOBS if (value := arguments.pop(spec.name)) is not None}
+        return command(knobs=given, **arguments)
+
+    hints = get_type_hints(command, include_extras=True)
+    options = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name != "knobs":
+            options.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        for spec in KNOBS:
+            kind = int if spec.integer else float
+            option = Option(f"--{spec.name.replace('_', '-')}", help=f"Knob, in {spec.unit}: {spec.doc}.")
+            options.append(
+                inspect.Parameter(
+                    spec.name, parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+                )
+            )
+    run.__signature__ = inspect.Signature(options, return_annotation=int)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {option.name: option.annotation for option in options} | {"return": int}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def checked_knobs(given: Mapping[str, float]) -> dict[str, float]:
+    """``given``, within the knobs' own bounds. Raises :class:`InputError` that names the option."""
+    for spec in KNOBS:
+        if spec.name in given:
+            try:
+                spec.check(given[spec.name])
+            except ValueError as error:
+                raise InputError(f"--{str(error).replace(spec.name, spec.name.replace('_', '-'), 1)}") from None
+    return dict(given)

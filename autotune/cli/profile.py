@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from autotune.cli import class_options
-from autotune.cli.engine_options import ARG_HELP, ENGINE_HELP
 from autotune.cli.exits import FELL_SHORT
-from autotune.cli.options import check_rate, checked, seconds
+from autotune.cli.options import (
+    Classes,
+    Dtype,
+    EngineArguments,
+    check_classes,
+    check_rate,
+    checked,
+    request_classes,
+    seconds,
+)
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,8 +39,10 @@ _MOST_WORKERS = 256
 
 def profile(
     context: Context,
-    engine: Annotated[str, Option(help=ENGINE_HELP)] = "own",
-    engine_args: Annotated[list[str] | None, Option("--engine-arg", metavar="NAME=VALUE", help=ARG_HELP)] = None,
+    engine: Annotated[
+        str, Option(help="own: this project's own engine; vllm: vLLM in this process, which then needs --model.")
+    ] = "own",
+    engine_args: EngineArguments = None,
     cpu: Annotated[
         bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
     ] = False,
@@ -54,9 +63,7 @@ def profile(
     slo: Annotated[
         str | None, Option(help="Such as ttft=500ms,tpot=50ms@99%. Default: that, or a multiple the machine can meet.")
     ] = None,
-    classes: Annotated[
-        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=class_options.HELP)
-    ] = None,
+    classes: Classes = None,
     objective: Annotated[
         str,
         Option(help="goodput: requests/s within the SLO; mean-e2e: without an SLO, the lowest mean E2E at --rate."),
@@ -96,7 +103,7 @@ def profile(
             help="A database to share the study with other machines: postgresql+psycopg://USER@HOST/DATABASE.",
         ),
     ] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Dtype = "auto",
     study: Annotated[
         Path | None, Option(help="The study's journal, or its name in --storage.  (default: beside --out)")
     ] = None,
@@ -135,10 +142,9 @@ def profile(
             budget=budget, out=out, seed=seed, fresh=fresh, as_json=as_json, arguments=context.obj,
         )  # fmt: skip
     from autotune.cli.display import make_console
-    from autotune.cli.files import Files
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.profile_study import Requested, stem, work
-    from autotune.cli.profiled import finish
+    from autotune.cli.profiled import Files, finish
     from autotune.cli.target import (
         check_dtype,
         default_model,
@@ -183,10 +189,10 @@ def profile(
         space=make_space(KnobLimits() if engine == "own" else WIDEST, pin or (), ranges or ()),
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
-        classes=tuple(class_options.request_classes(classes or ())),
+        classes=tuple(request_classes(classes or ())),
         objective=aim,
     )
-    class_options.check_classes(question.classes, question.workload)
+    check_classes(question.classes, question.workload)
     price_per_hour = None if price is None else parse_price(price)
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.display import Display
-from autotune.cli.engine_options import running
 from autotune.cli.exits import INTERRUPTED
-from autotune.cli.files import Files
-from autotune.cli.profiled import Subject
+from autotune.cli.profiled import Files, Subject
+from autotune.cli.target import running
 from autotune.engines import Engine
-from autotune.engines.named import NamedSource, told_apart
+from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.session import Session
@@ -59,7 +58,7 @@ class Requested:
             "layout": _LAYOUT,
             **({"classes": [str(one) for one in question.classes]} if question.classes else {}),
             **({} if question.objective == "goodput" else {"objective": question.objective}),
-            **told_apart(source),
+            **engine_identity(source),
         }
 
 

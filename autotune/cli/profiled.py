@@ -1,4 +1,4 @@
-"""The end of ``autotune profile``: the files, the table, and how it went."""
+"""What ``autotune profile`` writes: its files, checked before anything is measured; in the end the table, and how it went."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.files import Files
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
 from autotune.profiling.assemble import assemble, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.report.profile_table import show
-from autotune.writing import write_together
+from autotune.writing import writable, write_together
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,6 +43,29 @@ def next_steps(made: Profile, file: Path) -> list[tuple[str, str]]:
                 command += " --allow-lossy"
         found.append((command, what))
     return found
+
+
+@dataclass(frozen=True)
+class Files:
+    """The profile, its raw runs, and the study behind them."""
+
+    profile: Path
+    points: Path
+    journal: Path
+
+    @classmethod
+    def of(cls, out: Path, study: Path | None) -> Files:
+        """Paths from ``--out`` and ``--study``. Raises :class:`InputError` when one of them cannot be written."""
+        try:
+            str(out).encode()
+        except UnicodeEncodeError:  # its stem becomes the profile's name, which is text
+            raise InputError(f"--out: {str(out)!r} is not UTF-8; a profile's name is text") from None
+        if out.suffix not in (".yaml", ".yml"):
+            raise InputError(f"--out: {out} must end in .yaml")
+        files = cls(out, out.with_suffix(".points.jsonl"), study or out.with_suffix(".journal"))
+        for option, path in (("--out", files.profile), ("--out", files.points), ("--study", files.journal)):
+            writable(option, path)
+        return files
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
-from autotune.cli.simulated import PRICE_HELP
+from autotune.cli.options import Price
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def report(
         Path | None,
         Option(help="With a decision log: the requests of that run, as autotune serve --records wrote them."),
     ] = None,
-    price: Annotated[str | None, Option(help=PRICE_HELP)] = None,
+    price: Price = None,
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.cli.class_options import request_classes
-from autotune.cli.knob_options import checked_knobs, with_knobs
+from autotune.cli.options import checked_knobs, request_classes, with_knobs
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from autotune.cli.simulated import PRICE_HELP
+from autotune.cli.options import Price
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ EXAMPLES = "Examples:  autotune show cpu-2core-tiny --price 2.50/h  ·  autotune
 
 
 def show(
-    profile: str = typer.Argument(..., metavar="PROFILE", help="A file, or a name from `autotune profiles`."),
-    price: str | None = typer.Option(None, help=PRICE_HELP),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object only."),
+    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    price: Price = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
     from autotune.cli.display import make_console

@@ -6,14 +6,11 @@ import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from autotune.cli import class_options
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.knob_options import with_knobs
-from autotune.cli.options import check_rate
-from autotune.profile.fields import MOST_KV_TOKENS
+from autotune.cli.options import AsJson, Price, ProfiledClasses, check_rate, with_knobs
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -31,25 +28,23 @@ EXAMPLES = (
 
 @with_knobs
 def simulate(
-    profile: Annotated[str | None, Argument(metavar="PROFILE", help=shared.PROFILE_HELP, show_default=False)] = None,
-    profile_option: Annotated[str | None, Option("--profile", metavar="PROFILE", help=shared.OPTION_HELP)] = None,
-    workload: Annotated[str | None, Option(help=shared.WORKLOAD_HELP)] = None,
-    slo: Annotated[str | None, Option(help=shared.SLO_HELP)] = None,
-    classes: Annotated[
-        list[str] | None, Option("--class", metavar=class_options.METAVAR, help=shared.CLASS_HELP)
-    ] = None,
+    profile: shared.ProfileArgument = None,
+    profile_option: shared.ProfileOption = None,
+    workload: shared.Workload = None,
+    slo: shared.Slo = None,
+    classes: ProfiledClasses = None,
     rate: Annotated[
         float | None, Option(help="Requests/s.  (default: the one --workload names, or else the profile's)")
     ] = None,
     knobs: dict[str, float] | None = None,
-    controller: Annotated[str | None, Option(help=shared.CONTROLLER_HELP)] = None,
-    scale: Annotated[str | None, Option(help=shared.SCALE_HELP)] = None,
-    kv_tokens: Annotated[int | None, Option(min=1, max=MOST_KV_TOKENS, help=shared.KV_HELP)] = None,
-    price: Annotated[str | None, Option(help=shared.PRICE_HELP)] = None,
-    seeds: Annotated[int, Option(min=1, max=1000, help=shared.SEEDS_HELP)] = 3,
-    seed: Annotated[int, Option(min=0, max=2**31, help="The first of them.")] = 0,
-    requests: Annotated[int, Option(min=10, max=10_000_000, help=shared.REQUESTS_HELP)] = 2000,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")] = False,
+    controller: shared.ControllerName = None,
+    scale: shared.Scale = None,
+    kv_tokens: shared.KvTokens = None,
+    price: Price = None,
+    seeds: shared.Seeds = 3,
+    seed: shared.FirstSeed = 0,
+    requests: shared.Requests = 2000,
+    as_json: AsJson = False,
 ) -> int:
     """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")
@@ -77,7 +72,7 @@ def simulate(
     best: Best | None = None
     beside: str | None = None
     stopped = False
-    with stop_on_interrupt() as stop, shared.told_once():
+    with stop_on_interrupt() as stop, shared.control_errors_unlogged():
         display.stage("simulating")
         done, total, begun = 0, len(requested.settings) * seeds, time.monotonic()
         try:

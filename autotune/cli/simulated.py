@@ -7,11 +7,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from autotune.cli import class_options
-from autotune.cli.options import check_rate, checked
+from typer import Argument, Option
+
+from autotune.cli.options import check_classes, check_rate, checked, checked_knobs, request_classes
 from autotune.control.controllers.registry import CONTROLLERS, find
+from autotune.profile.fields import MOST_KV_TOKENS
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
@@ -23,23 +25,35 @@ if TYPE_CHECKING:
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
 
-PROFILE_HELP = (
-    "A profile with a cost model: a file, or a name from `autotune profiles`. Required, here or as --profile."
-)
-OPTION_HELP = "Another way to give PROFILE."
-WORKLOAD_HELP = "A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)"
-SLO_HELP = "The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"
-CLASS_HELP = class_options.HELP.replace(" Repeatable.", " Repeatable.  (default: the profile's)")
-SCALE_HELP = "Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."
-KV_HELP = "Tokens in the KV pool.  (default: the profile's)"
-PRICE_HELP = (
-    "What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
-)
-CONTROLLER_HELP = (
-    f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}, or module:Class."
-)
-SEEDS_HELP = "Independent sets of requests; intervals are over these."
-REQUESTS_HELP = "Requests in each simulation."
+ProfileArgument = Annotated[
+    str | None,
+    Argument(
+        metavar="PROFILE",
+        help="A profile with a cost model: a file, or a name from `autotune profiles`. Required, here or as --profile.",
+        show_default=False,
+    ),
+]
+ProfileOption = Annotated[str | None, Option("--profile", metavar="PROFILE", help="Another way to give PROFILE.")]
+Workload = Annotated[
+    str | None, Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)")
+]
+Slo = Annotated[str | None, Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")]
+ControllerName = Annotated[
+    str | None,
+    Option(
+        help=f"Have this controller turn the knobs, from each setting on: {', '.join(CONTROLLERS)}, or module:Class."
+    ),
+]
+Scale = Annotated[
+    str | None,
+    Option(help="Another machine, by its speeds relative to the profile's: compute=0.5,bandwidth=0.4 (also overhead)."),
+]
+KvTokens = Annotated[
+    int | None, Option(min=1, max=MOST_KV_TOKENS, help="Tokens in the KV pool.  (default: the profile's)")
+]
+Seeds = Annotated[int, Option(min=1, max=1000, help="Independent sets of requests; intervals are over these.")]
+FirstSeed = Annotated[int, Option(min=0, max=2**31, help="The first of them.")]
+Requests = Annotated[int, Option(min=10, max=10_000_000, help="Requests in each simulation.")]
 _ALIKE = 0.03  # relative difference of two capacities that is no difference
 _DRAWS, _DRAWS_APART = 8, 1_000_003  # draws of the step-time noise over one measurement; between their seeds
 
@@ -72,7 +86,6 @@ class Requested:
         controller: str | None,
         knobs: dict[str, float],
     ) -> None:
-        from autotune.cli.knob_options import checked_knobs
         from autotune.cost.price import parse_price
         from autotune.profile import find_profile, load_profile
         from autotune.simulate.scenario import Scenario, parse_speeds
@@ -83,7 +96,7 @@ class Requested:
             checked("--controller", find, controller)
         speeds = None if scale is None else parse_speeds(scale)
         target = None if slo is None else checked("--slo", SLO.parse, slo)
-        own = class_options.request_classes(classes or ())
+        own = request_classes(classes or ())
         if workload is not None:
             checked("--workload", parse_workload, workload)
         money = None if price is None else parse_price(price)
@@ -103,7 +116,7 @@ class Requested:
                 self.profile, profile, workload=workload, slo=target, classes=own or None, speeds=speeds, kv_tokens=kv_tokens,
             ),
         )  # fmt: skip
-        class_options.check_classes(own, scenario.workload)
+        check_classes(own, scenario.workload)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
@@ -329,7 +342,7 @@ def _by_knobs(profile: Profile) -> dict[str, Knobs]:
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
+def control_errors_unlogged() -> Iterator[None]:
     """What a controller does wrong is the command's own error, and not in the log as well."""
     log = logging.getLogger("autotune.control.loop")
     level = log.level

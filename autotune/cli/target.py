@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
+from autotune.engines import Engine
 from autotune.engines.named import NamedSource
 from autotune.profile import Machine, ModelFacts
 from autotune.profile.fingerprint import describe, gpu_available, package_version
@@ -93,6 +96,17 @@ def engine_lines(source: NamedSource) -> list[str]:
         f"{wide.max_batch_size} sequences, {wide.token_budget} tokens in a step. Its own would be {stock.max_batch_size} and "
         f"{stock.token_budget}: the defaults that settings are compared with"
     ]
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    """``engine``, closed at the end: what it has accepted is finished, or cancelled where the block raises."""
+    try:
+        yield engine
+    except BaseException:
+        engine.close(drain=False)
+        raise
+    engine.close()
 
 
 def heading(found: Machine, *, requested: bool) -> str:

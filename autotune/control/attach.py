@@ -100,7 +100,7 @@ def _fixed(engine: Tunable, bounds: Mapping[str, object], pinned: Mapping[str, o
     can = engine.capabilities
     fixed = {name: value for name, value in engine.knobs.as_dict().items() if can.knobs[name] != "live"}
     if not can.step_records or len(fixed) == len(can.knobs):
-        lacks = "has no knob that can be turned while it runs" if can.step_records else "tells of no steps"
+        lacks = "has no knob that can be turned while it runs" if can.step_records else "reports no steps"
         raise ValueError(f"engine {lacks}, so there is nothing to control")
     for name, effect in can.knobs.items():
         if effect != "live" and (name in bounds or name in pinned):

@@ -13,7 +13,7 @@ from runtime.records import FinishReason, RequestRecord, percentile
 from runtime.slo import METRICS, SLO, Attainment
 from runtime.tunable import Tunable
 
-_KEPT = 1024
+_WINDOW = 1024
 
 
 class AttainmentTracker:
@@ -36,7 +36,7 @@ class AttainmentTracker:
         before, self.slos = self.slos, slos
         return slos != before
 
-    def tell(self, controller: object) -> None:
+    def pass_slos(self, controller: object) -> None:
         """Give ``controller`` the SLOs in force, if it takes any."""
         if isinstance(controller, SLOAware):
             controller.set_slos(self.slos)
@@ -92,12 +92,12 @@ class AttainmentTracker:
 
 
 class Outcomes:
-    """How the last :data:`_KEPT` requests ended: the targets each missed, and its latencies."""
+    """How the last :data:`_WINDOW` requests ended: the targets each missed, and its latencies."""
 
     def __init__(self) -> None:
-        self._missed: deque[tuple[str, ...] | None] = deque(maxlen=_KEPT)  # None: cancelled
-        self._latencies: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in METRICS}
-        self._rejected: deque[str] = deque(maxlen=_KEPT)  # the cause of those rejected, empty of others
+        self._missed: deque[tuple[str, ...] | None] = deque(maxlen=_WINDOW)  # None: cancelled
+        self._latencies: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in METRICS}
+        self._rejected: deque[str] = deque(maxlen=_WINDOW)  # the cause of those rejected, empty of others
 
     def add(self, record: RequestRecord, slo: SLO) -> None:
         self._missed.append(slo.violated(record) if record.offered else None)

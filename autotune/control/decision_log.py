@@ -18,8 +18,8 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS, Knobs
 
 VERSION = 1
-_KEPT = 1024  # decisions kept in memory
-_PATIENCE_S = 5.0  # for a writer to write what is left
+_IN_MEMORY = 1024  # decisions
+_JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,19 @@ class DecisionLog:
     """The latest decisions in memory, ``recent`` (newest last), and all of them in a file, if there is one.
 
     A thread of its own writes the file, so that a slow disk or a pipe that nobody reads does not hold up the engine: :meth:`add`
-    puts a decision into a queue of ``room`` and returns. What a full queue cannot take is counted in ``dropped``, and reported in
-    the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting. :meth:`join` waits until
-    all is written, as does the end of the program.
+    puts a decision into a queue of ``queue_size`` and returns. What a full queue cannot take is counted in ``dropped``, and
+    reported in the program's log and, where it is missing, in the file. :meth:`close` ends the file without waiting.
+    :meth:`join` waits until all is written, as does the end of the program.
 
     Raises :class:`InputError` for a file that cannot be opened. One that cannot be written later, because the disk is full,
     ends with a line in the program's log: it must not stop an engine.
     """
 
-    def __init__(self, path: str | Path | None, *, room: int = 4096) -> None:
-        self.recent: deque[Decision] = deque(maxlen=_KEPT)
+    def __init__(self, path: str | Path | None, *, queue_size: int = 4096) -> None:
+        self.recent: deque[Decision] = deque(maxlen=_IN_MEMORY)
         self.dropped = 0
         self._unreported = 0  # of those dropped
-        self._queue: queue.Queue[Decision | None] = queue.Queue(room)
+        self._queue: queue.Queue[Decision | None] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if path is not None:
@@ -105,7 +105,7 @@ class DecisionLog:
             self._unreported += 1
             if self.dropped == 1:
                 log.warning(
-                    "the decision log is written too slowly: decisions are dropped from it while it has no room"
+                    "the decision log is written too slowly: decisions are dropped from it while its queue is full"
                 )
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class DecisionLog:
         if writer is None:
             return
         atexit.unregister(self.join)
-        writer.join(_PATIENCE_S)
+        writer.join(_JOIN_TIMEOUT_S)
         lost = self.dropped + (self._unwritten() if writer.is_alive() else 0)
         if lost:
             log.warning("%d decisions are not in the decision log: it was written too slowly", lost)

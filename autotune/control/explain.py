@@ -13,7 +13,7 @@ from autotune.control.tally import ClassTally, losses
 from runtime.errors import InputError
 
 _INDENT = " " * 14
-_FLIPS = 3  # between regimes that are told together
+_FLIPS = 3  # between regimes that are shown together
 _NARROWEST = 40  # columns of a reason
 
 
@@ -122,12 +122,12 @@ def summarize(decisions: Iterable[Decision], *, knobs: Collection[str] = ()) -> 
 
 
 def _count(outcomes: dict[str, ClassTally], decision: Decision) -> None:
-    told = decision.evidence.get("outcomes", {})
-    if not isinstance(told, Mapping) or not all(isinstance(one, Mapping) for one in told.values()):
+    given = decision.evidence.get("outcomes", {})
+    if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
         raise InputError(
-            f"the outcomes of the {decision.action} at {decision.at:g} s are {told!r:.40}; they must be by class"
+            f"the outcomes of the {decision.action} at {decision.at:g} s are {given!r:.40}; they must be by class"
         )
-    for name, one in told.items():
+    for name, one in given.items():
         outcomes[name] = outcomes.get(name, ClassTally()) + ClassTally.of(one)
 
 

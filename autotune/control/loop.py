@@ -96,7 +96,7 @@ class Control(ReportsRates):
         engine.set_slo(slo)
         self._attainment.changed()
         try:
-            self._attainment.tell(controller)
+            self._attainment.pass_slos(controller)
             self._budgets_apply(True)
         except Exception as error:  # the controller's: nothing of it is attached yet
             self._lease.release()
@@ -178,7 +178,7 @@ class Control(ReportsRates):
 
     def _follow_slos(self) -> None:
         if self._attainment.changed():
-            self._attainment.tell(self.controller)
+            self._attainment.pass_slos(self.controller)
             self._actuator.log("note", "the SLO is now " + self._attainment.as_text(), self._attainment.as_evidence())
 
     def _give_up(self, error: Exception) -> None:

@@ -34,7 +34,7 @@ class ProfileDrift:
         self._model = model
         self._ratios: list[float] = []
         self._seen = 0
-        self._said = 1.0  # times the predicted time, as last reported
+        self._reported = 1.0  # times the predicted time, as last reported
         self._apart = 0  # judgements in a row that no one speed explains
         self._over = False  # no speed makes the profile right, and that has been reported
 
@@ -61,13 +61,13 @@ class ProfileDrift:
             cause = (
                 f"steps take {_times(low)} to {_times(high)} times as long as the profile predicts, by what they hold"
             )
-        elif self._apart or 1 / _NEWS < speed / self._said < _NEWS:
+        elif self._apart or 1 / _NEWS < speed / self._reported < _NEWS:
             return None
         elif speed == 1:
             cause = "steps take about as long as the profile predicts"
         else:
             cause = f"steps take {_times(middle)} times as long as the profile predicts"
-        self._said = speed
+        self._reported = speed
         ratios = {"ratio_p10": low, "ratio_p50": middle, "ratio_p90": high}
         return Finding(cause, {"steps": self._seen, **{name: round(ratio, 3) for name, ratio in ratios.items()}})
 

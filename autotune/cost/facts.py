@@ -9,7 +9,7 @@ import math
 
 from pydantic import AliasChoices, Field, model_validator
 
-from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text
+from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text, check_order
 from autotune.cost.shape import EXPERT_TOKENS, Shape
 from runtime.step_model import Piece, learned_terms
 
@@ -44,8 +44,7 @@ class RegionError(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> RegionError:
-        if self.median > self.p90:
-            raise ValueError(f".median is {self.median:g}; it must be at most p90 ({self.p90:g})")
+        check_order(self, ("median", "p90"))
         return self
 
 

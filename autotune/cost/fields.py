@@ -19,6 +19,14 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
+def check_order(part: Part, *pairs: tuple[str, str]) -> None:
+    """Raise ``ValueError`` where the first field of a pair is above the second. A field that is None is not compared."""
+    for small, large in pairs:
+        below, above = getattr(part, small), getattr(part, large)
+        if below is not None and above is not None and below > above:
+            raise ValueError(f".{small} is {below:g}; it must be at most {large} ({above:g})")
+
+
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0, le=EXACT)]
 Positive = Annotated[int, Field(ge=1, le=EXACT)]

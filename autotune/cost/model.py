@@ -298,7 +298,7 @@ def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
     )
 
 
-def untold_terms(points: Sequence[StepPoint]) -> list[str]:
+def undetermined_terms(points: Sequence[StepPoint]) -> list[str]:
     """The terms of which all ``points`` hold as much, so that no fit can tell what they cost.
 
     Of the terms there are none is among them where the plan had its time; a new one is until the plan makes steps for it. Tiles

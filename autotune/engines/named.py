@@ -68,9 +68,11 @@ def named(engine: str) -> str:
         raise InputError(f"engine {engine} cannot be started here; --engine takes {' or '.join(NAMES)}") from None
 
 
-def told_apart(source: NamedSource) -> dict[str, object]:
-    """What tells a study of ``source`` from one of another engine. Nothing of our own: its version is that of autotune, and
-    studies that are older than ``--engine`` are of it."""
+def engine_identity(source: NamedSource) -> dict[str, object]:
+    """What makes a study of ``source`` another one than that of another engine.
+
+    Nothing of our own engine: its version is that of autotune, and studies that are older than ``--engine`` are of it.
+    """
     if _IN_FACTS.get(source.name) == "own":
         return {}
     return {"engine": {"name": source.name, "version": source.version, "arguments": dict(source.arguments)}}

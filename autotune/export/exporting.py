@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,19 @@ from typing import Any
 import yaml
 
 from autotune.export.comments import MARK, header, note_of, one_line
-from autotune.export.models import model_to_serve
 from autotune.export.target import Entry, Fit, Ours, Row, Source, Target, Value, number
-from autotune.profile import RECOMMENDED, Profile
+from autotune.profile import RECOMMENDED, ModelFacts, Profile
 from autotune.writing import write_whole
 from runtime.errors import InputError
+
+PUBLISHED: Mapping[str, str | None] = {
+    "nano": None,
+    "tiny": None,
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+}
+"""Preset → hub id of the published model of the same shape; None where nobody has published such weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ def export(
     """One setting of ``profile`` in the terms of ``target``.
 
     ``purpose``: which setting. ``model``: what to serve, None for what was measured (see
-    :func:`autotune.export.models.model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
+    :func:`model_to_serve`). Raises :class:`InputError` when the profile has no such setting, when a
     value has no counterpart and ``allow_lossy`` is false, and when the target itself would refuse the result.
     """
     setting = next((held for name, held in profile.settings.items() if name == purpose), None)
@@ -131,6 +140,25 @@ def export(
         if complaint := constraint(made.written):
             raise InputError(f"{target.title} would refuse this: {complaint}")
     return made
+
+
+def model_to_serve(measured: ModelFacts, given: str | None) -> str | None:
+    """The name for the other engine: what was ``given``, the published model of a preset's shape, or what was measured.
+
+    None for a preset whose weights exist nowhere: the user names a model when starting the other engine. Raises
+    :class:`InputError` for a name no command line can carry.
+    """
+    if given is not None:
+        return _named("--model", given)
+    if not measured.random_weights or measured.name not in PUBLISHED:
+        return _named("model.name", measured.name)
+    return PUBLISHED.get(measured.name)
+
+
+def _named(field: str, name: str) -> str:
+    if not name.strip() or not name.isprintable() or name.startswith("-"):
+        raise InputError(f"{field} is {name!r}; it must be a directory or a hub id")
+    return name
 
 
 def _apply(ours: Ours, row: Row, source: Source) -> Entry:

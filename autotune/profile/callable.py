@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from autotune.cost.fields import AboveZero, Amount, Count, Positive, Share, Text
+from autotune.cost.fields import AboveZero, Amount, Count, Positive, Share, Text, check_order
 from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
 from autotune.profile.complaints import explain
 from autotune.profile.fields import Moment, shortened
@@ -107,8 +107,7 @@ class CallablePoint(Part):
 
     @model_validator(mode="after")
     def _possible(self) -> CallablePoint:
-        if self.met > self.offered:
-            raise ValueError(f".met is {self.met}; it must be at most offered ({self.offered})")
+        check_order(self, ("met", "offered"))
         return self
 
 

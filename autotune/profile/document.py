@@ -91,7 +91,7 @@ class Profile(Part):
     price_per_hour: AboveZero | None = Field(
         default=None, description="of the machine, in whatever money the user pays"
     )
-    warnings: tuple[Text, ...] = Field(default=(), description="what makes the figures doubtful, as clauses")
+    warnings: tuple[Text, ...] = Field(default=(), description="what makes the figures unreliable, as clauses")
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:

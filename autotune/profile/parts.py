@@ -1,7 +1,7 @@
-"""What a profile is made of: the fingerprint of machine, software, engine and model, the load, and the points measured.
+"""What a profile is made of: the fingerprint of machine, software, engine and model, the load, the points measured, and what
+follows from them.
 
-Conclusions are in :mod:`autotune.profile.findings`, what is known of step times in :mod:`autotune.cost.facts`; both can be
-imported from here too.
+What is known of step times is in :mod:`autotune.cost.facts`, and can be imported from here too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionError, StepPoint
-from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text
+from autotune.cost.fields import AboveZero, Amount, Count, Number, Part, Positive, Share, Text, check_order
 from autotune.profile.fields import MOST_KV_TOKENS, ClassField, KnobsField, LimitsField, ObjectiveName, Rate, SLOField
-from autotune.profile.findings import Calibration, Confidence, Gain, SimulationFacts
 from runtime.slo import weighted_attainment
 
 __all__ = [
@@ -79,7 +78,7 @@ class Machine(Part):
         return self.gpu.name if self.gpu else self.cpu
 
     def differences(self, other: Machine) -> list[str]:
-        """What about ``other`` makes figures from here doubtful there: fields that differ, in words."""
+        """What about ``other`` makes figures from here unreliable there: fields that differ, in words."""
         found = [] if self.processor == other.processor else [f"{other.processor} instead of {self.processor}"]
         if self.kind == other.kind == "cpu" and self.cores != other.cores:
             found.append(f"{other.cores} cores instead of {self.cores}")
@@ -172,8 +171,7 @@ class Spread(Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Spread:
-        if self.low > self.high:
-            raise ValueError(f".low is {self.low:g}; it must be at most high ({self.high:g})")
+        check_order(self, ("low", "high"))
         return self
 
 
@@ -218,15 +216,13 @@ class Point(Part):
 
     @model_validator(mode="after")
     def _possible(self) -> Point:
-        for small, large in (
+        check_order(
+            self,
             ("met", "offered"),
             ("attainment_low", "attainment_high"),
             ("ttft_p50_ms", "ttft_p99_ms"),
             ("tpot_p50_ms", "tpot_p99_ms"),
-        ):
-            below, above = getattr(self, small), getattr(self, large)
-            if below is not None and above is not None and below > above:
-                raise ValueError(f".{small} is {below:g}; it must be at most {large} ({above:g})")
+        )
         if self.offered and abs(self.attainment - self.met / self.offered) > 0.001:
             counted = f"{self.met} of {self.offered}"
             raise ValueError(f".attainment is {self.attainment:g}; it must be met / offered ({counted})")
@@ -278,3 +274,56 @@ class Capacity(Part):
         if self.rate is not None and self.rate not in [p.rate for p in self.tried]:
             raise ValueError(f".rate is {self.rate:g}; it must be the rate of a point in tried")
         return self
+
+
+class Calibration(Part):
+    """What was measured before the search, to scale the load: one request alone, then a saturated engine."""
+
+    alone_ttft_ms: Amount
+    alone_tpot_ms: Amount
+    saturated_rate: Amount = Field(description="requests/s")
+    saturated_tokens_per_s: Amount = Field(description="prompt and output tokens/s")
+    step_base_ms: Amount
+    step_per_prompt_token_ms: Amount
+    step_per_decode_ms: Amount
+
+
+class Confidence(Part):
+    """How sure the choice is."""
+
+    noise: Amount = Field(
+        description="coefficient of variation of goodput between runs of one setting, at the least that of a share of so many "
+        "requests"
+    )
+    best: Share = Field(
+        description="probability that the recommended setting is the best of the validated ones; equals share it"
+    )
+    regret: Amount = Field(description="goodput it is expected to fall short of the best of them, as a share")
+    sentence: str = Field(description="the same in words")
+
+
+class Gain(Part):
+    """Requests within the SLO with the recommended setting, over those with the baseline."""
+
+    ratio: AboveZero
+    low: Amount = Field(description="95% interval, block bootstrap")
+    high: AboveZero
+    requests: Count = Field(description="requests offered to the recommended setting in what is compared")
+    paired: bool = Field(description="whether both met the same requests")
+
+
+class SimulationFacts(Part):
+    """The simulated stage, and how far off it was where both were measured."""
+
+    trials: Count
+    cpu_seconds: Amount
+    pareto: Count = Field(description="settings on its Pareto front")
+    goodput_error: Amount | None = Field(
+        description="median of |simulated − measured| / measured over the validated points at the rate compared"
+    )
+    speed: float = Field(
+        default=1.0,
+        ge=1e-3,
+        le=1e3,
+        description="while it served, in units of what cost model and serving_overhead_s say; simulations go by it",
+    )

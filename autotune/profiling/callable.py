@@ -239,7 +239,7 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
     assert slo.e2e_ms is not None
     # An item waits for the call before its own: a size serves all comers only if two calls fit the SLO.
     capacity, size = cost.capacity(subject.mean_cost, slo.e2e_ms / 2e3)
-    rate, rate_from = question.rate, "as asked"
+    rate, rate_from = question.rate, "as requested"
     if rate is None:
         rate = min(RATE_SHARE * capacity, MOST_RATE)
         rate_from = f"{RATE_SHARE:.0%} of what it can do inside the SLO"

@@ -108,7 +108,7 @@ def measure_calls(
         timed: list[Timed] = []
         calls: list[Timed] = []
         average = " on average" if subject.costs_vary else ""
-        size, largest, ended = 1, 0, f"{most} items, the most asked for"
+        size, largest, ended = 1, 0, f"{most} items, the most requested"
         try:
             while True:
                 begun = clock()
@@ -214,8 +214,8 @@ class TimedCalls:
                 for running in [pool.submit(calls, each) for _ in range(workers)]:
                     running.result()
         except OutOfMemory:
-            told = f"{self._subject.name} runs out of memory while all call it, with {size} items each"
-            raise InputError(f"--replicas is {workers}: {told}") from None
+            cause = f"{self._subject.name} runs out of memory while all call it, with {size} items each"
+            raise InputError(f"--replicas is {workers}: {cause}") from None
         return {"times": (self._clock() - begun) / each / max(alone, 1e-9)}
 
     def close(self) -> None:
@@ -240,14 +240,14 @@ class TimedCalls:
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory from None
-            told = f"{type(error).__name__}: {error}"
-            raise InputError(f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {told}") from None
+            cause = f"{type(error).__name__}: {error}"
+            raise InputError(f"--callable: {subject.name} failed with {len(payloads)} of the inputs: {cause}") from None
         seconds = self._clock() - begun
         for index, outcome in zip(indices, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                told = f"{type(outcome).__name__}: {outcome}"
+                cause = f"{type(outcome).__name__}: {outcome}"
                 raise InputError(
-                    f"--callable: {subject.name} failed on input {index + 1} of {subject.inputs_name}: {told}"
+                    f"--callable: {subject.name} failed on input {index + 1} of {subject.inputs_name}: {cause}"
                 )
         return seconds
 

@@ -179,9 +179,7 @@ class Objective:
         together = ", measured and simulated taken together" if expected else ""
         why = f"highest goodput{together}" if self.name == "goodput" else f"lowest mean E2E{together}"
         if balanced is not best:
-            why = (
-                f"the quickest of those whose goodput{together or ', as measured,'} is not told apart from the highest"
-            )
+            why = f"the quickest of those whose goodput{together or ', as measured,'} is not distinguishable from the highest"
         if preferred.knobs in beaten and preferred not in fair:
             why += f"; more is expected of {preferred.knobs}, which measured clearly less than {beaten[preferred.knobs].knobs}"
         most = max(found, key=self.worth)
@@ -209,7 +207,7 @@ class Objective:
     def equals(
         self, found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float
     ) -> list[Point]:
-        """Those of ``found`` that are not told apart from ``point``, itself among them; as in :meth:`choose`. Means are."""
+        """Those of ``found`` that are not distinguishable from ``point``, itself among them; as in :meth:`choose`. Means are."""
         if self.name != "goodput":
             return [point]
         here = self._expected(point, expected)

@@ -43,7 +43,7 @@ class StepDriver:
 
     def __init__(self, engine: Engine, vocab_size: int, room: int, *, seed: int, stop: Callable[[], bool]) -> None:
         if not engine.capabilities.step_records:
-            raise EvaluationError("this engine tells of no steps, so what they cost cannot be measured")
+            raise EvaluationError("this engine reports no steps, so what they cost cannot be measured")
         self._engine, self._vocab_size, self.room = engine, vocab_size, room
         # no two drivers of a process send the same tokens, or the second would find the first one's prefixes in the cache
         self._seed = (seed << 20) + next(_DRIVERS)

@@ -225,12 +225,14 @@ def _sound(path: Path) -> tuple[int, int, bool]:
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
         try:
             log = dict(json.loads(line))
-            told, sound = log.pop(_SUM, None), True
+            recorded, sound = log.pop(_SUM, None), True
             checksum = _with(checksum, log)
         except (ValueError, TypeError):
             sound = False
-        summed = summed or (sound and told is not None)  # the journal of an earlier version begins without checksums
-        if not sound or (summed and told != checksum):
+        summed = summed or (
+            sound and recorded is not None
+        )  # the journal of an earlier version begins without checksums
+        if not sound or (summed and recorded != checksum):
             what = "it is no journal at all" if number == 1 else f"line {number} is damaged"
             raise InputError(f"{path}: is not a readable study: {what}; {_WAYS_OUT}")
     if whole == 0 and not _BEGINS.startswith(data[: len(_BEGINS)]):

@@ -327,14 +327,14 @@ class Measurements:
     def _of(self, key: str) -> list[FrozenTrial]:
         return [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(_KEY) == key]
 
-    def _bury(self, doubted: str | None = None) -> None:
-        """Tell the trials FAIL whose process died, and that which claims the ``doubted`` key."""
+    def _bury(self, suspect: str | None = None) -> None:
+        """Tell the trials FAIL whose process died, and that which claims the ``suspect`` key."""
         if self._turn is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 fail_stale_trials(self._study)
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            lost = self._turn is None or (doubted is not None and trial.user_attrs.get(_KEY) == doubted)
+            lost = self._turn is None or (suspect is not None and trial.user_attrs.get(_KEY) == suspect)
             if lost and trial.number != self._mine:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 

@@ -124,7 +124,7 @@ def costs_of(
         try:
             found.append(whole_cost(cost(item)))
         except Exception as error:
-            raise InputError(f"--cost: {name} failed on input {number} of {source}: {_told(error)}") from None
+            raise InputError(f"--cost: {name} failed on input {number} of {source}: {_described(error)}") from None
     return found
 
 
@@ -167,7 +167,7 @@ def _function(option: str, name: str) -> Any:
             raise InputError(f"{option}: there is no module {missing}, from {os.getcwd()} or installed") from None
         raise InputError(f"{option}: {module_name} needs a module that is not there: {missing}") from None
     except (Exception, SystemExit) as error:
-        raise InputError(f"{option}: importing {module_name} failed: {_told(error)}") from None
+        raise InputError(f"{option}: importing {module_name} failed: {_described(error)}") from None
     for part in path.split("."):
         if not hasattr(found, part):
             raise InputError(f"{option}: {module_name} has no {path}")
@@ -177,5 +177,5 @@ def _function(option: str, name: str) -> Any:
     return found
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

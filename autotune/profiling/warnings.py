@@ -1,4 +1,4 @@
-"""What makes a profiling run doubtful: a cost model that is rough or saw little, another speed, other programs."""
+"""What makes a profiling run unreliable: a cost model that is rough or saw little, another speed, other programs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.fit import SERVED
-from autotune.cost.model import untold_terms
+from autotune.cost.model import undetermined_terms
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import typical_step
 
 ROUGH = 0.1
-"""Cross-validated error of the cost model from which simulations are doubtful."""
+"""Cross-validated error of the cost model from which simulations are unreliable."""
 
 FAR = 20
 """Times the context of the largest measured step beyond which nobody knows that it goes on along a line."""
@@ -21,7 +21,7 @@ MOVED = 1.25
 """Factor between the speed of serving and that of the calibration from which they were not of the same machine."""
 
 BUSY = 0.15
-"""Share of the machine's cores that others had, from which what was measured is doubtful."""
+"""Share of the machine's cores that others had, from which what was measured is unreliable."""
 
 
 APART = 1.5
@@ -82,4 +82,4 @@ def unseen(points: Sequence[StepPoint]) -> tuple[str, ...]:
         reasons.append("no chunk behind computed tokens")
     if not any(p.region == SERVED for p in points):
         reasons.append("no served load")
-    return tuple(reasons or (f"no steps with more and less {name}" for name in untold_terms(points)))
+    return tuple(reasons or (f"no steps with more and less {name}" for name in undetermined_terms(points)))

@@ -30,7 +30,7 @@ class Figure:
 @dataclass(frozen=True)
 class Headline:
     """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
-    given a price, the cheapest setting that meets the SLO; ``warnings``: what about the run makes its figures doubtful."""
+    given a price, the cheapest setting that meets the SLO; ``warnings``: what about the run makes its figures unreliable."""
 
     title: str
     status: str

@@ -213,7 +213,7 @@ def _percent(ratio: float) -> str:
 
 
 def warnings(profile: Profile) -> tuple[str, ...]:
-    """What about the run makes its figures doubtful, a sentence each."""
+    """What about the run makes its figures unreliable, a sentence each."""
     return tuple(
         text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") for text in profile.warnings
     )

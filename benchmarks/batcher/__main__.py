@@ -21,7 +21,6 @@ Run ``python -m benchmarks.batcher``; ``--quick`` takes one short round; ``--onl
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -36,6 +35,7 @@ from benchmarks.batcher.cases import AFTERWARDS_S, BURST, BURST_S, CALM_S, LOADS
 from benchmarks.batcher.load import Account, Load
 from benchmarks.batcher.peers import OURS, PEERS, Contender, Unavailable, send, servers
 from benchmarks.batcher.service import BARE_S, CAPACITY, SLO_S
+from benchmarks.command import command, exit_code
 
 WARM_UP_S = 3.0
 
@@ -222,10 +222,9 @@ def tell_price(cell: Cell) -> str:
     return f"{cell.per_item * 1e3:6.1f} ({cell.attainment:.4f})"
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batcher", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("batcher", __doc__)
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--only", choices=("http", "virtual"), help="one half of it")
     parser.add_argument("--rounds", type=int, default=None, help="over HTTP (3; quick: 1)")
@@ -250,4 +249,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

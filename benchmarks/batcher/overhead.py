@@ -11,11 +11,11 @@ Run ``python -m benchmarks.batcher.overhead``; the last line is JSON. ``cpu_us_p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command import command, exit_code
 from runtime import Batcher, RequestRecord, StepRecord
 from runtime.batching.core import BatchCore
 from runtime.batching.item import Item
@@ -138,10 +139,9 @@ def rules_us(count: int, load: float) -> float:
     return (time.process_time() - started) / count * 1e6
 
 
+@exit_code()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batcher.overhead", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = command("batcher.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--items", type=int, default=50_000, help="items in each round")
     parser.add_argument("--long", type=int, default=1_000_000, help="items of the run in which memory is looked at")
@@ -177,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from autotune.bench.plotting import check
 from autotune.writing import write_whole
+from benchmarks.command import command, exit_code
 from benchmarks.controller import adversaries
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.contenders import COLUMNS, REPORTED
@@ -111,10 +112,9 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> None:
     say(json.dumps(comparison.figures() | adversaries.harm_min(found, say, everything=not args.scenario)))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.controller", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+@exit_code("interrupted; oracles and peaks found so far are in the cache")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("controller", __doc__)
     names = ", ".join(SCENARIOS).replace("%", "%%")  # argparse formats what it prints
     parser.add_argument("--scenario", action="append", metavar="NAME", help=f"only this one of {names}")
     parser.add_argument("--contender", action="append", metavar="NAME", help=f"only this one of {', '.join(REPORTED)}")
@@ -130,24 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peaks", action="store_true", help="print the peak goodputs that loads are relative to, and end"
     )
     args = parser.parse_args(arguments)
-    try:
-        for option, known in (("scenario", list(SCENARIOS)), ("contender", list(REPORTED))):
-            for name in getattr(args, option) or ():
-                if name not in known:
-                    raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
-        if args.plot is not None:
-            check(args.plot, "--plot")
-        if args.jobs < 1:
-            raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
-        seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]
-        compare(args, seeds)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; oracles and peaks found so far are kept", file=sys.stderr)
-        return 130
-    return 0
+    for option, known in (("scenario", list(SCENARIOS)), ("contender", list(REPORTED))):
+        for name in getattr(args, option) or ():
+            if name not in known:
+                raise InputError(f"--{option} is {name}; it must be one of {', '.join(known)}")
+    if args.plot is not None:
+        check(args.plot, "--plot")
+    if args.jobs < 1:
+        raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
+    seeds = seeds_of(args.seeds) if args.seeds else REPORTED_SEEDS[: _QUICK if args.quick else None]
+    compare(args, seeds)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from autotune.control.controllers.predictive import PredictiveController
+from benchmarks.command import command, exit_code
 from benchmarks.controller.__main__ import say, seeds_of
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.contenders import Algorithm, Layer, driver_of
@@ -210,28 +211,18 @@ def compare(args: argparse.Namespace, seeds: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.controller.ablation", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+@exit_code()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("controller.ablation", __doc__)
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
     parser.add_argument("--scenario", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; repeatable")
     parser.add_argument("--layer", action="append", choices=LAYERS, help="only this one; repeatable")
     parser.add_argument("--seeds", default="2", help="3: seeds 1 to 3; 101-110; 4,7 (default: 2)")
     args = parser.parse_args(arguments)
-    try:
-        if wrong := [name for name in args.scenario or () if name not in SCENARIOS]:
-            raise InputError(f"--scenario is {wrong[0]}; it must be one of {', '.join(SCENARIOS)}")
-        found = compare(args, seeds_of(args.seeds))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    say(json.dumps(found))
-    return 0
+    if wrong := [name for name in args.scenario or () if name not in SCENARIOS]:
+        raise InputError(f"--scenario is {wrong[0]}; it must be one of {', '.join(SCENARIOS)}")
+    say(json.dumps(compare(args, seeds_of(args.seeds))))
 
 
 if __name__ == "__main__":

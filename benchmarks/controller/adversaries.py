@@ -14,7 +14,6 @@ Run ``python -m benchmarks.controller.adversaries`` (two minutes); the last line
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -34,6 +33,7 @@ from autotune.profile import load_profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.command import command, exit_code
 from benchmarks.controller.contenders import KnobsOnly
 from benchmarks.controller.hardware import Weather, h200
 from benchmarks.controller.run import BIN_S, Outcome
@@ -347,10 +347,9 @@ def harm_min(
 HEADER = f"{'':<20}{'start':>9}{'ours':>9}   {'worst window, ours ÷ start':<28}{'completed':>8}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.controller.adversaries", description=(__doc__ or "").splitlines()[0]
-    )
+@exit_code()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("controller.adversaries", __doc__)
     parser.add_argument(
         "--adversary", action="append", choices=list(ADVERSARIES), help="only this one; may be given several times"
     )
@@ -362,7 +361,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = harm(range(1, args.seeds + 1), args.adversary or list(ADVERSARIES), lambda text: print(text, flush=True))
     ratios = [w.ratio for w in found.values() if w is not None]
     print(json.dumps({"harm_min": round(min(ratios), 4)} if ratios else {}))
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ alone: what they have is a budget for each step, and, of Niyama, an order and wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from autotune.control.controllers.protocol import Proposal
-from runtime.knobs import KnobLimits, Knobs
-from runtime.ordering import Deadline, Queued
-from runtime.records import RequestRecord, StepRecord
-from runtime.slo import SLO
+from autotune.control.controllers.static import StaticController
+from runtime.knobs import Knobs
+from runtime.records import StepRecord
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
@@ -21,27 +18,7 @@ _LEAST_TOKENS = 128
 _POOL_SHARE, _POOL_FULL, _FEW = 32, 1000, 512
 
 
-class _Held:
-    """The starting knobs, whatever happens."""
-
-    name = ""
-
-    def __init__(self, start: Knobs) -> None:
-        self.start = start
-        self._steps = 0
-
-    def observe_step(self, record: StepRecord) -> None:
-        self._steps += record.steps
-
-    def observe_request(self, record: RequestRecord) -> None:
-        """Steps are enough."""
-
-    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
-        del now, knobs
-        return Proposal(limits.clamp(self.start), "static", "holding the starting knobs", {"steps": self._steps})
-
-
-class PPas(_Held):
+class PPas(StaticController):
     """Prefill-pressure adaptive scheduling: a step holds ``cap`` tokens while at least two prompts are pending and something
     decodes, else all that the knob allows.
 
@@ -63,12 +40,13 @@ class PPas(_Held):
         return min(top, max(self._cap, view.decoding)) if pressed else top
 
 
-class Niyama(_Held):
+class Niyama(StaticController):
     """Dynamic chunks: a step holds as many tokens as the decode that is due first leaves time for, by a model of step times.
 
-    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the decodes,
-    and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is :class:`HybridOrder`; what
-    cannot come in time any more it serves after the others (eager relegation), which the engine's own policy does.
+    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the
+    decodes, and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is
+    :class:`runtime.ordering.Hybrid`; what cannot come in time any more it serves after the others (eager relegation), which
+    the engine's own policy does.
 
     Source: Goel et al., "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv 2503.22562), later QoServe, and its
     implementation in sarathi-serve (``margin`` 1.2, ``most`` 2,552 tokens). There the model was fitted beforehand to the GPU;
@@ -104,21 +82,3 @@ class Niyama(_Held):
             room = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
             total = min(view.decoding + room, total)
         return min(top, max(int(total), _LEAST_TOKENS, view.decoding))
-
-
-class HybridOrder(Deadline):
-    """The deadline, and ``alpha`` seconds later for each token of the prompt: earliest deadline first at 0, nearly shortest
-    prompt first where the queue is shorter than that.
-
-    Source: Niyama's hybrid prioritization, whose implementation has 0.008 s a token. It counts the tokens that remain; here it
-    is asked once, when a prompt is queued and all of it remains.
-    """
-
-    def __init__(self, slos: Mapping[str, SLO] | None = None, *, alpha: float = 0.008) -> None:
-        super().__init__(slos)
-        if not 0 <= alpha < math.inf:
-            raise ValueError(f"alpha is {alpha!r}; it must be a number of seconds of at least 0")
-        self._alpha = alpha
-
-    def key(self, queued: Queued) -> float:
-        return super().key(queued) + self._alpha * queued.size

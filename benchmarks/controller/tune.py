@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autotune.writing import write_whole
+from benchmarks.command import command, exit_code
+from benchmarks.controller.__main__ import say
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.constants import FILE, RANGES, Constants
 from benchmarks.controller.contenders import RIVALS, Layer, driver_of
@@ -120,10 +122,6 @@ def candidates_of(base: str, layer: Layer, samples: int) -> list[Constants]:
     return found
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def tune(args: argparse.Namespace) -> None:
     """Tune what was asked for, and write it beside what the file has of others."""
     begun = time.monotonic()
@@ -166,30 +164,21 @@ def tune(args: argparse.Namespace) -> None:
     say(f"{runs} runs, {time.monotonic() - begun:.0f} s; seeds {', '.join(map(str, seeds))}; written: {FILE.name}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.controller.tune", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+@exit_code("interrupted; nothing was written")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("controller.tune", __doc__)
     parser.add_argument("--rival", action="append", metavar="NAME", help=f"only this one of {', '.join(RANGES)}")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"constants tried of each rival ({SAMPLES})")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--traces", metavar="FOLDER", help="where the CSV files of the Azure 2023 traces are")
     args = parser.parse_args(arguments)
-    try:
-        for option in ("samples", "jobs"):
-            if getattr(args, option) < 1:
-                raise InputError(f"--{option} is {getattr(args, option)}; it must be at least 1")
-        for name in args.rival or ():
-            if name not in RANGES:
-                raise InputError(f"--rival is {name}; it must be one of {', '.join(RANGES)}")
-        tune(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    for option in ("samples", "jobs"):
+        if getattr(args, option) < 1:
+            raise InputError(f"--{option} is {getattr(args, option)}; it must be at least 1")
+    for name in args.rival or ():
+        if name not in RANGES:
+            raise InputError(f"--rival is {name}; it must be one of {', '.join(RANGES)}")
+    tune(args)
 
 
 if __name__ == "__main__":

@@ -40,20 +40,18 @@ from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.setup import LOAD, typical_step
 from autotune.writing import write_whole
+from benchmarks.command import command, exit_code, say, seconds, share
 from benchmarks.controller_live import figures
 from benchmarks.controller_live.cases import SHIFTS, STEADY, cases, steady_cases
-from benchmarks.controller_live.learning import slowdown
-from benchmarks.controller_live.machine import live, simulated
+from benchmarks.controller_live.machine import live, simulated, slowdown
 from benchmarks.controller_live.summary import Compared, compared, panels, report, summary
-from benchmarks.live.command import command, say, say_failed, say_turn, seconds, share
 from benchmarks.live.contenders import admitted, layers, ours, ours_knobs_only
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.live.ratios import geometric_mean, ratio, words
 from benchmarks.live.screening import GRID, Screened, Simulation, expected, screen
-from benchmarks.live.serving import Contest
-from runtime.errors import InputError
+from benchmarks.live.serving import Contest, say_failed, say_turn
 from runtime.knobs import Knobs
 
 INTERRUPTED = 130
@@ -78,6 +76,7 @@ class Loads(NamedTuple):
     screened: dict[str, list[Screened]]
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command("controller_live", __doc__)
     parser.add_argument("--quick", action="store_true", help="two fixed settings, shorter turns: within ten minutes")
@@ -109,10 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = QUICK if args.quick else FULL
     plan = Plan(args.keep or given.keep, args.duration or given.duration, args.calibrate or given.calibration)
     if args.plot is not None:
-        try:
-            check(args.plot, "--plot")
-        except InputError as error:
-            parser.error(str(error))
+        check(args.plot, "--plot")
 
     from autotune.cli.interrupt import stop_on_interrupt
 

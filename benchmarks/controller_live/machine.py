@@ -11,10 +11,11 @@ step runs, the process that takes a core rests: what it costs belongs to the mea
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from autotune.profile import ModelFacts
 from autotune.simulate import SimulatedEngine
@@ -24,16 +25,18 @@ from benchmarks.controller.hardware import Weather
 from benchmarks.controller_live.thief import Thief
 from benchmarks.live.machine import NOISE, Core, Machine
 from runtime.clock import Clock, MonotonicClock
-from runtime.knobs import KnobLimits
+from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.engine import Engine as LiveEngine
 from runtime.llm.plan import Executor
+from runtime.slo import SLO
 from runtime.step_model import StepModel
 
 KV_TOKENS = 131_072
 PATIENCE = AdmissionPolicy(late=None, queue_timeout="ttft", order=None)
 """For every contender alike: who has not been begun when its TTFT target has passed leaves the queue. Without that, first come
 first served past capacity makes every request late, and a ratio to it says nothing."""
+_PATIENT = SLO(ttft_ms=600_000)  # of a request that never leaves the queue
 
 
 class _Slower:
@@ -165,3 +168,19 @@ def taking(core: Core) -> Iterator[None]:
         yield
     finally:
         core.stop()
+
+
+def slowdown(machine: Machine, *, repeats: int = 3) -> float:
+    """How many times as long the same requests take while a second process takes a core: medians of alternating runs."""
+    assert isinstance(machine.engine, LiveEngine) and machine.core is not None
+    rng = random.Random(77)
+    took: dict[bool, list[float]] = {False: [], True: []}
+    machine.engine.set_knobs(Knobs(8, 0, 256, 256))
+    machine.engine.set_slo(_PATIENT)  # nobody leaves the queue
+    for taken in [False, True] * repeats:
+        prompts = [[rng.randrange(machine.facts.vocab_size) for _ in range(128)] for _ in range(8)]
+        with taking(machine.core) if taken else nullcontext():
+            begun = machine.clock.now()
+            machine.engine.generate(prompts, max_tokens=32, ignore_eos=True)
+            took[taken].append(machine.clock.now() - begun)
+    return statistics.median(took[True]) / statistics.median(took[False])

@@ -34,10 +34,10 @@ Run ``python -m benchmarks.fidelity`` (``--quick``: five to ten minutes); the la
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -54,6 +54,7 @@ from autotune.workload import Workload, parse_workload
 from autotune.writing import write_whole
 from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedExecutor, ReferenceStep
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
+from benchmarks.command import command, exit_code
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
 from benchmarks.fidelity.table import Compared, Costs, StepPair, bias, median_error, metrics, report, step_pairs
 from runtime.clock import Clock, MonotonicClock
@@ -217,10 +218,9 @@ def _scatter(cost: CostModel) -> str:
     return f", four in five of them {low:.2f} to {high:.2f} of that, {autocorrelation}"
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("fidelity", __doc__)
     parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: five to ten minutes")
     parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
@@ -298,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

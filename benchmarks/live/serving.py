@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from autotune.bench import Contender, Failure, Result, Turn, measure
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profiling.setup import balanced_seeds
+from benchmarks.command import say
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from runtime.records import RequestRecord, StepRecord
@@ -151,3 +152,17 @@ class Contest:
         self._results[case.name].append(result)
         self._tell(case, result)
         return True
+
+
+def say_turn(case: Case, result: Result, more: str = "") -> None:
+    """A turn is over."""
+    s = result.score
+    say(
+        f"  round {result.turn.round} {case.name:<12} {result.turn.contender.name:<26} {s.attainment:6.1%} of {s.offered:4} "
+        f"TTFT {s.ttft_ms.p50 or 0:5.0f}/{s.ttft_ms.p99 or 0:5.0f} TPOT {s.tpot_ms.p50 or 0:5.1f}/{s.tpot_ms.p99 or 0:6.1f} "
+        f"missed {s.violations}, steps {s.steps.mean_ms:.1f} ms{more}"
+    )
+
+
+def say_failed(case: Case, contender: Contender, cause: str) -> None:
+    say(f"  {case.name}: the turn of {contender.name} is left out: {cause}")

@@ -14,11 +14,12 @@ Run ``python -m benchmarks.overhead``; the last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 import time
 
+from benchmarks.command import command, exit_code
 from benchmarks.overhead.controller import (
     KNOBS,
     TARGET,
@@ -161,10 +162,9 @@ class Timed:
         setattr(scheduler, name, timed)
 
 
+@exit_code()
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = command("overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120, help="steps of the real engine in each round")
     parser.add_argument("--growth-steps", type=int, default=100_000, help="steps of the controller's long run")
@@ -211,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

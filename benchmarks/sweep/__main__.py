@@ -21,7 +21,6 @@ last line is JSON: ``regret`` (mean over cases and seeds), ``hardware_share`` (o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -33,6 +32,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from benchmarks.command import command, exit_code
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
 
@@ -132,8 +132,9 @@ def summary(cases: Sequence[CaseResult]) -> dict[str, object]:
     }
 
 
+@exit_code()
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=(__doc__ or "").partition("\n")[0])
+    parser = command("sweep", __doc__)
     parser.add_argument("--quick", action="store_true", help="three cases, one seed, two rounds of the grid")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, each a process of its own (default 1)")
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], help="only these")
@@ -165,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,6 @@ Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,8 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command import command, exit_code, say
 from benchmarks.vllm.starting import apart, ready, start, start_stock
-from runtime.errors import InputError
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO
 
@@ -207,12 +206,9 @@ def measure(folder: Path, *, rounds: int, steps: int, say: Callable[[str], None]
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@exit_code()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("vllm.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (7)")
     parser.add_argument("--steps", type=int, default=150, help="steps of a turn (150)")
     parser.add_argument(
@@ -222,20 +218,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rounds < 1 or args.steps < 40:
         parser.error(f"--rounds is {args.rounds} and --steps {args.steps}; they must be at least 1 and 40")
     os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        ready()
-    except InputError as error:
-        parser.error(str(error))
+    ready()
 
     from benchmarks.vllm.model import model_folder
 
     with tempfile.TemporaryDirectory() as kept:
         folder = args.folder or model_folder(Path(kept) / "model")
-        found = measure(
-            folder, rounds=args.rounds, steps=args.steps, say=lambda text: print(text, file=sys.stderr, flush=True)
-        )
+        found = measure(folder, rounds=args.rounds, steps=args.steps, say=say)
     print(json.dumps(shape(found)))
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from autotune.engines.vllm import VllmEngine, VllmSource
-from benchmarks.live.command import count
+from benchmarks.command import count
 from benchmarks.vllm.model import PRESET, SMALL
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -62,13 +62,10 @@ def vllm_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepared(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """Prepare this process as ``args`` say; the preset of the model. Ends it where there is no vLLM."""
+def prepared(args: argparse.Namespace) -> str:
+    """Prepare this process as ``args`` say; the preset of the model. Raises as :func:`ready`."""
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    try:
-        ready()
-    except InputError as error:
-        parser.error(str(error))
+    ready()
     return SMALL if args.small else PRESET
 
 

@@ -40,21 +40,20 @@ from autotune.bench import Contender
 from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.writing import write_whole
-from benchmarks.live.command import command, count, say, say_failed, say_turn, seconds
+from benchmarks.command import command, count, exit_code, say, seconds
 from benchmarks.live.contenders import admitted
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.live.ratios import interval, number, words
 from benchmarks.live.screening import expected, screen
-from benchmarks.live.serving import Contest
+from benchmarks.live.serving import Contest, say_failed, say_turn
 from benchmarks.vllm import overhead
 from benchmarks.vllm.machine import live, simulated
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
-from benchmarks.vllm_live.contenders import GRID, KNOBS_ONLY, OURS, STOCK
-from benchmarks.vllm_live.loads import NAMES, cases
+from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, STOCK, cases
 from benchmarks.vllm_live.summary import compared, report, summary
 
 INTERRUPTED, FAILED = 130, 1
@@ -74,6 +73,7 @@ FULL = Plan((4, 3, 2, 2, 1, 1), 15.0, 75.0, 6)
 QUICK = Plan((2, 1), 8.0, 30.0, 2)
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command("vllm_live", __doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds, shorter turns, two fixed settings of a kind")
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     args = parser.parse_args(argv)
-    preset = prepared(parser, args)
+    preset = prepared(args)
     given = QUICK if args.quick else FULL
     rounds = args.rounds or given.rounds
     keep = (*given.keep, *[given.keep[-1]] * rounds)[:rounds]

@@ -6,7 +6,6 @@ turns. Then the steered one serves them again while its knobs are turned at rand
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.command import command, exit_code
 from benchmarks.vllm.starting import DEFAULTS, LIMITS, apart, ready, start, start_stock
 from runtime.records import FinishReason
 from runtime.request import SamplingParams
@@ -95,10 +95,9 @@ def _stock(llm: Any, prompts: list[list[int]], number: int) -> list[tuple[int, .
     return [found[f"{number}-{at}"] for at in range(len(prompts))]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_live.agreement", description=(__doc__ or "").partition("\n")[0]
-    )
+@exit_code()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("vllm_live.agreement", __doc__)
     parser.add_argument("--folder", type=Path, required=True, help="a model directory")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (3)")
     args = parser.parse_args(argv)
@@ -109,7 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with start(args.folder) as engine:
         found = compare(stock, engine, rounds=args.rounds)
     print(json.dumps(found._asdict()), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from autotune.bench.table import show
 from benchmarks.live.loads import Case
 from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
 from benchmarks.live.serving import Contest
-from benchmarks.vllm_live.contenders import KNOBS_ONLY, OURS, STOCK
+from benchmarks.vllm_live.cases import KNOBS_ONLY, OURS, STOCK
 
 BEST, ADMITTED = "best static", "best static with admission"
 """In hindsight, of each load its own."""

@@ -45,8 +45,8 @@ from autotune.profiling.session import Session
 from autotune.profiling.setup import LOAD
 from autotune.profiling.space import make_space
 from autotune.profiling.study import open_study
+from benchmarks.command import command, exit_code, say, seconds
 from benchmarks.live import loads
-from benchmarks.live.command import command, say, seconds
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.machine import Machine
 from benchmarks.sweep.cases import Grid
@@ -98,6 +98,7 @@ class Result:
         return DEFAULTS if self.choice.knobs is None else self.choice.knobs
 
 
+@exit_code()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command("vllm_sweep", __doc__)
     parser.add_argument("--quick", action="store_true", help="12 cells, one seed, short windows")
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, choices=range(1, 21), help="of the truth (default: 4, quick 1)")
     vllm_options(parser)
     args = parser.parse_args(argv)
-    preset = prepared(parser, args)
+    preset = prepared(args)
     given = QUICK if args.quick else FULL
     plan = given._replace(
         budget=args.budget or given.budget, seeds=args.seeds or given.seeds, rounds=args.rounds or given.rounds

@@ -43,13 +43,13 @@ def outcome_records(call: Call, outcomes: Outcomes, live: Sequence[bool], epoch:
     records = []
     for item, outcome, alive in zip(call.items, outcomes, live, strict=True):
         if alive and isinstance(outcome, BaseException):
-            records.append(item_record(item, FinishReason.ERROR, call.end, epoch, _told(outcome)))
+            records.append(item_record(item, FinishReason.ERROR, call.end, epoch, _described(outcome)))
         elif alive:
             records.append(item_record(item, FinishReason.STOP, call.end, epoch))
     return records
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     try:
         return repr(error)
     except Exception:  # it is the user's
@@ -73,7 +73,7 @@ def hand_out(
                 call.failed += failed
                 _settle(_handle(item), output)
                 reason = FinishReason.ERROR if failed else FinishReason.STOP
-                records.append(item_record(item, reason, now, epoch, _told(output) if failed else ""))
+                records.append(item_record(item, reason, now, epoch, _described(output) if failed else ""))
                 continue
             stream: StreamFuture | None = item.handle
             if stream is None:  # it has ended in this very moment

@@ -146,7 +146,7 @@ class EngineLoop:
         self._inbox.put(self._abandoned)
 
     def _why_closed(self) -> str:
-        return "the engine is closed" if self.error is None else f"the engine stopped: {_told(self.error)}"
+        return "the engine is closed" if self.error is None else f"the engine stopped: {_described(self.error)}"
 
     def _rejected(self, request: Request, reason: str, why: str, retry_after: float | None) -> RejectedError:
         """Needs the lock. The rejection is recorded as well: it is an offered request that missed its SLO."""
@@ -295,7 +295,7 @@ class EngineLoop:
         self.listeners.tell(None, [record for record in records if record is not None])
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, DeviceError) else repr(error)
 
 

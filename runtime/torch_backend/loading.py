@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from runtime.errors import InputError, ModelError, UnsupportedModelError
 from runtime.torch_backend.checks import check_config, check_directory, summary
 from runtime.torch_backend.contract import KVLayer
-from runtime.torch_backend.hub import offline
 from runtime.torch_backend.presets import PRESETS, build_preset
 from runtime.torch_backend.probe import probe
 from runtime.torch_backend.rope import safe_context
@@ -28,6 +30,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 UNSTATED_CONTEXT = 4096  # tokens, for a model whose config names no length
+_HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +121,7 @@ def load_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None:
         options["revision"] = revision
-    if not local and offline():
+    if not local and hub_offline():
         options["local_files_only"] = True
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -294,3 +297,20 @@ def _unreadable(name: str, local: bool, options: Mapping[str, Any], error: Excep
     if "local_files_only" in options:
         return ModelError(f"{where}, not in the local cache, and the Hugging Face hub cannot be reached")
     return ModelError(f"{where}, and it cannot be had from the Hugging Face hub: {summary(error)}")
+
+
+def hub_offline() -> bool:
+    """Whether the Hugging Face hub cannot be asked: switched off, or its host cannot be connected to. Known within 5 s.
+
+    The hub's own client tries for half a minute and logs each attempt. Behind a proxy it is left to find out.
+    """
+    if constants.is_offline_mode():
+        return True
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return False
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((address.hostname or "", address.port or 443), timeout=_HUB_TIMEOUT_S):
+            return False
+    except OSError:
+        return True

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from autotune import control
 from autotune.bench.contenders import parse_fixed, short
-from autotune.cli.knob_options import checked_knobs
 from autotune.cli.main import run
+from autotune.cli.options import checked_knobs
 from autotune.cli.serve import _setting
 from autotune.cli.set_knobs import parse_settings
 from autotune.control.controllers.registry import CONTROLLERS

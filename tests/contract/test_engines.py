@@ -519,7 +519,7 @@ class _Says:
 @pytest.mark.parametrize(
     ("says", "why"),
     [
-        ({"step_records": False}, "tells of no steps"),
+        ({"step_records": False}, "reports no steps"),
         ({"knobs": {spec.name: "restart" for spec in KNOBS}}, "no knob that can be turned while it runs"),
     ],
 )

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from autotune.cost.facts import CostFacts, LearnerFacts, StepPoint
-from autotune.cost.model import WRITTEN_OUT, CostModel, fit_cost_model, untold_terms
+from autotune.cost.model import WRITTEN_OUT, CostModel, fit_cost_model, undetermined_terms
 from autotune.cost.shape import EXPERT_TOKENS, Shape
 from autotune.profile import dump_profile, load_profile, save_profile
 from autotune.profile.serving import serving_cost, serving_knowledge
@@ -304,10 +304,10 @@ def test_a_profile_with_a_row_that_this_version_lacks_is_refused_by_name() -> No
 
 def test_a_row_that_no_measured_step_tells_apart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calibration asks (tests/unit/test_calibration_steps.py), and a profile then says so."""
-    assert untold_terms(points()) == []
+    assert undetermined_terms(points()) == []
     monkeypatch.setitem(TERMS, PADDING.name, PADDING)
-    assert untold_terms(points()) == []
-    assert untold_terms([p for p in points() if p.decodes == points()[0].decodes]) != []
+    assert undetermined_terms(points()) == []
+    assert undetermined_terms([p for p in points() if p.decodes == points()[0].decodes]) != []
     never = Term("adapters", "adapters", lambda s: 0.0 * s.decodes, "adapter_s")
     monkeypatch.setitem(TERMS, never.name, never)
-    assert untold_terms(points()) == ["adapters"]
+    assert undetermined_terms(points()) == ["adapters"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.export import TARGETS, Export, Fit, Row, Target, export
-from autotune.export.models import PUBLISHED
+from autotune.export.exporting import PUBLISHED
 from autotune.export.target import FACT_ROWS, KNOB_ROWS, Ours, ours_of
 from autotune.profile import PURPOSES, Profile
 from runtime.errors import InputError

@@ -284,7 +284,6 @@ def test_knobs_only_gives_no_step_a_budget_of_its_own(machine: Machine, loads: d
         (["--case", "chats"], "choose from"),
         (["--duration", "0"], "0 s; it must be 1 to 3600"),
         (["--keep", "8,x"], "8,x; each round must have 1 to"),
-        (["--plot", "picture.pdf"], "picture.pdf must end in .html"),
     ],
 )
 def test_nonsense_is_said_before_anything_is_loaded(
@@ -294,3 +293,8 @@ def test_nonsense_is_said_before_anything_is_loaded(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plot", "picture.pdf"]) == 2
+    assert "picture.pdf must end in .html" in capsys.readouterr().err

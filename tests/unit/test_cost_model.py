@@ -286,7 +286,7 @@ def test_what_graphs_and_tiles_cost_is_told_from_the_rest(
     assert worst(fit_cost_model(points), hardware)[1] > 2 * tail
 
 
-def test_steps_far_beyond_the_measured_ones_are_doubted() -> None:
+def test_far_beyond_the_measured_steps_the_uncertainty_grows() -> None:
     points = [p for p in measured(FAMILIES["sum"]) if p.decodes <= 8 and p.prefill_tokens <= 512]
     model = fit_cost_model(points)
     near, far = features(8, 512, 0), features(256, 2048, 0)

@@ -49,7 +49,7 @@ def until(what: Callable[[], bool]) -> None:
 def test_an_engine_goes_on_beside_a_pipe_that_nobody_reads(
     pipe: Path, opened: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decision_log, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(decision_log, "_JOIN_TIMEOUT_S", 0.1)
     ends = []
     if opened:
         ends = [os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)]
@@ -74,7 +74,7 @@ def _serve(engine: SimulatedEngine, log: Path) -> None:
 
 def test_what_a_full_queue_cannot_take_is_counted_and_reported(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    log = DecisionLog(pipe, room=8)
+    log = DecisionLog(pipe, queue_size=8)
     with caplog.at_level(logging.WARNING):
         log.add(decision(0, "x" * 80_000))  # more than a pipe holds: the writer cannot write it to its end,
         until(log._queue.empty)  # and so takes no other

@@ -46,14 +46,14 @@ def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.Monke
 
 
 def test_where_the_start_meets_nearly_nothing_a_bad_model_does_not_hold_it() -> None:
-    """Doubt in the model keeps no knob where knobs alone hold: the outcome of requests decides."""
+    """An unreliable model holds no knob where knobs alone are turned: the outcome of requests decides."""
     adversary = ADVERSARIES["neighbour-cpu-slack"]
     made = PredictiveController(adversary.slo, adversary.start, kv_tokens=adversary.kv_tokens)
     made.model.error = 1.0  # type: ignore[misc]
     made.budgets_apply(True)
-    assert made._doubtful
+    assert made._unreliable
     made.budgets_apply(False)
-    assert not made._doubtful
+    assert not made._unreliable
 
 
 def test_the_disturbances_are_what_they_are_said_to_be() -> None:

@@ -50,9 +50,7 @@ def test_references_are_reported_as_they_were() -> None:
     drift = Drift([ReferenceStep(0.0, 2.0), ReferenceStep(1.0, 1.0), ReferenceStep(2.0, 3.0)])
     assert drift.unevenness == 3.0
     assert drift.at(0.0) == pytest.approx(1.0) and drift.at(-5.0) == pytest.approx(1.0)
-    assert drift.at(1.0) == pytest.approx(0.5) and drift.at(9.0) == pytest.approx(
-        1.5
-    )  # three are too few to doubt them
+    assert drift.at(1.0) == pytest.approx(0.5) and drift.at(9.0) == pytest.approx(1.5)  # three are too few to tell
     assert Drift([ReferenceStep(3.0, 0.25)]).at(7.0) == 1.0
 
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from autotune.cli.engine_options import engine_of
 from autotune.cli.main import run
+from autotune.cli.options import engine_of
 from autotune.cli.profile_study import Requested, started
 from autotune.cli.target import engine_lines, model_facts
 from autotune.engines.named import check_engine, load, named

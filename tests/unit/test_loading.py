@@ -145,15 +145,15 @@ def test_a_name_nobody_knows_when_the_hub_cannot_be_reached() -> None:
 def test_a_hub_that_does_not_answer_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    from runtime.torch_backend.hub import offline
+    from runtime.torch_backend.loading import hub_offline
 
     for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert offline()
+    assert hub_offline()
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    assert not offline()  # behind a proxy only the client can tell
+    assert not hub_offline()  # behind a proxy only the client can tell
 
 
 @pytest.mark.parametrize("name", ["", "  "])

@@ -143,7 +143,7 @@ def test_shipped_profiles_are_valid() -> None:
         assert isinstance(load_profile(path), Profile)
 
 
-def test_what_makes_a_profile_doubtful_elsewhere() -> None:
+def test_what_makes_a_profile_unreliable_elsewhere() -> None:
     assert machine().differences(machine(memory_gib=8.0)) == []
     assert machine().differences(machine(cpu="B", cores=8)) == ["B instead of A CPU", "8 cores instead of 2"]
 

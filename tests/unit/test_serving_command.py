@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.class_options import request_classes
 from autotune.cli.main import run
+from autotune.cli.options import request_classes
 from autotune.cli.serve import _setting
 from autotune.profile import save_profile
 from runtime.errors import InputError

@@ -142,7 +142,7 @@ def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_h
 
 
 def test_one_that_does_not_answer_is_given_up_on(socket_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(connection, "_TIMEOUT_S", 0.2)
     socket_home.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(socket_home / "mute.sock"))

@@ -84,8 +84,8 @@ class NamedVllm:
     @property
     def _pool_is_ours(self) -> bool:
         """On a CPU where nobody said how large it may be."""
-        told = _POOL_SPACE in os.environ or any(name in self.options for name in _POOL)
-        return self.model.device == "cpu" and not told
+        given = _POOL_SPACE in os.environ or any(name in self.options for name in _POOL)
+        return self.model.device == "cpu" and not given
 
     def default_kv_tokens(self) -> int | None:
         """On a CPU, unless it was told, not vLLM's own 92% of all memory, which others have some of: as our own engine, 30% of

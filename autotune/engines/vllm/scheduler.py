@@ -98,7 +98,7 @@ class SteeredScheduler:
         """Begin to steer. Nothing may have been added; :attr:`steering` stays None, with a line in the log, where that is not
         possible."""
         self.steering = None
-        self._untold: list[Aborted] = []  # left over when it was let go
+        self._unreported: list[Aborted] = []  # left over when it was let go
         if lacking := missing(self):
             log.warning("not steered: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
             return
@@ -121,7 +121,7 @@ class SteeredScheduler:
         if self.steering is None:
             return
         self.steering.let_go()
-        self._untold += self.steering.aborted()
+        self._unreported += self.steering.aborted()
         self.steering = None
         self.adaptive_long_prefill_threshold = self._stock_adaptive
         _queue_by(self, self._stock_policy)
@@ -159,10 +159,10 @@ class SteeredScheduler:
         outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         if self.steering is not None:
             self.steering.landed(outputs)
-            self._untold += self.steering.aborted()
-        if self._untold:
-            _tell(outputs, self._untold)
-            self._untold = []
+            self._unreported += self.steering.aborted()
+        if self._unreported:
+            _tell(outputs, self._unreported)
+            self._unreported = []
         return outputs
 
 

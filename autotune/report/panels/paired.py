@@ -88,7 +88,7 @@ def _elsewhere(left: list[tuple[Point, Point]]) -> str:
     if not offs:
         return ""
     most = "by up to " if len(offs) > 1 else "by "
-    return f", at the rate compared; {most}{error(max(offs))} at {_rates(left)} req/s, before the speed was settled"
+    return f", at the rate compared; {most}{error(max(offs))} at {_rates(left)} req/s, before the speed was fitted"
 
 
 def _rates(left: list[tuple[Point, Point]]) -> str:

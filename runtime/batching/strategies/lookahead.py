@@ -12,7 +12,8 @@ A call ends for all of its items at once, so an item may go only with those that
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -96,28 +97,20 @@ def _most(items: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
     Items are added from the latest deadline to the earliest; whenever the call is too long for the one just added, or too
     large, the dearest is put out again (of equals the latest due). The largest set seen is the answer.
     """
-    fixed, per_item, per_cost = bounds.price
-    seconds, cost = now + fixed, 0
-    heap: list[tuple[int, float, int]] = []  # dearest first
     best, best_at = 0, -1
     ordered = sorted(items, key=_deadline, reverse=True)
-    for at, item in enumerate(ordered):
-        heapq.heappush(heap, (-item.cost, -item.deadline, at))
-        seconds += per_item + per_cost * item.cost
-        cost += item.cost
-        while heap and (seconds > item.deadline or len(heap) > bounds.most or (cost > bounds.budget and len(heap) > 1)):
-            out = -heapq.heappop(heap)[0]
-            seconds -= per_item + per_cost * out
-            cost -= out
+    for at, heap in enumerate(_sets(ordered, now, bounds)):
         if len(heap) >= best:  # of equal sizes the one with the earlier deadlines: the others can wait
             best, best_at = len(heap), at
-    if best_at < 0:
-        return []
-    return _replay(ordered[: best_at + 1], now, bounds)
+    best_sets = deque(_sets(ordered[: best_at + 1], now, bounds), maxlen=1)  # again: copies would cost more
+    return [ordered[at] for heap in best_sets for at in sorted((entry[2] for entry in heap), reverse=True)]
 
 
-def _replay(ordered: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
-    """The set that :func:`_most` held after the last of ``ordered``."""
+def _sets(ordered: Iterable[Item], now: float, bounds: Bounds) -> Iterator[list[tuple[int, float, int]]]:
+    """What :func:`_most` holds after each of ``ordered``: one heap, the dearest first, that changes from one to the next.
+
+    Of each item (−cost, −deadline, its place in ``ordered``).
+    """
     fixed, per_item, per_cost = bounds.price
     seconds, cost = now + fixed, 0
     heap: list[tuple[int, float, int]] = []
@@ -129,7 +122,7 @@ def _replay(ordered: Sequence[Item], now: float, bounds: Bounds) -> list[Item]:
             out = -heapq.heappop(heap)[0]
             seconds -= per_item + per_cost * out
             cost -= out
-    return [ordered[at] for at in sorted((entry[2] for entry in heap), reverse=True)]
+        yield heap
 
 
 def _deadline(item: Item) -> float:

@@ -1,4 +1,4 @@
-"""What a report says of figures that are far off, missing or doubtful."""
+"""What a report says of figures that are far off, missing or unreliable."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
     made = paired.section(once)
     assert (
         made.title
-        == f"{plain.title}, at the rate compared; by a factor of 2.31 at 39.2 req/s, before the speed was settled"
+        == f"{plain.title}, at the rate compared; by a factor of 2.31 at 39.2 req/s, before the speed was fitted"
     )
     assert f"over the {len(evidence.pairs())} settings" in made.lead and "left 39.2 req/s once it knew" in made.lead
     assert [p.title for p in made.plots] == [p.title for p in plain.plots], (
@@ -115,7 +115,7 @@ def test_what_the_comparison_left_is_not_mixed_with_it(evidence: Evidence) -> No
     )
     assert len(made.plots[0].views[0].data[1]["x"]) == len(evidence.pairs()) + 1, "it is shown all the same"
     twice = paired.section(left(once, 32.4, 1.01)).title
-    assert twice.endswith("; by up to a factor of 2.31 at 32.4 and 39.2 req/s, before the speed was settled")
+    assert twice.endswith("; by up to a factor of 2.31 at 32.4 and 39.2 req/s, before the speed was fitted")
 
 
 def test_the_title_says_the_error_that_the_profile_has() -> None:
@@ -135,10 +135,10 @@ def test_a_rate_missed_below_the_one_that_was_met_is_said(evidence: Evidence) ->
     profile = evidence.profile.model_copy(
         update={"capacity": Capacity(knobs=found.knobs, rate=top, tried=tried), "slo_met": True}
     )
-    doubtful = replace(evidence, profile=profile)
-    title, missed = capacity.section(doubtful).title, number(low.offered_rate)
+    unreliable = replace(evidence, profile=profile)
+    title, missed = capacity.section(unreliable).title, number(low.offered_rate)
     assert "up to" not in title and missed in title and "not certain" in title
-    head = headline(doubtful)
+    head = headline(unreliable)
     assert head.tone == "unsure" and f"missed at {missed}" in head.status
 
 

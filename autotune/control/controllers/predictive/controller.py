@@ -57,7 +57,7 @@ from autotune.control.controllers.targets import SLOTargets
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.slo import SLO
-from runtime.step_model import DOUBT, StepFeatures, StepLearner
+from runtime.step_model import PRIOR_ERROR, StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
 _TURNED = ("max_batch_size", "max_wait_ms", "token_budget", "chunk_size")
@@ -243,7 +243,7 @@ class PredictiveController:
         if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
             room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), 2 * target)
             budget = max(budget, decodes + int(min(room, 1e9)), batch)
-        least = self.start.token_budget if self._doubtful else _FLOOR
+        least = self.start.token_budget if self._unreliable else _FLOOR
         budget = min(limits.token_budget, max(least, budget))
         chunk = min(
             limits.chunk_size, budget if self._budgeted else self._chunks.size(self._targets.firsts, target, budget)
@@ -261,16 +261,16 @@ class PredictiveController:
         return self._propose("infeasible" if self._targets.all_lost else regime, wanted, evidence, cause)
 
     @property
-    def _doubtful(self) -> bool:
+    def _unreliable(self) -> bool:
         """Whether predictions are too far off to cut a knob by."""
-        return self._budgeted and (self.model.error > DOUBT or self._trusted_model.unsteady > 1)
+        return self._budgeted and (self.model.error > PRIOR_ERROR or self._trusted_model.unsteady > 1)
 
     def _least(self, limits: KnobLimits, seen: int) -> int:
         """Sequences that the model is not trusted to go below: the starting ones where it is far off, or where it says that no
         batch meets the target, so that a smaller one gains nothing; else the most that met the target lately (``seen``: the most
         that any step held)."""
         start = min(self.start.max_batch_size, limits.max_batch_size)
-        if self._most < 1 or self._doubtful:
+        if self._most < 1 or self._unreliable:
             return start
         if self._most >= min(start, seen):
             return 1
@@ -319,7 +319,7 @@ class PredictiveController:
         target = _ms(self.target)
         if budget == limits.token_budget:
             return f"as many as the engine takes; step-time target {target}"
-        if self._doubtful and budget == self.start.token_budget:
+        if self._unreliable and budget == self.start.token_budget:
             return f"no fewer than at the start while predictions are off; step-time target {target}"
         if self._beyond:
             return f"above the step-time target of {target}, to carry the load"
@@ -339,8 +339,8 @@ class PredictiveController:
         if batch == known:
             return f"{batch} sequences: at most {at_once} have run at once"
         if batch > max(self._most, 1):
-            held = "while predictions are off" if self._doubtful else "as no batch meets the target"
-            return f"{batch} sequences, {held if self._doubtful or self._most < 1 else 'which met the target lately'}"
+            held = "while predictions are off" if self._unreliable else "as no batch meets the target"
+            return f"{batch} sequences, {held if self._unreliable or self._most < 1 else 'which met the target lately'}"
         return f"predicted {_ms(self._alone(batch))} for {batch} decodes alone"
 
     def _mix(self, decodes: int, prefill: int) -> StepFeatures:

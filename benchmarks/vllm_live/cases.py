@@ -1,4 +1,6 @@
-"""The loads: one conversation at three shares of capacity, and one in which long prompts join in mid-run.
+"""What is served and by whom: the loads, the contenders, and the grid of fixed settings in which the best is looked for.
+
+The loads are one conversation at three shares of capacity, and one in which long prompts join in mid-run.
 
 Lengths and SLO follow from the machine by the rules of :mod:`benchmarks.live.loads`. Capacity is what vLLM completes when it is
 kept full with 32 sequences and 512 tokens, simulated on step times that were calibrated on the spot.
@@ -6,18 +8,33 @@ kept full with 32 sequences and 512 tokens, simulated on step times that were ca
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Final
 
+from autotune.bench import fixed
 from autotune.cost.model import CostModel
 from autotune.profiling.setup import LOAD
 from benchmarks.live import loads
+from benchmarks.live.contenders import ours, ours_knobs_only
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
+from benchmarks.vllm.starting import DEFAULTS, LIMITS
+from runtime.knobs import Knobs
 
 SHARES: Final = {"light": 0.8, "full": 1.0, "over": 1.2}
 """Of capacity."""
 PROMPTS: Final = "prompts"
 NAMES: Final = (*SHARES, PROMPTS)
+
+STOCK: Final = fixed(DEFAULTS, "defaults")
+OURS: Final = replace(ours(LIMITS), knobs=DEFAULTS)
+KNOBS_ONLY: Final = replace(ours_knobs_only(LIMITS), knobs=DEFAULTS)
+
+GRID: Final = tuple(
+    Knobs(batch, 0, budget, budget)
+    for batch, budget in product((128, 64, 32, 16, 8), (32, 48, 64, 96, 128, 192, 256, 512, 2048))
+) + tuple(Knobs(batch, 0, budget, 64) for batch, budget in product((128, 32), (128, 256, 2048)))
 
 
 def cases(machine: Machine, cost: CostModel, duration: float) -> list[Case]:

@@ -1,13 +1,18 @@
-"""What the commands of these benchmarks have in common: their options, checked, and what they say while they run."""
+"""What the commands of the benchmarks have in common: their options, checked, what they say while they run, and exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from functools import wraps
+from typing import Final, ParamSpec
 
-from autotune.bench import Contender, Result
-from benchmarks.live.loads import Case
+from runtime.errors import InputError
+
+BAD_INPUT: Final = 2
+INTERRUPTED: Final = 130  # Ctrl-C (128 + SIGINT)
+P = ParamSpec("P")
 
 
 def command(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -15,6 +20,30 @@ def command(name: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def exit_code(interrupted: str = "interrupted") -> Callable[[Callable[P, int | None]], Callable[P, int]]:
+    """Decorates a benchmark's ``main``, which then returns the exit code of its process.
+
+    0, or what ``main`` itself returns; 2 after an :class:`InputError`, which is printed on stderr; 130 after Ctrl-C, which is
+    answered with the line ``interrupted``.
+    """
+
+    def decorate(main: Callable[P, int | None]) -> Callable[P, int]:
+        @wraps(main)
+        def run(*args: P.args, **options: P.kwargs) -> int:
+            try:
+                return main(*args, **options) or 0
+            except InputError as error:
+                say(f"error: {error}")
+                return BAD_INPUT
+            except KeyboardInterrupt:
+                say(interrupted)
+                return INTERRUPTED
+
+        return run
+
+    return decorate
 
 
 def seconds(least: float = 1, most: float = 3600) -> Callable[[str], float]:
@@ -54,17 +83,3 @@ def _number(text: str) -> float:
 def say(text: str) -> None:
     """Progress goes to standard error."""
     print(text, file=sys.stderr, flush=True)
-
-
-def say_turn(case: Case, result: Result, more: str = "") -> None:
-    """A turn is over."""
-    s = result.score
-    say(
-        f"  round {result.turn.round} {case.name:<12} {result.turn.contender.name:<26} {s.attainment:6.1%} of {s.offered:4} "
-        f"TTFT {s.ttft_ms.p50 or 0:5.0f}/{s.ttft_ms.p99 or 0:5.0f} TPOT {s.tpot_ms.p50 or 0:5.1f}/{s.tpot_ms.p99 or 0:6.1f} "
-        f"missed {s.violations}, steps {s.steps.mean_ms:.1f} ms{more}"
-    )
-
-
-def say_failed(case: Case, contender: Contender, cause: str) -> None:
-    say(f"  {case.name}: the turn of {contender.name} is left out: {cause}")
