@@ -14,13 +14,14 @@ from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.memory import is_out_of_memory
 from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=8, token_budget=64, chunk_size=32)
-FAST = pytest.mark.parametrize("fast", [True, False], ids=["fast", "generic"])
+EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
 
 
 def _clean(lengths: list[int]) -> list[list[int]]:
@@ -38,8 +39,8 @@ def _before(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> None:
     loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-@FAST
-def test_a_request_that_makes_the_model_raise_fails_alone(fast: bool) -> None:
+@EACH
+def test_a_request_that_makes_the_model_raise_fails_alone(backend: Backend) -> None:
     loaded = tiny()
     requests = list(zip(_clean([5, 20, 9, 30, 12]), [8, 8, 8, 8, 8], strict=True))
     expected = _expected(loaded, requests)
@@ -50,15 +51,15 @@ def test_a_request_that_makes_the_model_raise_fails_alone(fast: bool) -> None:
             raise ValueError("a bad token")
 
     _before(loaded, check)
-    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast), requests, KNOBS)
+    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert set(failures) == {"2"}
     assert isinstance(failures["2"], ValueError)
     assert outputs[2] == []
     assert [o for i, o in enumerate(outputs) if i != 2] == [e for i, e in enumerate(expected) if i != 2]
 
 
-@FAST
-def test_a_request_that_raises_while_it_decodes_fails_alone(fast: bool) -> None:
+@EACH
+def test_a_request_that_raises_while_it_decodes_fails_alone(backend: Backend) -> None:
     loaded = tiny()
     requests = list(zip(_clean([5, 20, 9]), [20, 20, 20], strict=True))
     expected = _expected(loaded, requests)
@@ -71,14 +72,14 @@ def test_a_request_that_raises_while_it_decodes_fails_alone(fast: bool) -> None:
             raise ValueError("a bad token")
 
     _before(loaded, check)
-    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast), requests, KNOBS)
+    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert "1" in failures
     for i, (output, right) in enumerate(zip(outputs, expected, strict=True)):
         assert output == (right[: len(output)] if str(i) in failures else right)
 
 
-@FAST
-def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_blocks(fast: bool) -> None:
+@EACH
+def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_blocks(backend: Backend) -> None:
     loaded = tiny()
     lengths, counts = [21, 17, 9, 30, 12, 26, 8, 19], [8, 12, 6, 8, 9, 15, 4, 11]
     requests = list(zip(_clean(lengths), counts, strict=True))
@@ -89,7 +90,7 @@ def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_b
     requests[0][0][7] = BAD
     requests[3][0][29] = BAD
     # 14 blocks: those of the failed requests are soon taken by others, who do not fill them at once
-    executor = TorchExecutor(loaded, kv_blocks=14, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=14, block_size=8, backend=backend)
     outputs, failures, _ = run(executor, requests, KNOBS)
     assert set(failures) == {"0", "3"}
     assert all(isinstance(f, StepFailedError) and "NaN" in str(f) for f in failures.values())
@@ -98,12 +99,12 @@ def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_b
     ]
 
 
-@FAST
-def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_shared(fast: bool) -> None:
+@EACH
+def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_shared(backend: Backend) -> None:
     loaded = tiny()
     [prompt] = _clean([60])
     [expected] = _expected(loaded, [(prompt, 6)])
-    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     knobs = Knobs(max_batch_size=4, token_budget=24, chunk_size=24)
     core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=knobs, output=OutputProcessor())
     params = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -135,8 +136,8 @@ def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_sh
     ],
     ids=["cuda", "cpu"],
 )
-@FAST
-def test_a_step_that_does_not_fit_runs_in_parts(fast: bool, error: Exception) -> None:
+@EACH
+def test_a_step_that_does_not_fit_runs_in_parts(backend: Backend, error: Exception) -> None:
     loaded = tiny()
     requests = list(zip(_clean([40, 20, 9, 30, 12]), [8, 12, 8, 8, 10], strict=True))
     expected = _expected(loaded, requests)
@@ -146,7 +147,7 @@ def test_a_step_that_does_not_fit_runs_in_parts(fast: bool, error: Exception) ->
             raise error
 
     _before(loaded, check)
-    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
     sequences = [
         core.add(Request(str(i), tuple(p), SamplingParams(max_tokens=n, ignore_eos=True), n, 0.0))
