@@ -274,7 +274,7 @@ def _same(candidate: FusedLayer, operations: Operations) -> bool:
             )
         finally:
             candidate.last = last
-        return added.float() + total.float()
+        return (added + total).float()  # rounded as the original rounds it
 
     before = config._attn_implementation
     config._attn_implementation_internal = _PROBE

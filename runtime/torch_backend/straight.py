@@ -54,6 +54,10 @@ class StraightModel:
         logits: Tensor = self._head(normed(self._norm, x, residual, step.operations)[0])
         return logits
 
+    def tables(self, ids: Tensor, positions: Tensor) -> Any:
+        """What the layers get as position embeddings: as a rule cosines and sines ``[1, tokens, dim]``."""
+        return self._rotary(self._embed(ids), positions)
+
     def plainly(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits ``[1, tokens, vocab]`` of ``ids`` and ``positions [1, tokens]``, each part called as it is, outside any step."""
         x = self._embed(ids)
@@ -89,7 +93,7 @@ def straight(model: nn.Module) -> StraightModel | None:
         with torch.inference_mode():
             expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
             found = chain.plainly(ids, positions)
-            tables = base.rotary_emb(base.embed_tokens(ids), positions)
+            tables: Any = chain.tables(ids, positions)
     except Exception as error:  # whatever a model raises that only looks like a chain
         log.debug("%s is not run as a chain: %s", type(model).__name__, error)
         return None

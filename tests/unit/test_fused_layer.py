@@ -11,8 +11,10 @@ from torch import nn
 from runtime.knobs import Knobs
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.fused_layer import FusedLayer, fuse_layers, prunes
+from runtime.torch_backend.loading import load_model
 from runtime.torch_backend.norm import fuse_norms
 from runtime.torch_backend.operations import Operations
+from runtime.torch_backend.straight import straight
 from tests.unit.executor_harness import prompts, reference, run, tiny
 
 KNOBS = Knobs(max_batch_size=4, token_budget=32, chunk_size=16)
@@ -55,6 +57,15 @@ def test_bfloat16_layers_differ_by_rounding_only() -> None:
         expected = plain.model(input_ids=ids, use_cache=False).logits.float()
         found = changed.model(input_ids=ids, use_cache=False).logits.float()
     assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_that_add_little_to_their_input_are_fused(dtype: torch.dtype) -> None:
+    """As those of a preset do: there the rounding of a sum is large beside what is added."""
+    model = load_model("nano", dtype=dtype, device="cpu").model
+    fuse_norms(model)
+    assert fuse_layers(model, Operations()) == 4
+    assert straight(model) is not None
 
 
 def test_weights_are_held_once() -> None:
