@@ -17,6 +17,7 @@ from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.memory import is_out_of_memory
+from runtime.torch_backend.transfer import Readback
 from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
@@ -178,6 +179,45 @@ def test_a_request_that_does_not_fit_in_any_part_fails_with_the_cause() -> None:
     assert set(failures) == {"0"}
     assert is_out_of_memory(failures["0"])
     assert outputs == [[], expected[1]]
+
+
+@EACH
+def test_an_error_that_shows_when_results_are_read_is_narrowed_down_too(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As errors of a GPU do, whose work runs behind the host's back."""
+    loaded = tiny()
+    requests = list(zip(_clean([5, 20, 9]), [8, 8, 8], strict=True))
+    expected = _expected(loaded, requests)
+    wait, calls = Readback.wait, []
+
+    def late(self: Readback) -> list[torch.Tensor]:
+        calls.append(self)
+        if len(calls) in (1, 4, 9):
+            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+        return wait(self)
+
+    monkeypatch.setattr(Readback, "wait", late)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
+    outputs, failures, _ = run(executor, requests, KNOBS)
+    assert len(calls) > 12
+    assert not failures
+    assert outputs == expected
+
+
+def test_launch_and_collect_take_turns() -> None:
+    executor = TorchExecutor(tiny(), kv_blocks=32, block_size=8)
+    core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
+    core.add(Request("r", (3, 4, 5), SamplingParams(max_tokens=4), 4, 0.0))
+    plan = core.scheduler.schedule(1.0, KNOBS)
+    with pytest.raises(RuntimeError, match="no step was launched"):
+        executor.collect()
+    executor.launch(plan)
+    with pytest.raises(RuntimeError, match="before the last one was collected"):
+        executor.launch(plan)
+    assert [token.sequence.request.id for token in executor.collect().tokens] == ["r"]
+    with pytest.raises(RuntimeError, match="no step was launched"):
+        executor.collect()
 
 
 def test_release_forgets_what_a_sequence_carried() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from runtime.knobs import Knobs
+from runtime.torch_backend import fused_layer
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.fused_layer import FusedLayer, fuse_layers, prunes
 from runtime.torch_backend.loading import load_model
@@ -91,6 +92,24 @@ def test_a_layer_that_someone_listens_to_or_shares_weights_is_left_alone() -> No
     layers[0].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
     assert fuse_layers(shared.model, Operations()) == 0
     assert not any(isinstance(m, FusedLayer) for m in shared.model.modules())
+
+
+def test_layers_that_memory_has_no_room_for_keep_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("llama", num_hidden_layers=3)
+    work = [(p, 6) for p in prompts([3, 20, 9], seed=4)]
+    expected = [reference(loaded, p, n) for p, n in work]
+    merged, made = fused_layer._merged, []
+
+    def runs_out(*linears: nn.Linear) -> nn.Linear:
+        made.append(linears)
+        if len(made) == 4:  # the second product of the second layer
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96 MiB")
+        return merged(*linears)
+
+    monkeypatch.setattr(fused_layer, "_merged", runs_out)
+    executor = TorchExecutor(loaded, kv_blocks=60, block_size=8)
+    assert [isinstance(layer, FusedLayer) for layer in loaded.model.model.layers] == [True, False, False]
+    assert run(executor, work, KNOBS)[0] == expected
 
 
 def test_a_probe_leaves_no_trace_in_a_layer_that_differs() -> None:
