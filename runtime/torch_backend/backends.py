@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from runtime.errors import MissingTritonError
 from runtime.torch_backend.attention import AttentionBackend
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.backend import CPUAttention
@@ -15,6 +17,8 @@ from runtime.torch_backend.cpu.linear import pack_linears
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.padded import PaddedAttention
+
+log = logging.getLogger(__name__)
 
 _MIN_CACHE_BYTES = 64 << 20
 
@@ -42,5 +46,14 @@ CPU = Backend(Operations(), _contiguous, pack_linears)
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The fastest that ``device`` has."""
-    return CPU if device.type == "cpu" else PLAIN
+    """The fastest that ``device`` has: on CUDA our kernels, or PyTorch's own operations where there is no Triton."""
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        return PLAIN
+    try:
+        from runtime.torch_backend.cuda.backend import CUDA
+    except MissingTritonError as error:
+        log.warning("%s; until then PyTorch's own operations run, at several times the cost", error)
+        return PLAIN
+    return CUDA

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from runtime.errors import MissingTritonError
 from runtime.llm.plan import Chunk, DecodeSet, StepPlan
 from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
@@ -28,6 +29,14 @@ BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {
     "cpu": lambda pool: CPUAttention(pool, CPU, 2 * 2 * KV_HEADS * DIM * 4, 1 << 20),
     "cpu without room": lambda pool: CPUAttention(pool, CPU, 2 * 2 * KV_HEADS * DIM * 4, 0),
 }
+try:
+    from runtime.torch_backend.cuda.backend import PagedAttention
+    from runtime.torch_backend.cuda.language import INTERPRETED
+except MissingTritonError:
+    pass
+else:
+    if INTERPRETED.value:  # tensors are on the CPU here
+        BACKENDS["cuda"] = lambda pool: PagedAttention(pool, CPU, splits=2)
 TERMS = {
     "plain": Terms(0.3, None, None, None),
     "window": Terms(0.3, 7, None, None),
@@ -108,12 +117,7 @@ class Driver:
         return PackedBatch(DecodeRows.alone(BLOCK, self.pool.pad_block, decoding, 0), chunks)
 
 
-@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
-def make(request: pytest.FixtureRequest) -> Callable[[KVPool], AttentionBackend]:
-    found: Callable[[KVPool], AttentionBackend] = request.param
-    return found
-
-
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
 def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], terms: Terms) -> None:
     driver = Driver(make, terms, 1)
@@ -125,6 +129,13 @@ def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], te
     driver.run(driver.alone([d, a, c, b], []))
 
 
+INTERPRETED_KERNELS = (pytest.mark.slow, pytest.mark.beside)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(b, id=name, marks=INTERPRETED_KERNELS if name == "cuda" else ()) for name, b in BACKENDS.items()],
+)
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
 def test_rows_that_are_followed_from_step_to_step(
     make: Callable[[KVPool], AttentionBackend], terms: Terms, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ def operations(engine: TorchExecutor, plan: StepPlan, count: Counted | None = No
     with count:
         engine.launch(plan)
     engine.collect()
-    return count.names
+    return list(count.names)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 def test_a_layer_is_nine_kernels(model_type: str, plan: Callable[[], StepPlan], kernels: Counted) -> None:
     """Where a device computes each fused function in one: at most 16 is what a GPU's decode step can afford."""
 
-    few, more = (list(operations(executor_of(model_type, layers), plan(), kernels)) for layers in (2, 4))
+    few, more = (operations(executor_of(model_type, layers), plan(), kernels) for layers in (2, 4))
     assert (len(more) - len(few)) / 2 == 9
     for name in ("add_norm", "rope_write", "run", "silu_mul"):
         assert name in few
