@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.contract import KVLayer
@@ -160,12 +159,9 @@ def terms_of(
     return Terms(dim**-0.5 if scaling is None else scaling, window, softcap, s_aux)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The hook masks by itself: a packed batch has no rectangular mask."""
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+# and no mask function: transformers makes no mask then, which a packed batch does not have, and doesn't look at the positions,
+# for which a GPU would have to be waited for
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 

@@ -125,10 +125,11 @@ def test_a_layer_takes_fewer_plain_operations_than_its_own_code(
 
 @pytest.mark.parametrize("params", [{}, {"logprobs": 2}, SAMPLED], ids=["greedy", "logprobs", "sampled"])
 @pytest.mark.parametrize("plan", [decode_step, mixed_step])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_launch_waits_for_nothing_and_collect_copies_once(
     model_type: str, plan: Callable[..., StepPlan], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With layers of ours, and with model code around the attention hook."""
     engine = executor_of(model_type, 2)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # which takes a driver
     put_elsewhere(engine)
