@@ -82,7 +82,7 @@ def _attend_keys(
     return acc, total, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # a wider table must not compile anything
 def _attend(
     query, keys, values, table, items, starts, lengths, sinks, key_scale, value_scale, out, partial, partial_lse,
     before_scale, after_scale, table_stride,

@@ -112,11 +112,14 @@ class AttentionPlan:
         self.sizes = sizes
         self.device = torch.device(device)
         counts = (sizes.items * ITEM, sizes.splits * MERGE, sizes.sequences + 1, sizes.sequences)
-        self._host = torch.zeros(sum(counts), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._buffer = torch.zeros(sum(counts), dtype=torch.int32, device=self.device)
-        items, merges, self.starts, self.lengths = self._buffer.split(counts)
+        room = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
+        self._host = torch.zeros(sum(room), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._buffer = torch.zeros(sum(room), dtype=torch.int32, device=self.device)
+        items, merges, self.starts, self.lengths = (
+            part[:count] for part, count in zip(self._buffer.split(room), counts, strict=True)
+        )
         self.items, self.merges = items.view(-1, ITEM), merges.view(-1, MERGE)
-        self._arrays = [part.numpy() for part in self._host.split(counts)]
+        self._arrays = [part[:count].numpy() for part, count in zip(self._host.split(room), counts, strict=True)]
         self._arrays[0].reshape(-1, ITEM)[:, 0] = -1
         self._arrays[1].reshape(-1, MERGE)[:, 0] = -1
         self._buffer.copy_(self._host)

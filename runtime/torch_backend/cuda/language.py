@@ -60,7 +60,7 @@ def dot(a, b, acc):
 @triton.jit
 def tanh(x):
     """Without an exponential of a positive number, which could overflow."""
-    e = tl.exp2(-2.0 * LOG2_E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     magnitude = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -magnitude, magnitude)
 
@@ -68,5 +68,5 @@ def tanh(x):
 @triton.jit
 def sigmoid(x):
     """Without an exponential of a positive number, which could overflow."""
-    e = tl.exp2(-LOG2_E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * -LOG2_E)
     return tl.where(x < 0, e, 1.0) / (1.0 + e)

@@ -116,7 +116,7 @@ def _sample(
         return
     if tl.sum(sound.to(tl.int32), 0) == 0:
         return
-    sharpness = LOG2_E / tl.maximum(temperature, COLDEST)
+    sharpness = 1.0 / tl.maximum(temperature, COLDEST) * LOG2_E
     top_k = tl.load(top_ks + program)
     top_p = tl.load(top_ps + program)
     min_p = tl.load(min_ps + program)
