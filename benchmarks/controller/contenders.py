@@ -23,11 +23,12 @@ from autotune.control.loop import Control
 from autotune.engines import Engine
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.constants import Constants, constants_of
-from benchmarks.controller.rivals import HybridOrder, Niyama, PPas
+from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Driver
 from benchmarks.controller.scenarios import COLD
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.ordering import Hybrid
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 
@@ -132,7 +133,7 @@ def driver_of(algorithm: Algorithm, layer: Layer, constants: Constants) -> Drive
     order = {name: value for name, value in constants.items() if name == "alpha"}
     policy = replace(policy, order=None)  # the engine's own, which is this one
     return Driver(
-        attach=partial(attach, algorithm, constants, layer, policy), ordering=lambda slos: HybridOrder(slos, **order)
+        attach=partial(attach, algorithm, constants, layer, policy), ordering=lambda slos: Hybrid(slos, **order)
     )
 
 

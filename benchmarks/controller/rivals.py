@@ -7,13 +7,10 @@ alone: what they have is a budget for each step, and, of Niyama, an order and wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from autotune.control.controllers.static import StaticController
 from runtime.knobs import Knobs
-from runtime.ordering import Deadline, Queued
 from runtime.records import StepRecord
-from runtime.slo import SLO
 from runtime.step_model import StepFeatures, StepLearner
 from runtime.tunable import SchedulerView
 
@@ -46,9 +43,10 @@ class PPas(StaticController):
 class Niyama(StaticController):
     """Dynamic chunks: a step holds as many tokens as the decode that is due first leaves time for, by a model of step times.
 
-    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the decodes,
-    and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is :class:`HybridOrder`; what
-    cannot come in time any more it serves after the others (eager relegation), which the engine's own policy does.
+    The largest total from 128 to ``most`` tokens of which ``margin`` × the predicted time fits the least slack of the
+    decodes, and no more than 512 where a 32nd of the free pool holds fewer than 1,000 tokens. Its order is
+    :class:`runtime.ordering.Hybrid`; what cannot come in time any more it serves after the others (eager relegation), which
+    the engine's own policy does.
 
     Source: Goel et al., "Niyama: Breaking the Silos of LLM Inference Serving" (arXiv 2503.22562), later QoServe, and its
     implementation in sarathi-serve (``margin`` 1.2, ``most`` 2,552 tokens). There the model was fitted beforehand to the GPU;
@@ -84,21 +82,3 @@ class Niyama(StaticController):
             room = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
             total = min(view.decoding + room, total)
         return min(top, max(int(total), _LEAST_TOKENS, view.decoding))
-
-
-class HybridOrder(Deadline):
-    """The deadline, and ``alpha`` seconds later for each token of the prompt: earliest deadline first at 0, nearly shortest
-    prompt first where the queue is shorter than that.
-
-    Source: Niyama's hybrid prioritization, whose implementation has 0.008 s a token. It counts the tokens that remain; here it
-    is asked once, when a prompt is queued and all of it remains.
-    """
-
-    def __init__(self, slos: Mapping[str, SLO] | None = None, *, alpha: float = 0.008) -> None:
-        super().__init__(slos)
-        if not 0 <= alpha < math.inf:
-            raise ValueError(f"alpha is {alpha!r}; it must be a number of seconds of at least 0")
-        self._alpha = alpha
-
-    def key(self, queued: Queued) -> float:
-        return super().key(queued) + self._alpha * queued.size

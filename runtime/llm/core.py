@@ -258,6 +258,7 @@ class EngineCore:
             self._learn_memory(plan, result)
         if scheduler.admission is not None:
             scheduler.admission.observe(record)
+        scheduler.waiting.stepped(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
 
     def _expire(self, now: float, finished: list[Finished]) -> float:

@@ -121,7 +121,9 @@ class Scheduler:
         self.holdings.release(sequence, trusted=reason is not FinishReason.ERROR)
         self.slack.left(sequence)
         sequence.cause = cause
-        return sequence.record(reason, now, self._epoch)
+        record = sequence.record(reason, now, self._epoch)
+        self.waiting.ended(record)
+        return record
 
     def followed(self, slack: SlackTracker) -> SlackTracker:
         """``slack``, which follows from now on what runs and waits; what comes and goes is told to :attr:`slack` alone."""

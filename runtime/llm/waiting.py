@@ -12,7 +12,8 @@ from typing import Final
 from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.prefill_rate import Work
-from runtime.ordering import Ordering
+from runtime.ordering import Ordering, learning
+from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class WaitingQueue:
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
+        self._learning = learning(ordering)
         self._heap: list[tuple[bool, float, int, Sequence]] = []
         self._arrived: deque[Sequence] = deque()  # never run, by arrival
         self._pushed = 0
@@ -155,6 +157,7 @@ class WaitingQueue:
         failed: list[tuple[Sequence, Exception]] = []
         waiting = [entry for entry in sorted(self._heap) if _stands(entry)]
         former, self._ordering, self._heap, self._buckets = self._ordering, ordering, [], None
+        self._learning = learning(ordering)
         self.relegated_tokens = 0
         for new, _, pushed, sequence in waiting:
             sequence.key, sequence.relegated = given(sequence), None
@@ -166,6 +169,26 @@ class WaitingQueue:
             self._heap.append((new, sequence.key, pushed, sequence))
         heapq.heapify(self._heap)
         return failed
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step is over: tell the ordering, if it learns."""
+        if self._learning is not None:
+            try:
+                self._learning.on_step(record)
+            except Exception:
+                self._hear_no_more()
+
+    def ended(self, record: RequestRecord) -> None:
+        """The same of a request."""
+        if self._learning is not None:
+            try:
+                self._learning.on_request(record)
+            except Exception:
+                self._hear_no_more()
+
+    def _hear_no_more(self) -> None:
+        log.warning("the ordering raised at a record and will hear no more", exc_info=True)
+        self._learning = None
 
     def held_until(self, knobs: Knobs, left: int, slots: int) -> float:
         """Until when the wait window holds new prompts back; -inf when it does not, as while relegated ones have waited longer.

@@ -1,27 +1,36 @@
 """Who goes next: one file a policy, for requests of the engine and items of the batcher alike.
 
 An ordering gives each a key when it is queued; the smallest goes first. Keys do not change while something waits, so that a
-queue is a heap. Every ordering bounds how long it can pass somebody over: each key grows with the time of arrival (or, for
-fair share, with the work queued before), so that whoever waits is overtaken only so long.
+queue is a heap: what grows with waiting grows alike for all, and what is learned goes into later keys. Every ordering
+bounds how long it can pass somebody over: each key grows with the time of arrival (or, for fair share, with the work queued
+before), so that whoever waits is overtaken only so long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from runtime.ordering.ageing import AGEING_STEP_S, Ageing
 from runtime.ordering.deadline import NO_DEADLINE_S, Deadline
 from runtime.ordering.fair_share import FairShare
 from runtime.ordering.fcfs import Fcfs
+from runtime.ordering.hybrid import ALPHA_S, Hybrid
+from runtime.ordering.least_slack import LeastSlack
 from runtime.ordering.priority import PRIORITY_STEP_S, Priority
-from runtime.ordering.protocol import Ordering, Queued
+from runtime.ordering.protocol import Learning, Ordering, Queued
 from runtime.ordering.shortest import SHORTEST_STEP_S, ShortestFirst
+from runtime.ordering.shortest_expected import ShortestExpected
 from runtime.slo import SLO
 
 ORDERINGS: dict[str, type[Ordering]] = {
     "priority": Priority,
     "fcfs": Fcfs,
     "shortest": ShortestFirst,
+    "shortest_expected": ShortestExpected,
+    "ageing": Ageing,
     "deadline": Deadline,
+    "least_slack": LeastSlack,
+    "hybrid": Hybrid,
     "fair": FairShare,
 }
 
@@ -32,7 +41,8 @@ def ordering_of(value: str | Ordering, slos: Mapping[str, SLO] | None = None) ->
     Raises ``ValueError`` for anything else.
     """
     if isinstance(value, str) and value in ORDERINGS:
-        return Deadline(slos) if value == "deadline" else ORDERINGS[value]()
+        made = ORDERINGS[value]
+        return made(slos) if issubclass(made, Deadline) else made()
     if isinstance(value, str | type) or not is_ordering(value):
         raise ValueError(f"ordering is {value!r}; it must be one of {', '.join(ORDERINGS)}, or an Ordering")
     return value
@@ -40,21 +50,38 @@ def ordering_of(value: str | Ordering, slos: Mapping[str, SLO] | None = None) ->
 
 def is_ordering(value: object) -> bool:
     """Whether ``value`` has the methods of one."""
-    return callable(getattr(value, "key", None)) and callable(getattr(value, "took", None))
+    return _has(value, "key", "took")
+
+
+def learning(value: Ordering) -> Learning | None:
+    """``value``, if it has the methods of one that learns."""
+    return value if _has(value, "on_step", "on_request") else None  # type: ignore[return-value]  # just looked at
+
+
+def _has(value: object, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
 
 
 __all__ = [
+    "AGEING_STEP_S",
+    "ALPHA_S",
     "NO_DEADLINE_S",
     "ORDERINGS",
     "PRIORITY_STEP_S",
     "SHORTEST_STEP_S",
+    "Ageing",
     "Deadline",
     "FairShare",
     "Fcfs",
+    "Hybrid",
+    "Learning",
+    "LeastSlack",
     "Ordering",
     "Priority",
     "Queued",
+    "ShortestExpected",
     "ShortestFirst",
     "is_ordering",
+    "learning",
     "ordering_of",
 ]

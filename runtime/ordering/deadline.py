@@ -20,9 +20,15 @@ class Deadline(Fcfs):
     def __init__(self, slos: Mapping[str, SLO] | None = None) -> None:
         self._slos = {} if slos is None else slos  # the scheduler's own, which may change
 
+    def slo_of(self, queued: Queued) -> SLO | None:
+        """That of its class, or of ``default``; None for what has a deadline of its own."""
+        if queued.deadline is not None:
+            return None
+        return self._slos.get(queued.request_class) or self._slos.get("default")
+
     def key(self, queued: Queued) -> float:
         due = queued.deadline
         if due is None:
-            slo = self._slos.get(queued.request_class) or self._slos.get("default")
+            slo = self.slo_of(queued)
             due = inf if slo is None else queued.arrival + first_target(slo)
         return due if due < inf else queued.arrival + NO_DEADLINE_S

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from runtime.records import RequestRecord, StepRecord
+
 
 class Queued(Protocol):
     """A request of the engine, or an item of the batcher.
@@ -36,4 +38,19 @@ class Ordering(Protocol):
 
     def took(self, queued: Queued, key: float) -> None:
         """``queued``, which was given ``key``, has left the queue to run."""
+        ...
+
+
+class Learning(Ordering, Protocol):
+    """An ordering that learns from what an LLM engine did. What it learns goes into the keys of those that come afterwards.
+
+    It is told in the engine's thread, of each request before the step that ended it. The batcher tells of nothing.
+    """
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is over. In a simulation one record may stand for many steps without prompts."""
+        ...
+
+    def on_request(self, record: RequestRecord) -> None:
+        """A request has ended, however it did."""
         ...

@@ -28,7 +28,7 @@ from autotune.workload import Arrival
 from runtime.clock import VirtualClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
-from runtime.ordering import ordering_of
+from runtime.ordering import ORDERINGS, ordering_of
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import Request, SamplingParams
 from runtime.slo import SLO, RequestClass
@@ -391,7 +391,7 @@ def loads(count: int, seed: int) -> list[Load]:
             budget=draw.choice(["", "", "by view"]),
             admission=draw.random() < 0.35,
             turns=tuple((draw.uniform(0, 8), knobs()) for _ in range(draw.choice([0, 0, 3]))),
-            ordering=draw.choice(["priority", "priority", "fcfs", "deadline", "shortest", "fair"]),
+            ordering=draw.choice(["priority", *ORDERINGS]),
             mixed=draw.random() < 0.5,
             cancels=draw.random() < 0.3,
             prefix_cache=draw.random() < 0.3,

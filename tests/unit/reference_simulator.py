@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, log2
 
 from runtime.knobs import Knobs
 from runtime.step_model import StepFeatures
@@ -104,6 +104,8 @@ class Reference:
         self.ended: dict[str, Event] = {}
         self.steps: list[tuple[float, float]] = []
         self.virtual = 0.0
+        self.answers: list[tuple[int, int]] = []  # (prompt, output) of those that ran to their end
+        self.prompt_s = self.prompt_tokens = 0.0  # of the steps with prompts so far, old ones for less
         self.tenant_ends: dict[str, float] = {}
         self.count = 0
 
@@ -159,16 +161,28 @@ class Reference:
         live = Live(asked, self.count, asked.tokens)
         prompt = len(live.known)
         start = max(self.virtual, self.tenant_ends.get(asked.tenant, 0.0))
+        due = asked.arrival + self.first_s if asked.deadline is None else asked.deadline
+        prompt_s = prompt * (self.prompt_s / self.prompt_tokens) if self.prompt_tokens else 0.0
         live.key = {
             "fcfs": asked.arrival,
             "priority": asked.arrival - 10.0 * asked.priority,
             "shortest": asked.arrival + 0.01 * prompt,
-            "deadline": asked.arrival + self.first_s if asked.deadline is None else asked.deadline,
+            "shortest_expected": asked.arrival + 0.01 * (prompt + self.expected(prompt)),
+            "ageing": asked.arrival + 2.0 * (log2(prompt) - max(-8, min(8, asked.priority))),
+            "deadline": due,
+            "least_slack": due - prompt_s,
+            "hybrid": due + 0.008 * prompt,
             "fair": start,
         }[self.ordering]
         if self.ordering == "fair":
             self.tenant_ends[asked.tenant] = start + prompt + asked.output
         self.queue(live)
+
+    def expected(self, prompt: int) -> float:
+        """Output tokens: the mean of the latest answers to prompts with as many binary digits, or of the latest altogether."""
+        alike = [output for length, output in self.answers if length.bit_length() == prompt.bit_length()]
+        latest = (alike if len(alike) >= 16 else [output for _, output in self.answers])[-256:]
+        return sum(latest) / len(latest) if latest else 0.0
 
     def queue(self, live: Live) -> None:
         self.count += 1
@@ -181,6 +195,8 @@ class Reference:
         for group in (self.decoding, self.prompting, self.waiting):
             if live in group:
                 group.remove(live)
+        if reason == "length":
+            self.answers.append((len(live.asked.tokens), len(live.times)))
         self.ended[live.asked.id] = Event(
             reason, self.now, live.scheduled, live.times, live.cached or 0, live.preemptions
         )
@@ -293,6 +309,9 @@ class Reference:
             )
         )
         self.steps.append((start, self.now))
+        if chunks:
+            self.prompt_s = 0.98 * self.prompt_s + (self.now - start)
+            self.prompt_tokens = 0.98 * self.prompt_tokens + sum(count for _, count in chunks)
         for live, count in [*((live, 1) for live in decoding), *chunks]:
             live.computed += count
         for live, _ in chunks:

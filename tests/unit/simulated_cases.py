@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from runtime.knobs import KnobLimits, Knobs
+from runtime.ordering import ORDERINGS
 from runtime.records import RequestRecord, StepRecord
 from runtime.step_model import StepFeatures
 from tests.unit.reference_simulator import Asked
@@ -108,7 +109,7 @@ def case(number: int) -> Case:
         [(tick, knobs(dice)) for tick in ticks],
         -(-tokens // size),
         size,
-        dice.choice(["fcfs", "priority", "shortest", "deadline", "fair"]),
+        dice.choice(sorted(ORDERINGS)),
         dice.random() < 0.7,
         (lambda decoding: decoding + step) if dice.random() < 0.2 else None,
         shared,

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -17,12 +17,13 @@ from autotune.control.controllers.gradient import GradientController
 from benchmarks.controller import constants, contenders, tune
 from benchmarks.controller.constants import RANGES, constants_of
 from benchmarks.controller.contenders import CONTENDERS, POLICIES, RIVALS, driver_of
-from benchmarks.controller.rivals import HybridOrder, Niyama, PPas
+from benchmarks.controller.rivals import Niyama, PPas
 from benchmarks.controller.run import FCFS, Bench, Outcome, run
 from benchmarks.controller.scenarios import COLD
 from benchmarks.controller.tune import Round, Search, Trial, candidates_of
 from runtime.knobs import KnobLimits
 from runtime.records import LimitedBy, StepRecord
+from runtime.request import Request, SamplingParams
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.unit.test_controller_benchmark import RATES, SHORT
@@ -95,28 +96,12 @@ class TestNiyama:
         with pytest.raises(ValueError, match=f"{name} is {value}"):
             Niyama(COLD, **wrong)
 
-    def test_its_order_is_the_deadline_and_so_much_for_each_prompt_token(self) -> None:
-        class Prompt(NamedTuple):
-            arrival: float
-            size: int
-            request_class: str = "default"
-            priority: int = 0
-            tenant: str = ""
-            deadline: float | None = None
-            work: int = 0
-
-        slos = {"default": SLO(ttft_ms=500), "long": SLO(ttft_ms=10_000)}
-        order = HybridOrder(slos, alpha=0.001)
-        assert order.key(Prompt(3.0, 200)) == pytest.approx(3.0 + 0.5 + 0.2)
-        assert order.key(Prompt(3.0, 200, "long")) == pytest.approx(3.0 + 10 + 0.2)
-        slos["default"] = SLO(ttft_ms=2000)
-        assert order.key(Prompt(3.0, 200)) == pytest.approx(5.2), "SLOs are those in force"
-        assert HybridOrder(slos, alpha=0.0).key(Prompt(3.0, 200)) == 5.0
-        with pytest.raises(ValueError, match="alpha is -1"):
-            HybridOrder(slos, alpha=-1)
-
     def test_the_engine_goes_by_its_order_only_with_that_layer(self) -> None:
         drivers = {layer: driver_of(RIVALS["niyama"], layer, {"alpha": 0.002}) for layer in RIVALS["niyama"].layers}
+        made = drivers["full"].ordering
+        assert made is not None
+        prompt = Request("r", (1,) * 200, SamplingParams(), 1, 3.0)
+        assert made({"default": SLO(ttft_ms=500)}).key(prompt) == pytest.approx(3.0 + 0.5 + 0.002 * 200)
         assert {layer for layer, driver in drivers.items() if driver.ordering is not None} == {
             "order",
             "full",

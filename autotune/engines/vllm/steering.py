@@ -299,7 +299,9 @@ class Steering:
         sequence.generated = len(sequence.token_times)
         sequence.cause = cause
         del self._by_name[sequence.data.request_id]
-        return sequence.record(reason, now, self.settings.current[0])
+        record = sequence.record(reason, now, self.settings.current[0])
+        self.waiting.ended(record)
+        return record
 
     def _leave(self, sequence: Sequence) -> None:
         """It runs no longer."""
@@ -699,6 +701,7 @@ class Steering:
         self.steps.append(record)
         if self._admission is not None:
             self._admission.observe(record)
+        self.waiting.stepped(record)
 
     def _first_token(self, sequence: Sequence) -> None:
         """It decodes from now on."""

@@ -1,0 +1,1 @@
+"""Who goes next, past capacity and below it: every ordering under the same requests, in virtual time or live."""
