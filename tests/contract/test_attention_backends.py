@@ -30,13 +30,14 @@ BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {
     "cpu without room": lambda pool: CPUAttention(pool, CPU, 2 * 2 * KV_HEADS * DIM * 4, 0),
 }
 try:
+    from runtime.torch_backend.cuda import language
     from runtime.torch_backend.cuda.backend import PagedAttention
-    from runtime.torch_backend.cuda.language import INTERPRETED
 except MissingTritonError:
     pass
 else:
-    if INTERPRETED.value:  # tensors are on the CPU here
+    if language.INTERPRETED.value:  # tensors are on the CPU here
         BACKENDS["cuda"] = lambda pool: PagedAttention(pool, CPU, splits=2)
+INTERPRETED = (pytest.mark.slow, pytest.mark.beside)
 TERMS = {
     "plain": Terms(0.3, None, None, None),
     "window": Terms(0.3, 7, None, None),
@@ -117,8 +118,19 @@ class Driver:
         return PackedBatch(DecodeRows.alone(BLOCK, self.pool.pad_block, decoding, 0), chunks)
 
 
-@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS.keys())
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+@pytest.mark.parametrize(
+    ("make", "terms"),
+    [
+        pytest.param(
+            make,
+            terms,
+            id=f"{name}-{term}",
+            marks=INTERPRETED if name == "cuda" and term in ("plain", "softcap") else (),
+        )
+        for name, make in BACKENDS.items()
+        for term, terms in TERMS.items()
+    ],
+)
 def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], terms: Terms) -> None:
     driver = Driver(make, terms, 1)
     a, b, c, d = (driver.sequence(name) for name in "abcd")
@@ -129,12 +141,9 @@ def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], te
     driver.run(driver.alone([d, a, c, b], []))
 
 
-INTERPRETED_KERNELS = (pytest.mark.slow, pytest.mark.beside)
-
-
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(b, id=name, marks=INTERPRETED_KERNELS if name == "cuda" else ()) for name, b in BACKENDS.items()],
+    [pytest.param(b, id=name, marks=INTERPRETED if name == "cuda" else ()) for name, b in BACKENDS.items()],
 )
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
 def test_rows_that_are_followed_from_step_to_step(

@@ -50,17 +50,17 @@ SLOW = (pytest.mark.slow,)
 )
 def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str, Any], fused: bool) -> None:
     loaded = tiny(model_type, **changes)
-    work = [(p, n) for p, n in zip(prompts([3, 19, 8], seed=5), [4, 2, 5], strict=True)]
+    work = list(zip(prompts([3, 19, 8], seed=5), [3, 2, 3], strict=True))
     expected = [reference(loaded, p, n) for p, n in work]
     executor = TorchExecutor(loaded, kv_blocks=12, block_size=8, backend=FEW)
     assert any(isinstance(m, FusedLayer) for m in loaded.model.modules()) is fused
-    outputs, failures, _ = run(executor, work, Knobs(max_batch_size=3, token_budget=16, chunk_size=12))
+    outputs, failures, _ = run(executor, work, Knobs(max_batch_size=3, token_budget=24, chunk_size=12))
     assert not failures
     assert outputs == expected
 
 
-@pytest.mark.parametrize(("model_type", "launches"), [("llama", 10), ("qwen3", 10)])
-def test_launches_of_a_layer(model_type: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("llama", marks=SLOW)])
+def test_a_layer_is_ten_launches(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels and PyTorch's: four products, two sums with norms, rotation with the write, attention and its merge, gate."""
     count, call = Counted(), GridExecutor.__call__
 
@@ -74,7 +74,7 @@ def test_launches_of_a_layer(model_type: str, launches: int, monkeypatch: pytest
         loaded = tiny(model_type, num_hidden_layers=layers)
         executor = TorchExecutor(loaded, kv_blocks=40, block_size=4, backend=FEW)
         steps.append(operations(executor, decode_step(), count))
-    assert len(steps[1]) - len(steps[0]) == launches
+    assert len(steps[1]) - len(steps[0]) == 10
     assert {name: steps[0].count(name) for name in ("_rms_norm", "_rope_write", "_attend", "_merge", "_gated")} == {
         "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 1, "_gated": 1,
     }  # fmt: skip
