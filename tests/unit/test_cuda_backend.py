@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Triton 3.6 or newer")
 
 from triton.runtime.interpreter import GridExecutor
 
 from runtime.knobs import Knobs
+from runtime.torch_backend import executor as executor_module
 from runtime.torch_backend.backends import Backend
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
 from runtime.torch_backend.cuda.language import INTERPRETED
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.fused_layer import FusedLayer
+from runtime.torch_backend.self_test import self_test
 from tests.unit.executor_harness import prompts, reference, run, tiny
 from tests.unit.step_operations import Counted
+from tests.unit.test_self_test import loaded_model
 from tests.unit.test_step_operations import decode_step, operations
 
 pytestmark = pytest.mark.skipif(
@@ -78,3 +82,14 @@ def test_a_layer_is_ten_launches(model_type: str, monkeypatch: pytest.MonkeyPatc
     assert {name: steps[0].count(name) for name in ("_rms_norm", "_rope_write", "_attend", "_merge", "_gated")} == {
         "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 1, "_gated": 1,
     }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_models_pass_their_self_test(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"sliding_window": 8} if kind == "mistral" else {}
+    loaded = loaded_model(kind, dtype, **fields)
+    monkeypatch.setattr(executor_module, "backend_for", lambda device: FEW)
+    self_test(loaded)
+    assert any(isinstance(m, FusedLayer) for m in loaded.model.modules())
