@@ -191,15 +191,21 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "top-k", "top-p", "k, p and min-p"])
-@pytest.mark.parametrize("along", ["seeds", "positions"])
-def test_draws_are_distributed_as_they_should_be(name: str, along: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "along", "draws"),
+    [
+        ("plain", "seeds", 2000),
+        ("plain", "positions", 2000),
+        *((name, "seeds", 600) for name in ("top-k", "top-p", "k, p and min-p")),
+    ],
+)
+def test_draws_are_distributed_as_they_should_be(name: str, along: str, draws: int) -> None:
     """χ² over the draws of one row, whose probability under the exact distribution must not be below 0.001.
 
     Over neighbouring seeds at one position, as requests have them, and over the positions of one seed. Both are fixed.
     """
-    params, draws = PARAMS[name], 1500
-    row = 1.5 * randn(1, 13, seed=8)
+    params = PARAMS[name]
+    row = (1.5 * randn(1, 13, seed=8)).bfloat16()
     probabilities = reference(row[0].tolist(), set(), params)
     many, one = [*range(draws)], [12] * draws
     tokens = sampled(row.expand(draws, 13).contiguous(), params, *((many, one) if along == "seeds" else (one, many)))
