@@ -13,6 +13,7 @@
     ├── EngineClosedError         a call on an engine that has been closed
     ├── DeviceError               the device is lost to this process; the engine that used it has closed
     ├── LeaseError                a second controller asked for a tunable already held
+    ├── MissingTritonError        the GPU kernels were asked for where Triton is not installed
     └── InputError(ValueError)    a file or an option that cannot be used; the CLI prints it and exits with 2
 
 Wrong values (knobs, SLO strings, prompts too long) raise plain ``ValueError`` at the call that brought them.
@@ -72,6 +73,10 @@ class DeviceError(AutotuneError):
 
 class LeaseError(AutotuneError):
     """Someone else controls this tunable."""
+
+
+class MissingTritonError(AutotuneError):
+    """The GPU kernels need Triton, which is not installed here."""
 
 
 class InputError(AutotuneError, ValueError):

@@ -31,6 +31,8 @@ ENGINES = {
 and is no business of this rule."""
 LEAVES = {"version", "writing"}
 """Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors`` and ``runtime.version``."""
+DEVICES = "runtime.torch_backend"
+"""Where ``cpu`` and ``cuda`` hold what only that device does."""
 FREE_OF_TORCH = "a module outside runtime/torch_backend imports {0} when it is imported; import it inside the function"
 
 
@@ -94,6 +96,14 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
             found.add(f"{target} is an engine by name, which only autotune/engines knows")
         if backend and within(module, "runtime") and not imported.late and not within(module, "runtime.torch_backend"):
             found.add("runtime.torch_backend is imported where it must be imported late")
+        kernels = within(module, f"{DEVICES}.cuda")
+        if top == "triton" and not kernels:
+            found.add("Triton outside runtime/torch_backend/cuda")
+        if within(target, f"{DEVICES}.cuda") and not imported.late and not kernels:
+            found.add("runtime.torch_backend.cuda is imported where it must be imported late")
+        for mine, others in (("cpu", "cuda"), ("cuda", "cpu")):
+            if within(module, f"{DEVICES}.{mine}") and within(target, f"{DEVICES}.{others}"):
+                found.add(f"what is of one device, {mine}, imports what is of another, {others}")
         ours = top in ("autotune", "runtime")
         if (
             within(module, "autotune.control.controllers")
@@ -131,6 +141,12 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ("runtime.llm.engine", "from ..torch_backend import build", "must be imported late"),
         ("autotune.measure.evaluate", "def f():\n    import runtime.torch_backend.executor", "only autotune/engines"),
         ("autotune.cli.serve", "def f():\n    from runtime.torch_backend import loading", "only autotune/engines"),
+        ("runtime.torch_backend.cpu.linear", "from ..cuda import norm", "imports what is of another, cuda"),
+        (
+            "runtime.torch_backend.cuda.norm",
+            "import runtime.torch_backend.cpu.linear",
+            "imports what is of another, cpu",
+        ),
         ("autotune.cli.serve", "def f():\n    from runtime.llm.engine import Engine", "an engine by name"),
         ("autotune.profiling.calibrate", "from runtime import Batcher", "an engine by name"),
         (
@@ -145,6 +161,8 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ("runtime.llm.engine", "from starlette.responses import Response", "HTTP outside runtime/serving"),
         ("autotune.profile", "from autotune.cli.main import main", "someone imports autotune.cli"),
         ("autotune.profile", "from . import cli", "someone imports autotune.cli"),
+        ("runtime.torch_backend.executor", "def f():\n    import triton", "Triton outside runtime/torch_backend/cuda"),
+        ("runtime.torch_backend.executor", "from .cuda.norm import rms_norm", "torch_backend.cuda is imported where"),
         ("autotune.measure.score", "from autotune.simulate.engine import SimulatedEngine", "stands above it"),
         ("autotune.control.attach", "def f():\n    from autotune import profiling", "stands above it"),
     ],
@@ -170,6 +188,8 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
             "autotune.control.controllers.aimd",
             "from runtime.knobs import Knobs\nfrom runtime import slo\nfrom . import guards",
         ),
+        ("runtime.torch_backend.executor", "def f():\n    from .cuda.norm import rms_norm"),
+        ("runtime.torch_backend.cuda.norm", "import triton\nfrom .tiles import row_warps"),
         ("runtime.serving.app", "from fastapi import FastAPI"),
         ("autotune.profile", "import torchlike, optunas"),
     ],
@@ -204,7 +224,7 @@ def test_autotune_has_rooms_and_no_loose_modules() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """What merely comes along with something else may stop doing so. An extra's may be imported late, or by serving."""
+    """What merely comes along with something else may stop doing so. An extra's may be imported late, by serving, by kernels."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     always = {distribution(requirement) for requirement in project["dependencies"]}
     extras = {distribution(requirement) for extra in project["optional-dependencies"].values() for requirement in extra}
@@ -217,6 +237,8 @@ def test_what_is_imported_is_declared() -> None:
             if top in sys.stdlib_module_names or top in ("autotune", "runtime"):
                 continue
             allowed = always | (extras if imported.late else serving if within(module, "runtime.serving") else set())
+            if within(module, "runtime.torch_backend.cuda"):
+                allowed |= {"triton"}
             if not {distribution(name) for name in known.get(top, [top])} & allowed:
                 undeclared[module] = top
     assert undeclared == {}

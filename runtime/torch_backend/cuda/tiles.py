@@ -1,0 +1,90 @@
+"""Tile sizes, warps and pipeline stages, by chip and head size: the only place for numbers that are about speed.
+
+Every number here is a guess, made from shared memory and registers: no GPU has timed one. Results do not depend on them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+ARCHITECTURES = (80, 90, 100)
+"""Compute capabilities the kernels are compiled for in tests; others use the numbers of the next lower one."""
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Most shared memory of one block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+"""Of A100, H100 and B200: for how many programs to cut work when the device at hand is not asked."""
+
+
+class AttentionTile(NamedTuple):
+    """``keys`` taken at a time by a program of ``warps``, with ``stages`` of loads in flight."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+FEW_ROWS = 16
+"""Fewest rows of queries (tokens × heads of one KV head) in a tile: the least that the matrix units take."""
+
+MANY_ROWS = 64
+"""Rows where prompts run."""
+
+# (largest padded head size, bytes of an element) -> by compute capability: keys, warps and stages with few rows and with many
+_ATTENTION: dict[tuple[int, int], dict[int, tuple[tuple[int, int, int], tuple[int, int, int]]]] = {
+    (64, 2): {80: ((64, 4, 3), (64, 4, 3)), 90: ((64, 4, 4), (64, 4, 3)), 100: ((64, 4, 4), (64, 4, 3))},
+    (128, 2): {80: ((64, 4, 3), (64, 4, 2)), 90: ((64, 4, 3), (64, 4, 3)), 100: ((64, 4, 3), (64, 4, 3))},
+    (256, 2): {80: ((32, 4, 3), (32, 8, 2)), 90: ((32, 4, 3), (64, 8, 2)), 100: ((32, 4, 3), (64, 8, 2))},
+    # float32 products don't take the matrix units: with fewer warps the operands of a tile spill
+    (64, 4): dict.fromkeys((80, 90, 100), ((32, 4, 2), (16, 8, 2))),
+    (128, 4): dict.fromkeys((80, 90, 100), ((32, 8, 2), (16, 16, 2))),
+    (256, 4): dict.fromkeys((80, 90, 100), ((16, 4, 2), (16, 16, 2))),
+}
+
+
+def attention_tile(architecture: int, head_dim: int, element_bytes: int, rows: int) -> AttentionTile:
+    """The tile for heads of ``head_dim`` (the larger of key and value) whose products take ``element_bytes``, and ``rows``
+    of queries.
+
+    Raises ``ValueError`` for heads above 256 or more than 128 rows.
+    """
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head size is {head_dim}; the attention kernel takes 1 to 256")
+    if rows > 128:
+        raise ValueError(f"{rows} query heads, padded, share a KV head; the attention kernel takes 1 to 128")
+    size = next(limit for limit in (64, 128, 256) if head_dim <= limit)
+    return AttentionTile(*_ATTENTION[size, element_bytes][tuned_for(architecture)][rows > FEW_ROWS])
+
+
+def tuned_for(architecture: int) -> int:
+    """The compute capability whose numbers serve ``architecture`` (major · 10 + minor)."""
+    return max((known for known in ARCHITECTURES if known <= architecture), default=ARCHITECTURES[0])
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program that holds one row of ``block`` float32 in registers: some 16 a thread."""
+    return max(1, min(16, block // 512))
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> int:
+    """Compute capability of ``device``, as major · 10 + minor; of a CPU, where kernels are interpreted, the first known."""
+    if device.type != "cuda":
+        return ARCHITECTURES[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.cache
+def multiprocessors_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS[ARCHITECTURES[0]]
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
