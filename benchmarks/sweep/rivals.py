@@ -136,11 +136,11 @@ def halving(
     the whole window is chosen. As many as fit into ``budget_s`` by ``window_s`` and ``warmup_s``, which no window is without. All
     measurements begin with the same requests. What a rung that the time cut short did not measure is out.
     """
-    parts = [eta ** (number + 1 - rungs) for number in range(rungs)]
+    parts = [float(eta) ** (number + 1 - rungs) for number in range(rungs)]
     costs = [warmup_s + part * window_s for part in parts]
 
     def takes(count: int) -> float:
-        return sum(math.ceil(count / eta**number) * cost for number, cost in enumerate(costs))
+        return sum(math.ceil(count / float(eta) ** number) * cost for number, cost in enumerate(costs))
 
     count = 1
     while takes(count + 1) <= budget_s:
