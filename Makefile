@@ -29,7 +29,7 @@ help:
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"
 	@echo "make bench-overhead    what scheduling costs in a step"
 	@echo "make bench-simulator   requests and steps that the simulator makes in a second of CPU time"
-	@echo "make bench-fidelity    what the simulator says of six workloads, against what the live engine does"
+	@echo "make bench-fidelity    what the simulator says of workloads, against what the live engine does"
 	@echo "make bench-calibration how well a calibration knows GPUs whose step times are public"
 	@echo "make bench-sweep       how good a setting the profiler finds, and in what share of a grid's time, on simulated machines"
 	@echo "make bench-controller  controllers against fixed settings, each other and the best in hindsight, in simulation"

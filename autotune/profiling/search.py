@@ -73,13 +73,15 @@ class ObjectiveFunction(Protocol[SettingT_contra]):
 
 @dataclass(frozen=True)
 class SimulatedTrial(Generic[SettingT]):
-    """A setting tried. ``outcome``: None where it ``failed`` for the cause given there."""
+    """A setting tried. ``outcome``: None where it ``failed`` for the cause given there; ``again``: an earlier trial had the same
+    setting, and what came of that is taken."""
 
     number: int
     label: str
     setting: SettingT
     outcome: Outcome | None = None
     failed: str | None = None
+    again: bool = False
 
 
 class WorkerError(AutotuneError):
@@ -100,8 +102,9 @@ def search(
 
     ``space`` None: there is nothing beyond ``starting``, a grid say.
 
-    A starting point outside the space is tried as it is, and taught to TPE as the nearest point inside. More ``workers`` than one
-    are processes, which end when the generator is closed or this process ends. Raises :class:`Interrupted` after ``stop``.
+    A setting that is proposed again is told to TPE again, but not tried again: it would come to the same. A starting point
+    outside the space is tried as it is, and taught to TPE as the nearest point inside. More ``workers`` than one are processes,
+    which end when the generator is closed or this process ends. Raises :class:`Interrupted` after ``stop``.
 
     Source: Bergstra et al. 2011, multivariate as in Falkner et al. 2018; Optuna's ``TPESampler`` with constant liar.
     """
@@ -115,7 +118,9 @@ def search(
     for _, setting in starting:
         study.enqueue_trial({} if space is None else space.params(setting))
     distributions, asked = dict({} if space is None else space.distributions()), 0
-    pending: deque[tuple[Trial, SimulatedTrial[SettingT], Callable[[], Outcome]]] = deque()
+    pending: deque[tuple[Trial, SimulatedTrial[SettingT], Callable[[], Outcome] | None]] = deque()
+    begun: set[SettingT] = set()
+    tried_as: dict[SettingT, SimulatedTrial[SettingT]] = {}
     with InProcesses(objective, min(workers, PENDING)) if workers > 1 else _Here(objective) as tried:
         while asked < trials or pending:
             while asked < trials and len(pending) < PENDING:
@@ -125,10 +130,16 @@ def search(
                 else:
                     assert space is not None
                     label, setting = SEARCH_LABEL, space.knobs(trial.params)
-                pending.append((trial, SimulatedTrial(asked, label, setting), tried.begun(setting, stop)))
+                outcome = None if setting in begun else tried.begun(setting, stop)
+                begun.add(setting)
+                pending.append((trial, SimulatedTrial(asked, label, setting), outcome))
                 asked += 1
             trial, made, outcome = pending.popleft()
-            made = _with_outcome(made, outcome)
+            if outcome is None:  # trials are told in their order, so the one it repeats has been
+                former = tried_as[made.setting]
+                made = replace(made, outcome=former.outcome, failed=former.failed, again=True)
+            else:
+                made = tried_as[made.setting] = _with_outcome(made, outcome)
             if made.outcome is None:
                 study.tell(trial, state=TrialState.FAIL)
             else:

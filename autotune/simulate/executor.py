@@ -60,7 +60,6 @@ class CostExecutor:
         elif jitter is not None:
             self._factors = 2 * jitter_factors(jitter, seed)  # so that any run of them is a slice
         self._step = 0  # which of them is the next
-        self._end_of = None if self._stretches is None else self._stretches.end  # None: the sum
         self._predict_run = cast("PredictRun", getattr(cost, "predict_run", self._one_by_one))
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
@@ -97,12 +96,14 @@ class CostExecutor:
                     if now >= until:
                         return ends
             else:
-                new = list(accumulate(seconds, self._end_of, initial=now))
-                del new[0]
+                if self._stretches is not None:
+                    new = self._stretches.ends(now, seconds)
+                else:
+                    new = list(accumulate(seconds, initial=now))
+                    del new[0]
                 now = new[-1]
                 if now >= until:
-                    del new[bisect_left(new, until) + 1 :]
-                    ends += new
+                    ends += new[: bisect_left(new, until) + 1]
                     return ends
                 ends += new
             left -= count

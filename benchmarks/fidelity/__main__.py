@@ -1,9 +1,10 @@
-"""What the simulator says of six workloads that its calibration never saw, against what the live engine does.
+"""What the simulator says of workloads that its calibration never saw, against what the live engine does.
 
-In rounds: the CPU engine serves each workload, and the simulator, by a cost model, the same arrivals under the same knobs, limits
-and KV pool. Before and behind every round a calibration (:mod:`autotune.profiling.steps`) gives a model, and the mean of what is
-simulated by the two counts for the round: a steady drift cancels. Rates are shares of what the engine,
-simulated by the first model, serves of each workload when flooded. All real runs, the calibrations' too, are on a
+In rounds: before each, a calibration (:mod:`autotune.profiling.steps`) gives a cost model. Then the CPU engine serves each
+workload, and the simulator, by that cost model, the same arrivals under the same knobs, limits and KV pool. Nothing that was
+measured during a round or after it is used: the figures are those of somebody who calibrates and then simulates. Rates are
+shares of what the engine, simulated by the first model, serves of each workload when flooded; three workloads also come at 0.9
+and 1.05 of that. All real runs, the calibrations' too, are on a
 clock that follows reference steps run between their own, so that a machine whose pace drifts counts as one whose
 pace does not, and that stands still, for a while, where it is slow (:mod:`benchmarks.clocks.paced`).
 
@@ -12,24 +13,27 @@ before the first calibration, and before the first round they serve each workloa
 with other arrivals.
 
 The fit is of medians and clean steps; requests feel means. So each simulated step takes longer by what serving added to the short
-steps of the calibration's loads, and scatters as those did, as in any simulation from a profile.
+steps of the calibration's loads, and scatters as those did: by the scenario that ``autotune simulate`` and the search of
+``autotune profile`` measure settings with. Of a simulation the mean of eight draws of that noise is compared.
 
-What is compared:
+What is compared, each as a signed error, which says in which direction the simulator is off, and as an absolute one, in which
+luck to both sides does not cancel:
 
 - *steps*: each served step's time, from the end of the one before, with what the cost model says such a step usually takes
-  (``step_error``: a median, of medians), and with what it takes in a simulation (``step_error_simulated``: in the middle; ``in
+  (``step_error``: a median), and with what it takes in a simulation (``step_error_simulated``: in the middle; ``in
   all``: on average);
 - *TPOT* (p50, p99) and *throughput* of each run;
 - *TTFT* and *E2E* (p50, p99): within 15%, or within 1.5 × the range over the repeated real runs, whichever is more. Near capacity
-  a queue multiplies every error in step time.
+  a queue multiplies every error in step time; up to 0.9 of it the worst p50 is told by itself.
 
-A figure of a workload is the median over its rounds of simulated ÷ real: what a calibration is off by luck cancels, what it is
-off by nature does not. The JSON line holds medians over the workloads' figures, and for TPOT, TTFT and E2E also those of one
-calibration against one run, luck and all; the table has every one. With ``--conv`` and ``--code`` (Azure's 2023 trace files)
-slices of the traces are replayed, without them the presets fitted to them. ``--undisturbed`` leaves out the time for which the
-kernel kept the engine's thread waiting.
+A figure of a workload is the median over its rounds of simulated ÷ real − 1 (``signed``), and the median of its size
+(``absolute``). The JSON line holds medians over the workloads' absolute figures, and under the same names with ``_signed`` those
+of the signed ones; ``ttft_e2e_p50_worst`` is the largest absolute error of TTFT p50 and E2E p50 at loads up to 0.9.
 
-Run ``python -m benchmarks.fidelity`` (``--quick``: five to ten minutes); the last line is JSON.
+With ``--conv`` and ``--code`` (Azure's 2023 trace files) slices of the traces are replayed, without them the presets fitted to
+them. ``--undisturbed`` leaves out the time for which the kernel kept the engine's thread waiting.
+
+Run ``python -m benchmarks.fidelity`` (an hour or so; ``--quick``: a quarter of one); the last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +60,17 @@ from benchmarks.clocks.paced import BLOCK, REFERENCE_BLOCKS, PacedClock, PacedEx
 from benchmarks.clocks.undisturbed import UndisturbedClock, others
 from benchmarks.command import command, exit_code
 from benchmarks.fidelity.cases import KV_TOKENS, PATIENT, TIGHT_KV_TOKENS, Case, capacity, cases, simulated
-from benchmarks.fidelity.table import Compared, Costs, StepPair, bias, median_error, metrics, report, step_pairs
+from benchmarks.fidelity.table import (
+    Compared,
+    Costs,
+    StepPair,
+    bias,
+    mean_metrics,
+    median_error,
+    metrics,
+    report,
+    step_pairs,
+)
 from runtime.clock import Clock, MonotonicClock
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
@@ -88,28 +102,18 @@ class Timed(NamedTuple):
         return f"{statistics.median(paces):.2f} ({cuts[0]:.2f}–{cuts[-1]:.2f}), waited {waited:.1f} s"
 
 
-class RealRun(NamedTuple):
-    """A real run that no simulation has been compared with."""
-
-    case: Case
-    workload: Workload
-    score: Score
-    steps: Sequence[StepRecord]
-    number: int
-
-
 class Bench:
     """Two engines of one model, the roomy one and one with a small pool; and what was found."""
 
     def __init__(self, roomy: Timed, tight: Timed, facts: ModelFacts, duration: float, seed: int) -> None:
         self.roomy, self.tight, self.facts = roomy, tight, facts
         self.duration, self.seed = duration, seed
+        self.loads: dict[str, float] = {}
         self.real: dict[tuple[str, str], list[float]] = {}
-        self.ratios: dict[tuple[str, str], list[tuple[float, ...]]] = {}  # of a round: by each of its calibrations
+        self.ratios: dict[tuple[str, str], list[float]] = {}
         self.steps: dict[str, list[StepPair]] = {}
         self.costs: list[Costs] = []
         self._runs = 0
-        self._open: list[RealRun] = []
 
     def warm_up(self, seconds: float) -> None:
         """Have both engines work for a while, on none of the workloads: users' engines have been up for longer, too."""
@@ -127,7 +131,7 @@ class Bench:
                     stream.result()
 
     def calibrate(self, budget_s: float) -> CostModel:
-        """What simulations go by now; the runs since the calibration before this one are compared with both."""
+        """What simulations go by from now on."""
         engine, _, _ = self.roomy
         looked = self.roomy.looked()
         found = measure_steps(engine, self.facts, budget_s=budget_s, seed=self._prompts())
@@ -143,9 +147,6 @@ class Bench:
             flush=True,
         )
         self.costs.append(Costs(cost, cost.serving()))
-        for run in self._open:
-            self._compare(run)
-        self._open.clear()
         return cost.serving()
 
     def _prompts(self) -> int:
@@ -153,8 +154,8 @@ class Bench:
         return (self.seed << 16) + self._runs
 
     def run(self, number: int, case: Case, workload: Workload) -> None:
-        """One real run, to be compared behind the next calibration. ``number`` 0 does not count; its arrivals are others, if
-        not from a trace."""
+        """One real run, compared with what is simulated by the calibration before it. ``number`` 0 does not count; its arrivals
+        are others, if not from a trace."""
         timed, log = self.tight if case.tight else self.roomy, Recorder()
         busy, looked = others(), timed.looked()
         unsubscribe = timed.engine.subscribe(log)
@@ -177,36 +178,32 @@ class Bench:
         spent = others()
         cores = (spent[1] - busy[1]) / (spent[0] - busy[0])
         print(
-            f"  round {number} {case.name:<20} {real.offered:4} requests, {len(log.steps):5} steps, "
+            f"  round {number} {case.name:<26} {real.offered:4} requests, {len(log.steps):5} steps, "
             f"{sum(r.preemptions for r in log.steps):3} preemptions, pace {timed.since(looked)}, "
             f"others use {cores:.2f} cores",
             flush=True,
         )
-        self._open.append(RealRun(case, workload, real, log.steps, number))
+        self._compare(number, case, workload, real, log.steps)
 
-    def _compare(self, run: RealRun) -> None:
-        """``run`` with what is simulated by the calibrations before and behind it."""
-        name = run.case.name
-        around = self.costs[-2:]
-        predicted = [
-            metrics(simulated(costs.serving, run.case, run.workload, self.seed, self.duration)) for costs in around
-        ]
-        for metric, value in metrics(run.score).items():
+    def _compare(self, number: int, case: Case, workload: Workload, real: Score, steps: Sequence[StepRecord]) -> None:
+        name, costs = case.name, self.costs[-1]
+        self.loads[name] = case.load
+        predicted = mean_metrics(simulated(costs.serving, case, workload, self.seed, self.duration))
+        for metric, value in metrics(real).items():
             self.real.setdefault((name, metric), []).append(value)
-            self.ratios.setdefault((name, metric), []).append(
-                tuple(each[metric] / value - 1 if value else 0.0 for each in predicted)
-            )
-        steps = step_pairs(run.steps, around)
-        self.steps.setdefault(name, []).extend(steps)
-        tpot = ", ".join(f"{ratio:+.1%}" for ratio in self.ratios[name, "TPOT p50"][-1])
+            self.ratios.setdefault((name, metric), []).append(predicted[metric] / value - 1 if value else 0.0)
+        pairs = step_pairs(steps, costs)
+        self.steps.setdefault(name, []).extend(pairs)
         print(
-            f"  round {run.number} {name}: step error {median_error(steps):.1%}, in all {bias(steps):+.1%}, TPOT {tpot}",
+            f"  round {number} {name}: step error {median_error(pairs):.1%}, in all {bias(pairs):+.1%}, "
+            f"TPOT {self.ratios[name, 'TPOT p50'][-1]:+.1%}",
             flush=True,
         )
 
     def compared(self) -> list[Compared]:
         return [
-            Compared.of(case, metric, values, self.ratios[case, metric]) for (case, metric), values in self.real.items()
+            Compared.of(case, self.loads[case], metric, values, self.ratios[case, metric])
+            for (case, metric), values in self.real.items()
         ]
 
 
@@ -221,11 +218,11 @@ def _scatter(cost: CostModel) -> str:
 @exit_code()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("fidelity", __doc__)
-    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: five to ten minutes")
+    parser.add_argument("--quick", action="store_true", help="shorter and fewer runs: about a quarter of an hour")
     parser.add_argument("--rounds", type=int, help="real runs of each workload (default: 4, quick 2)")
     parser.add_argument("--duration", type=float, help="seconds of arrivals in a run (default: 20, quick 8)")
     parser.add_argument(
-        "--calibrate", type=float, help="seconds of a calibration, before and behind each round (default: 60, quick 25)"
+        "--calibrate", type=float, help="seconds of a calibration, before each round (default: 60, quick 25)"
     )
     parser.add_argument("--conv", help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--code", help="AzureLLMInferenceTrace_code.csv")
@@ -278,11 +275,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             workload = parse_workload(case.spec)
             served = capacity(cost, case, workload, args.seed)
             loads.append((case, workload.at_rate(case.load * served)))
-            print(f"{case.name:<21} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
+            print(f"{case.name:<26} {case.load:.0%} of {served:.3g} requests/s, {case.knobs}: {case.spec}")
         for number in range(rounds + 1):
+            if number:
+                bench.calibrate(budget_s)
             for case, workload in random.Random(args.seed + number).sample(loads, len(loads)):
                 bench.run(number, case, workload)
-            bench.calibrate(budget_s)
     found = bench.compared()
     summary = report(found, bench.steps)
     if args.save is not None:
@@ -291,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "cost_models": [costs.serving.facts.model_dump(mode="json") for costs in bench.costs],
             "real": {f"{case}: {metric}": values for (case, metric), values in bench.real.items()},
             "ratios": {f"{case}: {metric}": values for (case, metric), values in bench.ratios.items()},
+            "compared": [each._asdict() for each in found],
         }
         write_whole(args.save, json.dumps(every, indent=1) + "\n")
     print(f"took {time.monotonic() - begun:.0f} s")

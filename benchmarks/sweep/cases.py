@@ -1,8 +1,9 @@
-"""The questions of :mod:`benchmarks.sweep`: eight machines, what they serve under which SLO, and how a setting is measured.
+"""The questions of :mod:`benchmarks.sweep`: twelve machines, what they serve under which SLO, and how a setting is measured.
 
 Every contender measures with the same function on the same kind of machine: :func:`autotune.measure.evaluate.evaluate` on a
-:class:`~autotune.simulate.SimulatedEngine` whose step times come from :mod:`benchmarks.sweep.hardware`, with noise. What it
-costs is virtual time: the seconds a real machine would have been busy.
+:class:`~autotune.simulate.SimulatedEngine` whose step times come from :mod:`benchmarks.sweep.hardware` (formulas) or from
+:mod:`benchmarks.gpu_truth` (measured kernels of real GPUs), with noise. What it costs is virtual time: the seconds a real machine
+would have been busy.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 
 from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, Workload, parse_workload
+from benchmarks.gpu_truth import Truth, load
+from benchmarks.gpu_truth.engine import simulated_engine
 from benchmarks.sweep import hardware
 from runtime.knobs import KnobLimits, Knobs
 from runtime.records import RequestRecord
@@ -87,9 +91,11 @@ class Machine:
 
     def __init__(self, case: Case, seed: int, *, noise: float = NOISE, windows: int = 1) -> None:
         self.case = case
-        self.engine = SimulatedEngine(
-            case.truth(seed), kv_tokens=case.kv_tokens, limits=LIMITS, slo=case.slo, noise=noise, seed=seed
-        )
+        truth = case.truth(seed)
+        make: Callable[..., SimulatedEngine] = SimulatedEngine
+        if isinstance(truth, Truth):
+            make = partial(simulated_engine, prefix_cache=True)  # it is asked by the very chunks of a step
+        self.engine = make(truth, kv_tokens=case.kv_tokens, limits=LIMITS, slo=case.slo, noise=noise, seed=seed)
         self._windows = windows
         self.limits = LIMITS
 
@@ -101,8 +107,8 @@ class Machine:
         """Let time pass in which nothing is measured: a restart, a pause."""
         self.engine.wait(seconds)
 
-    def measure(self, knobs: Knobs, seed: int) -> Score:
-        """The case's load under ``knobs``; equal seeds, equal requests."""
+    def measure(self, knobs: Knobs, seed: int, *, part: float = 1.0) -> Score:
+        """The case's load under ``knobs``, in ``part`` of the window; equal seeds, equal requests."""
         case = self.case
         return evaluate(
             self.engine,
@@ -111,7 +117,7 @@ class Machine:
             case.slo,
             vocab_size=VOCABULARY,
             seed=seed,
-            duration=case.window_s * self._windows,
+            duration=case.window_s * self._windows * part,
             warmup=case.warmup_s,
         )
 
@@ -136,6 +142,8 @@ def timed(machine: Machine) -> Iterator[list[float]]:
     yield found
     found[0] = machine.spent_s - begun
 
+
+_measured = cache(load)
 
 # Rates lie where the best cell of the grid meets some 90 to 97% of its SLOs in the long run: below, all settings look alike;
 # above, none can be called good. They were found beforehand, from the truth; every contender gets the same one.
@@ -221,5 +229,45 @@ CASES = (
         12.7,
         6.0,
         CPU_GRID,
+    ),
+    Case(
+        "a100-code",
+        "8B on A100-80, measured kernels; code completion",
+        lambda seed: _measured("a100-llama3-8b"),
+        400_000,
+        "poisson:lengths=azure-code,length=0.9",
+        "ttft=2s,tpot=60ms",
+        5.2,
+        15.0,
+    ),
+    Case(
+        "h100-mixtral",
+        "8x7B mixture of experts on two H100, measured kernels and all-reduces; chat in bursts",
+        lambda seed: _measured("h100-mixtral-8x7b-tp2"),
+        380_000,
+        "gamma:cv=1.5,lengths=azure-conv,length=0.9",
+        "ttft=1s,tpot=50ms",
+        17.9,
+        10.0,
+    ),
+    Case(
+        "h200-fp8-reason",
+        "8B in FP8 on H200, measured kernels, products slower at some sizes than at larger ones; long answers",
+        lambda seed: _measured("h200-llama3-8b-fp8"),
+        900_000,
+        "poisson:prompt=1292~1,output=1200~0.7,cap_output=1200,length=1/2",
+        "ttft=1s,tpot=20ms",
+        25.8,
+        20.0,
+    ),
+    Case(
+        "rtx4090-chat",
+        "8B on RTX 4090, steps measured inside vLLM, a small KV pool; shorter chat",
+        lambda seed: _measured("rtx4090-llama3-8b"),
+        41_408,
+        "poisson:lengths=azure-conv,length=1/2",
+        "ttft=1s,tpot=60ms",
+        9.0,
+        15.0,
     ),
 )

@@ -22,10 +22,13 @@ from autotune.profiling.study import open_study
 from autotune.profiling.timing import Schedule
 from benchmarks.sweep.cases import CASES, LIMITS, VOCABULARY, Machine
 from benchmarks.sweep.rivals import (
+    OPTUNA_STARTUP,
     VLLM_DEFAULTS,
     Choice,
     auto_tune,
     exhaustive,
+    expert,
+    halving,
     load_seed,
     random_search,
     tpe,
@@ -98,11 +101,15 @@ def play(name: str, seeds: Sequence[int], rounds: int, truth_seeds: int) -> Case
         contenders: dict[str, Callable[[Machine, float, int], Choice]] = {
             "random": random_search,
             "tpe": tpe,
+            "tpe, 10 start-up": partial(tpe, random_trials=OPTUNA_STARTUP),
+            "halving": partial(halving, window_s=case.window_s, warmup_s=case.warmup_s),
+            "expert": partial(expert, kv_tokens=case.kv_tokens),
             "auto_tune": auto_tune,
             "auto_tune, no restarts": partial(auto_tune, restart_s=0.0),
         }
         choices.append((OURS, seed, mine))
         choices += [(n, seed, look(Machine(case, seed), mine.spent_s, seed)) for n, look in contenders.items()]
+    choices.append(("vLLM defaults", seeds[0], Choice(VLLM_DEFAULTS, 0.0, 0, 0)))
     choices.append(("auto_tune, to its end", seeds[0], auto_tune(Machine(case, seeds[0]), inf, seeds[0])))
     truth = Truth(case, truth_seeds)
     taken = [choice.knobs or VLLM_DEFAULTS for _, _, choice in choices]

@@ -31,6 +31,12 @@ VLLM_DEFAULTS = LIMITS.clamp(defaults.VLLM_DEFAULTS)
 RESTART_S = 70.0
 """From starting a server to its first answer: vLLM 0.32 on CPU with random weights took 70 s; compiling for a GPU adds to it."""
 
+OPTUNA_STARTUP = 10
+"""``n_startup_trials`` of Optuna's TPESampler unless told otherwise."""
+
+EXPERT_BUDGETS = (2048, 8192)
+"""Of vLLM's guide: the smaller for inter-token latency, the larger for TTFT and throughput."""
+
 _KILL_S, _RESET_S = 10.0, 5.0  # pauses in the script: after a server is killed, and before each rate
 
 
@@ -57,8 +63,8 @@ class Rig(Protocol):
     def rest(self, seconds: float) -> None:
         """Let time pass in which nothing is measured: a restart, a pause."""
 
-    def measure(self, knobs: Knobs, seed: int) -> Score:
-        """The load under ``knobs``; equal seeds, equal requests."""
+    def measure(self, knobs: Knobs, seed: int, *, part: float = 1.0) -> Score:
+        """The load under ``knobs``, in ``part`` of the usual window; equal seeds, equal requests."""
         ...
 
     def serve(self, knobs: Knobs, arrivals: Sequence[Arrival], seed: int) -> tuple[list[RequestRecord], float]:
@@ -91,27 +97,22 @@ def exhaustive(machine: Rig, repeats: int, seed: int) -> list[tuple[Choice, dict
 
 def random_search(machine: Rig, budget_s: float, seed: int) -> Choice:
     """Settings drawn log-uniformly from the grid's ranges, all under the same requests; the best of them."""
-    dice = random.Random(seed)
-    ranges = ranges_of(machine.case)
-
-    def draw() -> Iterator[Knobs]:
-        while True:
-            yield _knobs({n: round(math.exp(dice.uniform(math.log(a), math.log(b)))) for n, (a, b) in ranges.items()})
-
-    return _search(machine, budget_s, seed, draw(), lambda knobs, goodput: None)
+    return _search(machine, budget_s, seed, _drawn(machine.case, seed), lambda knobs, goodput: None)
 
 
 def tpe(machine: Rig, budget_s: float, seed: int, *, random_trials: int = 5, restart_s: float = 0.0) -> Choice:
     """Optuna's TPE on the hardware, beginning with vLLM's defaults (moved into the grid's ranges); the best of all trials.
 
-    All meet the same requests. ``random_trials``: drawn before it models anything; ``restart_s``: of each trial, for
-    a server of its own.
+    All meet the same requests. ``random_trials``: ``n_startup_trials``, drawn before it models anything. Five are half of what
+    the time of a search here allows, ten are Optuna's default (:data:`OPTUNA_STARTUP`). Parameters are modelled together, as
+    Optuna's documentation of ``multivariate`` advises (Falkner et al., ICML 2018). ``restart_s``: of each trial, for a server of
+    its own.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=TPESampler(seed=seed, n_startup_trials=random_trials))
-    ranges = ranges_of(machine.case)
-    space = {name: IntDistribution(low, high, log=True) for name, (low, high) in ranges.items()}
-    study.enqueue_trial({n: min(max(getattr(_defaults(machine), n), low), high) for n, (low, high) in ranges.items()})
+    sampler = TPESampler(seed=seed, n_startup_trials=random_trials, multivariate=True)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    space = {name: IntDistribution(low, high, log=True) for name, (low, high) in ranges_of(machine.case).items()}
+    study.enqueue_trial(_first(machine))
     trials: list[optuna.Trial] = []
 
     def ask() -> Iterator[Knobs]:
@@ -123,6 +124,57 @@ def tpe(machine: Rig, budget_s: float, seed: int, *, random_trials: int = 5, res
         study.tell(trials[-1], goodput)
 
     return _search(machine, budget_s, seed, ask(), tell, restart_s)
+
+
+def halving(
+    machine: Rig, budget_s: float, seed: int, *, window_s: float, warmup_s: float, eta: int = 3, rungs: int = 3
+) -> Choice:
+    """Successive halving over the window's length (Karnin, Koren and Somekh, ICML 2013; Jamieson and Talwalkar, AISTATS 2016).
+
+    vLLM's defaults (moved into the grid's ranges) and settings drawn as by :func:`random_search` are measured in a short window,
+    1/``eta``^(``rungs`` − 1) of the usual one; the best 1/``eta`` of them in one ``eta`` times as long, and so on; the best of
+    the whole window is chosen. As many as fit into ``budget_s`` by ``window_s`` and ``warmup_s``, which no window is without. All
+    measurements begin with the same requests. What a rung that the time cut short did not measure is out.
+    """
+    parts = [float(eta) ** (number + 1 - rungs) for number in range(rungs)]
+    costs = [warmup_s + part * window_s for part in parts]
+
+    def takes(count: int) -> float:
+        return sum(math.ceil(count / float(eta) ** number) * cost for number, cost in enumerate(costs))
+
+    count = 1
+    while takes(count + 1) <= budget_s:
+        count += 1
+    drawn = _drawn(machine.case, seed)
+    left = list(dict.fromkeys([_knobs(_first(machine)), *(next(drawn) for _ in range(count - 1))]))
+    measured, runs = len(left), 0
+    for number, part in enumerate(parts):
+        found: dict[Knobs, float] = {}
+        for knobs in left:
+            if runs and machine.spent_s + costs[number] / 2 > budget_s:
+                break
+            found[knobs] = machine.measure(knobs, load_seed(seed), part=part).goodput
+            runs += 1
+        if not found:
+            break
+        ranked = sorted(found, key=lambda knobs: found[knobs], reverse=True)
+        left = ranked[: math.ceil(len(ranked) / eta)]
+    return Choice(left[0], machine.spent_s, measured, runs)
+
+
+def expert(machine: Rig, budget_s: float, seed: int, *, kv_tokens: int) -> Choice:
+    """What somebody does who has read vLLM's guide (docs/configuration/optimization.md, "Optimization and Tuning", 2026).
+
+    It says of max_num_batched_tokens that small values, 2,048 say, are better for inter-token latency, larger ones for TTFT, and
+    8,192 or more for throughput; of max_num_seqs, that fewer need less of the KV pool and so keep requests from being preempted.
+    So: as many sequences as the pool of ``kv_tokens`` holds of mean length, no limit to a prompt's chunk, and of the two budgets
+    the one that measures better, each once; where the grid ends lower, they are as much lower. However little ``budget_s`` is,
+    one is measured.
+    """
+    batch = min(max(1, kv_tokens // sum(mean_lengths(machine.case))), max(machine.case.grid.batches))
+    smaller = 8192 // max(machine.case.grid.budgets)
+    settings = [Knobs(batch, 0, budget // smaller, budget // smaller) for budget in EXPERT_BUDGETS]
+    return _search(machine, budget_s, seed, iter(settings), lambda knobs, goodput: None)
 
 
 def auto_tune(
@@ -217,7 +269,9 @@ def _search(
     found: dict[Knobs, float] = {}
     runs = 0
     while not runs or machine.spent_s + machine.spent_s / runs / 2 <= budget_s:
-        knobs = next(proposals)
+        knobs = next(proposals, None)
+        if knobs is None:
+            break
         machine.rest(restart_s)
         found[knobs] = machine.measure(knobs, load_seed(seed)).goodput
         runs += 1
@@ -225,12 +279,22 @@ def _search(
     return Choice(max(found, key=lambda knobs: found[knobs]), machine.spent_s, len(found), runs)
 
 
+def _drawn(case: Load, seed: int) -> Iterator[Knobs]:
+    """Settings drawn log-uniformly from the grid's ranges, without end."""
+    dice = random.Random(seed)
+    ranges = ranges_of(case)
+    while True:
+        yield _knobs({n: round(math.exp(dice.uniform(math.log(a), math.log(b)))) for n, (a, b) in ranges.items()})
+
+
 def _knobs(values: dict[str, int]) -> Knobs:
     return Knobs(max_wait_ms=0, **{**values, "chunk_size": min(values["chunk_size"], values["token_budget"])})
 
 
-def _defaults(machine: Rig) -> Knobs:
-    return machine.limits.clamp(VLLM_DEFAULTS)
+def _first(machine: Rig) -> dict[str, int]:
+    """vLLM's defaults, moved into the grid's ranges."""
+    defaults = machine.limits.clamp(VLLM_DEFAULTS)
+    return {n: min(max(getattr(defaults, n), low), high) for n, (low, high) in ranges_of(machine.case).items()}
 
 
 def _arrivals(rate: float, count: int, prompt: int, output: int, seed: int) -> list[Arrival]:

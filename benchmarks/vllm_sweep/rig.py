@@ -68,11 +68,11 @@ class LiveRig:
     def rest(self, seconds: float) -> None:
         self._rested += seconds
 
-    def measure(self, knobs: Knobs, seed: int) -> Score:
+    def measure(self, knobs: Knobs, seed: int, *, part: float = 1.0) -> Score:
         case, machine = self.case, self._machine
         return evaluate(
             machine.engine, machine.engine.limits.clamp(knobs), case.workload, case.slo, vocab_size=machine.facts.vocab_size,
-            seed=seed, prompt_seed=self._prompts(), duration=case.window_s, warmup=case.warmup_s, stop=self._stop,
+            seed=seed, prompt_seed=self._prompts(), duration=case.window_s * part, warmup=case.warmup_s, stop=self._stop,
         )  # fmt: skip
 
     def serve(self, knobs: Knobs, arrivals: Sequence[Arrival], seed: int) -> tuple[list[RequestRecord], float]:

@@ -18,6 +18,9 @@ those, and an answer that comes late is worth more than none.
 Only the one whose turn it is, those being computed, and those that arrive are looked at: what changes in a step, not the
 queue. In deadline order that is the one with the least time left.
 
+An answer takes as many tokens as such requests have had lately, and a token as long (:mod:`runtime.ordering.learned`); whatever
+that is, a tenth of the E2E target is left for the prompt.
+
 Work and rate are those of :mod:`runtime.llm.prefill_rate`; while nothing is known everything is accepted. A rate too low must
 not lock everybody out: when nothing has been let in for :data:`PROBE_S` and nothing else is being computed, the next is let in
 whatever is predicted.
@@ -40,12 +43,13 @@ from runtime.llm.prefill_rate import PrefillRate, RateSource, Work
 from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import rank, work_of
 from runtime.ordering import ordering_of
-from runtime.records import StepRecord
+from runtime.ordering.learned import OutputLengths, TokenTimes
+from runtime.records import RequestRecord, StepRecord
 from runtime.request import Sequence
-from runtime.slo import first_target
 
 PROBE_S: Final = 5.0
 """Seconds without anything let in after which one is, whatever is predicted."""
+_LEAST_PROMPT = 0.1  # of an E2E target, which an answer leaves to the prompt however long it is expected to be
 _RESERVE = 0.1  # share of the target reserved for prediction error; a prompt half computed may use it up
 
 SLO_REASON: Final = "slo"
@@ -114,6 +118,7 @@ class Admission:
         self._weights = dict(weights or {})
         self._lightest = min([1.0, *self._weights.values()])
         self._timeouts: Expiries[Sequence] = Expiries(self._untimed)
+        self._answers, self._times = OutputLengths(), TokenTimes()
         self._let_in = -inf
         self._probe: Sequence | None = None
 
@@ -211,18 +216,34 @@ class Admission:
         """Why ``sequence``, whose prompt is being computed behind others of which so much is left, is late."""
         if self.policy.late is None or sequence.generated or sequence is self._probe or sequence.relegated is not None:
             return None
-        slo = self._slack.slo_of(sequence)
-        target = inf if slo is None else first_target(slo)
+        target = self.target(sequence)
         left = self.left(sequence)
         return self._late(sequence, now, self.before(left, others) + left, target, target)
 
     def observe(self, record: StepRecord) -> None:
         """A step has been made."""
         self.rate.observe(record)
+        self._times.on_step(record)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request has ended, in whatever way."""
+        self._times.on_request(record)
+        self._answers.observe(record)
+
+    def target(self, sequence: Sequence) -> float:
+        """Seconds from its arrival by which the first token of ``sequence`` must have come; inf if never."""
+        slo = self._slack.slo_of(sequence)
+        if slo is None:
+            return inf
+        target = inf if slo.ttft_ms is None else slo.ttft_ms / 1e3
+        if slo.e2e_ms is not None:
+            e2e, request = slo.e2e_ms / 1e3, sequence.request
+            answer = self._answers.expected(request.request_class, request.prompt_len) * self._times.output_token_s
+            target = min(target, max(_LEAST_PROMPT * e2e, e2e - answer))
+        return target
 
     def _judge(self, sequence: Sequence, now: float, ahead: float) -> Verdict | None:
-        slo = self._slack.slo_of(sequence)
-        target = inf if slo is None else first_target(slo)
+        target = self.target(sequence)
         if target == inf:
             return None
         verdict = self._late(

@@ -123,6 +123,8 @@ class Scheduler:
         sequence.cause = cause
         record = sequence.record(reason, now, self._epoch)
         self.waiting.ended(record)
+        if self.admission is not None:
+            self.admission.ended(record)
         return record
 
     def followed(self, slack: SlackTracker) -> SlackTracker:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from runtime.errors import UnsupportedModelError
-from runtime.torch_backend.linear import pack_linears
+from runtime.torch_backend.cpu.linear import pack_linears
 
 NAME = "autotune_segments"
 _ROWS = 1024  # tokens of a usual forward: what packed linear layers are laid out for

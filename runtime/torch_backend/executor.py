@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +15,21 @@ from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
-from runtime.torch_backend.attention import ChunkInputs, DecodeInputs, PackedModel, PaddedDecode, StepInputs
+from runtime.torch_backend.attention import PackedModel, StepInputs
+from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded
-from runtime.torch_backend.decode_cache import DecodeCache
 from runtime.torch_backend.faults import device_error
 from runtime.torch_backend.fused_layer import fuse_layers, prunes
-from runtime.torch_backend.inputs import DecodeRows, Ints, chunk_slots, chunk_tokens, to_device
+from runtime.torch_backend.inputs import DecodeRows, Ints, PackedBatch, chunk_slots, chunk_tokens
 from runtime.torch_backend.kv_pool import KVPool
-from runtime.torch_backend.linear import pack_linears
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
-from runtime.torch_backend.sampling import Sampler
-from runtime.torch_backend.soundness import unsound_chunks
+from runtime.torch_backend.sampling import Drawn, Sampler
+from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
+from runtime.torch_backend.transfer import Readback, to_device
 
 Work = Sequence | Chunk
-MIN_CACHE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -61,6 +60,32 @@ class _Outcome:
         return [_load(part) for part in blamed], [_load(part) for part in self.fitted]
 
 
+class _Prepared(NamedTuple):
+    """Inputs of a forward: ids and positions ``[2, tokens]``, the rows whose logits are wanted (None: all), and who samples."""
+
+    tokens: Tensor
+    wanted: Tensor | None
+    step: StepInputs
+    sampling: list[Sequence]
+
+
+class _Begun(NamedTuple):
+    """What a forward leaves on the device for the host to read."""
+
+    drawn: Drawn
+    chunks: list[Chunk]  # whose soundness is told
+    values: Readback
+
+
+class _Launched(NamedTuple):
+    """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible."""
+
+    work: tuple[tuple[Sequence, ...], tuple[Chunk, ...]]
+    step: int
+    begun: _Begun | None
+    cause: Exception | None
+
+
 def _owner(work: Work) -> Sequence:
     return work.sequence if isinstance(work, Chunk) else work
 
@@ -74,12 +99,13 @@ class TorchExecutor:
     """An :class:`runtime.llm.plan.Executor` over ``loaded`` with a pool of ``kv_blocks`` blocks of ``block_size`` tokens, which
     is allocated here; ``ValueError`` if it does not fit.
 
-    One thread at a time. A step that raises is split in halves and run again, down to the request at fault; one that runs
-    out of memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their
-    own row only. A device that is lost raises DeviceError.
+    One thread at a time. A step is :meth:`launch`, which queues its work on the device, and :meth:`collect`, which reads what
+    came out. One that raises in either is split in halves and run again, down to the request at fault; one that runs out of
+    memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their own row only.
+    A device that is lost raises DeviceError.
 
-    On a CPU, ``cpu_fast_path`` repacks the model's linear layers and keeps a contiguous copy of the decoding sequences' keys
-    and values, which takes up to as much memory as the pool; without it the device-independent code runs.
+    Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
+    ``backend``'s; None takes the one for the device of the model.
     """
 
     def __init__(
@@ -90,41 +116,69 @@ class TorchExecutor:
         block_size: int = 16,
         seed: int = 0,
         clock: Clock | None = None,
-        cpu_fast_path: bool = True,
+        backend: Backend | None = None,
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
         self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device)
         self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
-        self.timers, self.hook_calls = Timers(), 0  # calls of the attention hook in the last forward
+        self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
         self._clock = clock or MonotonicClock()
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
-        self._cache: DecodeCache | None = None
-        if self.device.type == "cpu" and cpu_fast_path:
-            fuse_norms(loaded.model)
-            fuse_layers(loaded.model)
-            pack_linears(loaded.model)
-            pool_bytes = kv_blocks * block_size * loaded.kv_bytes_per_token
-            self._cache = DecodeCache(self.pool, loaded.kv_bytes_per_token, max(pool_bytes, MIN_CACHE_BYTES))
+        backend = backend or backend_for(loaded.device)
+        fuse_norms(loaded.model)
+        fuse_layers(loaded.model, backend.operations)
+        backend.lay_out(loaded.model)
+        self._operations = backend.operations
+        self.attention = backend.attention(self.pool, loaded)
         self._prunes = self._keeps_logits and prunes(loaded.model)
         self._chain: StraightModel | None = straight(loaded.model)
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
+        self._launched: _Launched | None = None
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         """Compute ``plan`` once (``repeat`` is for simulations) and sample."""
-        outcome = _Outcome()
+        self.launch(plan)
+        return self.collect()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue the forward of ``plan`` and its sampling on the device, without waiting for it. :meth:`collect` comes next, and
+        tells what went wrong here, too."""
+        if self._launched is not None:
+            raise RuntimeError("a step was launched before the last one was collected")
+        begun: _Begun | None = None
+        cause: Exception | None = None
+        rows = plan.decode_rows()
         if not plan.empty:
-            cause: Exception | None = None
             try:
-                outcome.tokens, outcome.failed = self._run_plan(plan)
+                with torch.inference_mode():
+                    left, taken = self._rows.advance(plan)
+                    begun = self._begin(PackedBatch(self._rows, plan.chunks, left, taken, followed=True))
             except Exception as error:
                 cause = error
-            if cause is not None:  # out of the except block, so that the frames that raised can be freed
-                self._rows.forget()  # and with them the cache, which misses the tokens that the parts write
-                self._divide([*plan.decode_rows(), *plan.chunks], plan.step, cause, outcome)
+        self._launched = _Launched((rows, plan.chunks), plan.step, begun, cause)
+
+    def collect(self) -> StepResult:
+        """What the launched step yields; waits for the device."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            raise RuntimeError("no step was launched")
+        (rows, chunks), step, begun, cause = launched
+        del launched
+        outcome = _Outcome()
+        if begun is not None:
+            try:
+                outcome.tokens, outcome.failed = self._read(begun)
+            except Exception as error:
+                cause = error
+            begun = None
+        if cause is not None:  # out of the except block, so that the frames that raised can be freed
+            self._rows.forget()  # and with them the cache, which misses the tokens that the parts write
+            self._divide([*rows, *chunks], step, cause, outcome)
+        if rows or chunks:
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
@@ -146,79 +200,76 @@ class TorchExecutor:
         """
         try:
             with torch.inference_mode():
-                ids, keep, step, sampling = self._prepare(plan)
-                return self._forward(ids, keep, step), sampling
+                left, taken = self._rows.advance(plan)
+                prepared = self._prepare(PackedBatch(self._rows, plan.chunks, left, taken, followed=True))
+                return self._forward(prepared), prepared.sampling
         except Exception:
             self._rows.forget()
             raise
 
-    def _run_plan(self, plan: StepPlan) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
-        started = time.process_time()
-        with torch.inference_mode():
-            ids, keep, step, sampling = self._prepare(plan)
-            prepared = time.process_time()
-            logits = self._forward(ids, keep, step)
-            computed = time.process_time()
-            done = self._sample(logits, sampling, unsound_chunks(plan.chunks, step))
-        timers = self.timers
-        timers.prepare_s += prepared - started
-        timers.forward_s += computed - prepared
+    def _begin(self, batch: PackedBatch) -> _Begun:
+        """Everything of ``batch`` that the device does."""
+        timers, started = self.timers, time.process_time()
+        prepared = self._prepare(batch)
+        ready = time.process_time()
+        logits = self._forward(prepared)
+        computed = time.process_time()
+        drawn = self.sampler.draw(logits, prepared.sampling)
+        chunks, sound = sound_chunks(batch, prepared.step)
+        values = Readback(drawn.tensors if sound is None else [*drawn.tensors, sound])
+        timers.prepare_s += ready - started
+        timers.forward_s += computed - ready
         timers.sample_s += time.process_time() - computed
-        return done
+        return _Begun(drawn, chunks, values)
 
-    def _prepare(self, plan: StepPlan) -> tuple[Tensor, Tensor, StepInputs, list[Sequence]]:
-        rows = self._rows
-        left, taken = rows.advance(plan)
-        cached = self._cache is not None and self._cache.advance(rows, left, taken)
+    def _read(self, begun: _Begun) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
+        started = time.process_time()
+        here = begun.values.wait()
+        tokens: list[Token] = []
+        failed = unsound(begun.chunks, here.pop().tolist()) if begun.chunks else []
+        for sequence, sampled in zip(begun.drawn.sequences, begun.drawn.tokens(here), strict=True):
+            if isinstance(sampled, Token):
+                tokens.append(sampled)
+            else:
+                failed.append((sequence, sampled))
+        self.timers.sample_s += time.process_time() - started
+        return tokens, failed
+
+    def _prepare(self, batch: PackedBatch) -> _Prepared:
+        state = self.attention.plan(batch)  # first, since it may order the rows
+        rows, size = batch.rows, self.pool.block_size
         positions = rows.positions
         slots = rows.slots(positions)
-        decode: DecodeInputs | None = None
-        if len(rows.sequences):
-            decode = self._cache if cached else self._padded(rows.table(int(positions.max()) + 1), positions)
-        return self._assemble(rows.sequences, positions, slots, decode, plan.chunks)
-
-    def _padded(self, table: Ints, positions: Ints) -> PaddedDecode:
-        return PaddedDecode(to_device(table, self.device), to_device(positions + 1, self.device), self.pool.block_size)
-
-    def _assemble(
-        self, rows: Seq[Sequence], positions: Ints, slots: Ints, decode: DecodeInputs | None, chunks: Seq[Chunk]
-    ) -> tuple[Tensor, Tensor, StepInputs, list[Sequence]]:
-        """Input ids and positions ``[2, tokens]``, the rows whose logits are wanted, the step, and who samples."""
-        size = self.pool.block_size
-        ids = [s.output[-1] for s in rows]
-        sampling, at = list(rows), len(ids)
+        ids = [s.output[-1] for s in rows.sequences]
+        sampling, at = list(rows.sequences), len(ids)
         all_positions, all_slots = [positions], [slots]
         keep = list(range(at))
-        inputs: list[ChunkInputs] = []
-        for chunk in chunks:
+        for chunk in batch.chunks:
             ids += chunk_tokens(chunk)
             all_positions.append(np.arange(chunk.start, chunk.start + chunk.count))
             all_slots.append(chunk_slots(chunk, size))
-            table = None
-            if chunk.start:
-                blocks = -(-(chunk.start + chunk.count) // size)
-                table = to_device([chunk.sequence.blocks[:blocks]], self.device)
-            inputs.append(ChunkInputs(at, at + chunk.count, chunk.start, table))
             at += chunk.count
             if chunk.samples:
                 keep.append(at - 1)
                 sampling.append(chunk.sequence)
         if self._tainted:
-            self._scrub(rows, positions, chunks)
-        if chunks:
+            self._scrub(batch, positions)
+        if batch.chunks:
             positions, slots = np.concatenate(all_positions), np.concatenate(all_slots)
-        tokens = to_device(np.stack([np.array(ids, np.int64), positions]), self.device)
+        arrays = [np.stack([np.array(ids, np.int64), positions]), slots]
+        if len(keep) < at:  # one row at least goes through the head, to spare models an empty input
+            arrays.append(np.array(keep or [0], np.int64))
+        tokens, places, *wanted = to_device(arrays, self.device)
         self._serial += 1
-        step = StepInputs(
-            self._serial, self.pool, to_device(slots, self.device), decode, inputs, self._cache is not None
-        )
-        return tokens, to_device(keep, self.device), step, sampling
+        step = StepInputs(self._serial, self.pool, places, self._operations, self.attention, state)
+        return _Prepared(tokens, wanted[0] if wanted else None, step, sampling)
 
-    def _scrub(self, rows: Seq[Sequence], positions: Ints, chunks: Seq[Chunk]) -> None:
+    def _scrub(self, batch: PackedBatch, positions: Ints) -> None:
         """Zero the tainted blocks whose first slot this step writes: they have a new owner, who will not fill them at once."""
         size = self.pool.block_size
-        fresh = [s.blocks[p // size] for s, p in zip(rows, positions.tolist(), strict=True) if p % size == 0]
-        for chunk in chunks:
+        rows = zip(batch.rows.sequences, positions.tolist(), strict=True)
+        fresh = [s.blocks[p // size] for s, p in rows if p % size == 0]
+        for chunk in batch.chunks:
             end = chunk.start + chunk.count
             fresh += chunk.sequence.blocks[-(-chunk.start // size) : -(-end // size)]
         found = self._tainted.intersection(fresh)
@@ -226,35 +277,21 @@ class TorchExecutor:
             self.pool.scrub(sorted(found))
             self._tainted -= found
 
-    def _forward(self, tokens: Tensor, keep: Tensor, step: StepInputs) -> Tensor:
-        """Logits of the rows in ``keep``. One row at least goes through the head, to spare models an empty input."""
-        wanted = keep if len(keep) else torch.zeros(1, dtype=torch.int64, device=self.device)
-        fewer = len(wanted) < tokens.shape[1]
+    def _forward(self, prepared: _Prepared) -> Tensor:
+        """Logits of the rows that sample."""
+        tokens, wanted, step = prepared.tokens, prepared.wanted, prepared.step
         chain = self._chain if self._chain is not None and self._chain.applies else None
-        if fewer and self._prunes and (chain is not None or self._chain is None):
-            step.wanted, fewer = wanted, False  # the last layer leaves out the others
+        if self._prunes and (chain is not None or self._chain is None):
+            step.wanted, wanted = wanted, None  # the last layer leaves out the others
         with self._model.running(step):
             if chain is not None:
-                logits = chain(tokens[:1], tokens[1:], wanted if fewer else None)[0]
+                logits = chain(tokens[0], tokens[1], step, wanted)
             else:
-                extra = {"logits_to_keep": wanted} if fewer and self._keeps_logits else {}
+                extra = {"logits_to_keep": wanted} if wanted is not None and self._keeps_logits else {}
                 out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)
-                logits = out.logits[0] if self._keeps_logits or not fewer else out.logits[0][wanted]
+                logits = out.logits[0] if self._keeps_logits or wanted is None else out.logits[0][wanted]
         self.hook_calls = step.calls
-        return logits[: len(keep)]
-
-    def _sample(
-        self, logits: Tensor, sequences: list[Sequence], failed: list[tuple[Sequence, BaseException]]
-    ) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
-        if not sequences:
-            return [], failed
-        tokens: list[Token] = []
-        for sequence, sampled in zip(sequences, self.sampler.sample(logits, sequences), strict=True):
-            if isinstance(sampled, Token):
-                tokens.append(sampled)
-            else:
-                failed.append((sequence, sampled))
-        return tokens, failed
+        return logits[: len(prepared.sampling)]
 
     def _divide(self, work: list[Work], step: int, error: Exception, outcome: _Outcome) -> None:
         """``work`` failed as a whole with ``error``: run it in parts. Raises DeviceError if the device is lost."""
@@ -286,9 +323,8 @@ class TorchExecutor:
         chunks = [w for w in work if isinstance(w, Chunk)]
         try:
             with torch.inference_mode():
-                ids, keep, inputs, sampling = self._prepare_part(rows, chunks, step)
-                logits = self._forward(ids, keep, inputs)
-                tokens, failed = self._sample(logits, sampling, unsound_chunks(chunks, inputs))
+                alone = DecodeRows.alone(self.pool.block_size, self.pool.pad_block, rows, step)
+                tokens, failed = self._read(self._begin(PackedBatch(alone, chunks)))
         except Exception as error:
             cause = error
         else:
@@ -297,20 +333,3 @@ class TorchExecutor:
             outcome.fitted.append(work)
             return
         self._divide(work, step, cause, outcome)
-
-    def _prepare_part(
-        self, rows: list[Sequence], chunks: list[Chunk], step: int
-    ) -> tuple[Tensor, Tensor, StepInputs, list[Sequence]]:
-        """Inputs of a part of a step, from scratch: this path is rare, so it keeps nothing."""
-        size = self.pool.block_size
-        positions = np.array([s.computed + step - s.joined for s in rows], np.int64)
-        slots = np.array([s.blocks[p // size] * size + p % size for s, p in zip(rows, positions.tolist(), strict=True)])
-        decode = None
-        if rows:
-            width = int(positions.max()) // size + 1
-            table = np.full((len(rows), width), self.pool.pad_block, np.int64)
-            for row, sequence in enumerate(rows):
-                known = sequence.blocks[: int(positions[row]) // size + 1]
-                table[row, : len(known)] = known
-            decode = self._padded(table, positions)
-        return self._assemble(rows, positions, slots.astype(np.int64), decode, chunks)

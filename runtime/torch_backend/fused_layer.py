@@ -1,29 +1,31 @@
-"""Decoder layers with fewer, larger operations.
+"""Decoder layers with fewer, larger operations, on every device.
 
 The layers of most decoders are the same: norm, attention with rotary embedding, norm, gated MLP, each added to what came
 in. Model code computes that in about forty operations. Here the projections that read the same input are one product,
-query and key are normed and rotated together, and sums are made in place; in the last layer, rows whose logits nobody
-wants stop after their keys and values are written.
+query and key are normed, rotated and written to the KV pool together, and a sum is taken with the norm that reads it; in the
+last layer, rows whose logits nobody wants stop after their keys and values are written. How each of these is computed is the
+device's business (:mod:`runtime.torch_backend.operations`).
 
 Which layers can be replaced is found by trying: a layer that looks like one is run beside the original on random input.
 So no list of architectures is needed, and one that differs (a scaled residual, another rotary convention, another
-activation) keeps its own code.
+activation) keeps its own code and calls the attention hook.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runtime.torch_backend.attention import NAME, running_step
+from runtime.torch_backend.attention import StepInputs, Terms, running_step, terms_of
+from runtime.torch_backend.contract import KVLayer
+from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import FusedRMSNorm
+from runtime.torch_backend.operations import HeadNorm, Operations
+from runtime.torch_backend.padded import lone_step
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _PROBE = "autotune_probe"
 _PROBE_TOKENS = 5
-Attend = Callable[..., tuple[Tensor, Any]]
+_OPTIONS = ("scaling", "sliding_window", "softcap", "s_aux")
 
 
 class _Part(nn.Module):
@@ -74,21 +76,19 @@ class FusedLayer(nn.Module):
         attention: Any = inner.self_attn
         mlp: Any = inner.mlp
         query, key, value = (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
-        self._dim = dim = int(attention.head_dim)
-        self._heads, self._kv_heads = query.out_features // dim, key.out_features // dim
-        self._split = query.out_features + key.out_features
+        self.dim = dim = int(attention.head_dim)
+        heads, self._kv_heads = query.out_features // dim, key.out_features // dim
         self.qkv = _merged(query, key, value)
         self.gate_up = _merged(mlp.gate_proj, mlp.up_proj)
-        self._half = self.gate_up.out_features // 2
-        self._options: dict[str, Any] = {}  # what the model code hands to the attention function besides tensors
-        self._scale: Tensor | None = None  # of the norms of query and key, [heads + kv_heads, dim]
-        self._eps = 0.0
+        self.terms = Terms(dim**-0.5, None, None, None)
+        self._kept = KVLayer((self._kv_heads, dim), (self._kv_heads, dim), self.qkv.weight.dtype)
+        self._head_norm: HeadNorm | None = None
         norm = getattr(attention, "q_norm", None)
         if norm is not None:
-            scales = [getattr(attention, name)._scale for name in ("q_norm", "k_norm")]
-            counts = (self._heads, self._kv_heads)
-            self._scale = torch.cat([s.detach().expand(n, dim) for s, n in zip(scales, counts, strict=True)])
-            self._eps = norm.eps
+            scales = [getattr(attention, name).scale.detach() for name in ("q_norm", "k_norm")]
+            counts = (heads, self._kv_heads)
+            each = torch.cat([s.expand(n, dim) for s, n in zip(scales, counts, strict=True)])
+            self._head_norm = HeadNorm(scales[0], scales[1], each, norm.eps)
         self.train(inner.training)
 
     def take_over(self) -> None:
@@ -113,39 +113,39 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = running_step()
         embeddings = kwargs.get("position_embeddings")
-        if step is None or args or embeddings is None or embeddings[0].shape[-1] != self._dim:
+        if step is None or args or embeddings is None or embeddings[0].shape[-1] != self.dim:
             return self.inner(hidden_states, *args, **kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS[NAME]
-        return self.compute(hidden_states, embeddings, attend, step.wanted if self.last else None)
+        cos, sin = embeddings
+        own = hidden_states[0].clone()  # what is theirs is not ours to overwrite
+        x, residual = self.compute(own, None, cos[0], sin[0], step)
+        return x.add_(residual).unsqueeze(0)
 
-    def compute(self, x: Tensor, embeddings: tuple[Tensor, Tensor], attend: Attend, wanted: Tensor | None) -> Tensor:
-        """``x [1, tokens, hidden]``; returns the layer's output of the rows ``wanted`` (None: of all)."""
+    def compute(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's input is ``x + residual`` (None: ``x``), each ``[tokens, hidden]`` and ours to overwrite; what it
+        returns is its output likewise, for the next norm to add up. ``cos``/``sin [tokens, dim]``."""
         inner: Any = self.inner
-        attention, mlp = inner.self_attn, inner.mlp
-        shape = (1, x.shape[1], -1, self._dim)
-        qkv = self.qkv(inner.input_layernorm(x))
-        both = qkv[..., : self._split].view(shape)
-        if self._scale is not None:
-            both = F.rms_norm(both, (self._dim,), None, self._eps).mul_(self._scale)
-        both = _rotated(both, *embeddings).transpose(1, 2)
-        value = qkv[..., self._split :].view(shape).transpose(1, 2)
-        attended, _ = attend(attention, both[:, : self._heads], both[:, self._heads :], value, None, **self._options)
-        if wanted is not None:
-            x, attended = x.index_select(1, wanted), attended.index_select(1, wanted)
-        x = attention.o_proj(attended.reshape(1, x.shape[1], -1)).add_(x)
-        merged = self.gate_up(inner.post_attention_layernorm(x))
-        gated = F.silu(merged[..., : self._half]).mul_(merged[..., self._half :])
-        return mlp.down_proj(gated).add_(x)  # type: ignore[no-any-return]
+        attention, ops = inner.self_attn, step.operations
+        x, residual = normed(inner.input_layernorm, x, residual, ops)
+        layer = step.layer(attention, self._kept)
+        query, key, value = ops.rope_write(self.qkv(x), cos, sin, self._kv_heads, self._head_norm, layer, step.slots)
+        x = step.attend(layer, query, key, value, self.terms)
+        if self.last and step.wanted is not None:
+            x, residual = x.index_select(0, step.wanted), residual.index_select(0, step.wanted)
+        x = attention.o_proj(x.view(x.shape[0], -1))
+        x, residual = normed(inner.post_attention_layernorm, x, residual, ops)
+        return inner.mlp.down_proj(ops.silu_mul(self.gate_up(x))), residual
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [1, tokens, heads, dim]`` by ``cos``/``sin [1, tokens, dim]``, the halves of ``dim`` being the pairs."""
-    half = x.shape[-1] // 2
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+def normed(norm: nn.Module, x: Tensor, residual: Tensor | None, operations: Operations) -> tuple[Tensor, Tensor]:
+    """``norm`` of ``x + residual`` (None: of ``x``), and the sum. ``x`` may be overwritten if there is a ``residual``."""
+    if not isinstance(norm, FusedRMSNorm):
+        total = x if residual is None else x.add_(residual)
+        return norm(total), total
+    if residual is None:
+        return operations.norm(x, norm.scale, norm.eps), x
+    return operations.add_norm(x, residual, norm.scale, norm.eps)
 
 
 def _merged(*linears: nn.Linear) -> nn.Linear:
@@ -158,10 +158,12 @@ def _merged(*linears: nn.Linear) -> nn.Linear:
     return whole
 
 
-def fuse_layers(model: PreTrainedModel) -> int:
+def fuse_layers(model: PreTrainedModel, operations: Operations) -> int:
     """Replace the decoder layers of ``model`` that :class:`FusedLayer` reproduces; returns how many. Harmless when repeated.
 
-    To be called after the norms are fused and before linear layers are packed.
+    ``operations``: of its device, which each layer is tried with. To be called after the norms are fused and before linear
+    layers are packed. Takes the memory of one layer's merged weights besides; of all of them where somebody else holds the old
+    ones as well. Layers for which there is none keep their own code.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -174,8 +176,15 @@ def fuse_layers(model: PreTrainedModel) -> int:
             if not _fusable(layer, owners):
                 continue
             last = at == len(layers) - 1 == getattr(model.config, "num_hidden_layers", None) - 1  # type: ignore[operator]
-            candidate = FusedLayer(layer, last)
-            if _same(candidate):
+            try:
+                candidate = FusedLayer(layer, last)
+                same = _same(candidate, operations)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.warning("%d decoder layers fused; for more there is no memory: the others run slower", fused)
+                return fused
+            if same:
                 candidate.take_over()
                 layers[at] = candidate
                 fused += 1
@@ -224,13 +233,14 @@ def _fusable(layer: nn.Module, owners: dict[int, int]) -> bool:
     norms = [getattr(attention, name, None) for name in sorted(_NORMS)]
     if norms == [None, None]:
         return True
-    found = [n for n in norms if isinstance(n, FusedRMSNorm) and n._shape == (dim,)]
+    found = [n for n in norms if isinstance(n, FusedRMSNorm) and tuple(n.scale.shape) == (dim,)]
     return len(found) == 2 and found[0].eps == found[1].eps
 
 
-def _same(candidate: FusedLayer) -> bool:
-    """Whether ``candidate`` computes what its ``inner`` does, tried on a few random tokens; learns the attention's options."""
-    inner, attention = candidate.inner, candidate.inner.self_attn
+def _same(candidate: FusedLayer, operations: Operations) -> bool:
+    """Whether ``candidate`` computes what its ``inner`` does, tried on a few random tokens; learns the terms of its attention."""
+    inner: Any = candidate.inner
+    attention = inner.self_attn
     config: Any = getattr(attention, "config", None)
     if config is None:
         return False
@@ -239,12 +249,8 @@ def _same(candidate: FusedLayer) -> bool:
     def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        seen.append(
-            {k: v for k, v in options.items() if k in ("scaling", "sliding_window", "softcap", "s_aux", "dropout")}
-        )
-        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1).float() for x in (key, value))
-        out = F.scaled_dot_product_attention(query.float(), keys, values, is_causal=True)
-        return out.to(query.dtype).transpose(1, 2).contiguous(), None
+        seen.append({name: options[name] for name in _OPTIONS if name in options})
+        return _by_definition(query, key, value, _terms(module, seen[-1], query.shape[-1])), None
 
     AttentionInterface.register(_PROBE, probe)
     weight = candidate.qkv.weight
@@ -254,32 +260,69 @@ def _same(candidate: FusedLayer) -> bool:
         return torch.randn(*shape, generator=generator).to(weight.device, weight.dtype)
 
     x = random(1, _PROBE_TOKENS, candidate.qkv.in_features)
-    embeddings = (random(1, _PROBE_TOKENS, candidate._dim), random(1, _PROBE_TOKENS, candidate._dim))
+    cos, sin = random(1, _PROBE_TOKENS, candidate.dim), random(1, _PROBE_TOKENS, candidate.dim)
+
+    def fused(wanted: Tensor | None, earlier: bool) -> Tensor:
+        """The whole output of ``candidate``, a step's as it is; ``earlier``: its input is a sum yet to be taken."""
+        step = lone_step(_PROBE_TOKENS, weight.device, operations)
+        step.wanted, last = wanted, candidate.last
+        candidate.last = wanted is not None
+        half = 0.5 * x[0]  # whose double is x to the last bit
+        try:
+            added, total = candidate.compute(
+                half if earlier else x[0].clone(), half.clone() if earlier else None, cos[0], sin[0], step
+            )
+        finally:
+            candidate.last = last
+        return (added + total).float()  # rounded as the original rounds it
+
     before = config._attn_implementation
     config._attn_implementation_internal = _PROBE
     try:
         with torch.inference_mode():
             positions = torch.arange(_PROBE_TOKENS, device=weight.device)[None]
-            expected = inner(x.clone(), attention_mask=None, position_ids=positions, position_embeddings=embeddings)
+            expected = inner(x.clone(), attention_mask=None, position_ids=positions, position_embeddings=(cos, sin))
             if not isinstance(expected, Tensor) or len(seen) != 1 or "scaling" not in seen[0]:
                 return False
-            candidate._options = seen[0]
             if any(isinstance(option, Tensor) for option in seen[0].values()):
                 return False
-            found = candidate.compute(x.clone(), embeddings, probe, None)
-            some = candidate.compute(x.clone(), embeddings, probe, torch.tensor([1, 3], device=weight.device))
+            candidate.terms = _terms(attention, seen[0], candidate.dim)
+            some = torch.tensor([1, 3], device=weight.device)
+            found = fused(None, earlier=False), fused(None, earlier=True), fused(some, earlier=False)
     except Exception as error:  # whatever a layer raises that only looks like one of these
+        if is_out_of_memory(error):
+            raise
         log.debug("layer %s is not fused: %s", type(inner).__name__, error)
         return False
     finally:
         config._attn_implementation_internal = before
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+    if expected.shape != x.shape or expected.dtype != x.dtype:
         return False
     # by what the layer adds to its input: an input far larger than it would hide a difference
     tolerance = 1e-5 if weight.dtype == torch.float32 else 0.02
-    added = (expected.float() - x.float()).norm()
+    whole = expected[0].float()
+    added = (whole - x[0].float()).norm()
     near = all(
-        float((a.float() - b.float()).norm()) <= tolerance * float(added) + 1e-30
-        for a, b in ((found, expected), (some, expected[:, [1, 3]]))
+        a.shape == b.shape and float((a - b).norm()) <= tolerance * float(added) + 1e-30
+        for a, b in zip(found, (whole, whole, whole[[1, 3]]), strict=True)
     )
     return near and bool(added.isfinite())
+
+
+def _terms(module: nn.Module, options: dict[str, Any], dim: int) -> Terms:
+    """What the model code hands to the attention function besides tensors of tokens."""
+    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    return terms_of(dim, options.get("scaling"), window, options.get("softcap"), options.get("s_aux"))
+
+
+def _by_definition(query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+    """Causal attention in float32, all scores at once: ``[1, heads, tokens, dim]`` in, ``[1, tokens, heads, dim]`` out."""
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1).float() for x in (key, value))
+    scores = query.float() @ keys.transpose(-1, -2) * terms.scale
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    back = torch.arange(scores.shape[-1], device=query.device)
+    back = back[:, None] - back[None, :]
+    hidden = back < 0 if terms.window is None else (back < 0) | (back >= terms.window)
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+    return (weights @ values).to(query.dtype).transpose(1, 2).contiguous()

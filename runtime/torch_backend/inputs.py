@@ -7,12 +7,11 @@ block table grows when it enters a new block. Only rows that joined or left sinc
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from runtime.llm.plan import Chunk, StepPlan
 from runtime.request import Sequence
@@ -41,6 +40,15 @@ class DecodeRows:
         self._seen: tuple[object, int] = (None, -1)
         self._step = 0
         self.generation = 0  # grows when every row is dropped
+
+    @classmethod
+    def alone(cls, block_size: int, pad_block: int, sequences: Seq[Sequence], step: int) -> DecodeRows:
+        """The rows of ``sequences`` at decode index ``step``, from scratch and for one forward."""
+        rows = cls(block_size, pad_block)
+        rows._step = step
+        rows._sync(tuple(sequences), step)
+        rows._grow_tables()
+        return rows
 
     def advance(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         """Move to ``plan``. Returns the homes left and the homes taken since the last plan (both empty: same rows)."""
@@ -180,10 +188,20 @@ def chunk_slots(chunk: Chunk, block_size: int) -> Ints:
     return found
 
 
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """An int64 tensor of ``values`` (list or array) on ``device``."""
-    if isinstance(values, np.ndarray):
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-    else:
-        tensor = torch.tensor(values, dtype=torch.int64)
-    return tensor if device.type == "cpu" else tensor.to(device)
+class PackedBatch(NamedTuple):
+    """What one forward holds, on the host: decode rows, one token each, then prompt chunks end to end.
+
+    ``followed``: ``rows`` are those of the forward before, brought forward, and the homes ``left`` and ``taken`` have changed;
+    else they stand for this forward alone.
+    """
+
+    rows: DecodeRows
+    chunks: Seq[Chunk] = ()
+    left: Seq[int] = ()
+    taken: Seq[int] = ()
+    followed: bool = False
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(begin, end) of each chunk among the tokens of the forward."""
+        ends = list(accumulate((chunk.count for chunk in self.chunks), initial=len(self.rows.sequences)))
+        return list(pairwise(ends))

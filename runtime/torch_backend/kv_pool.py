@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from runtime.torch_backend.contract import KVLayer, Loaded
 from runtime.torch_backend.memory import is_out_of_memory
+from runtime.torch_backend.transfer import to_device
 
 MAX_CPU_POOL_BYTES = 4 << 30
 CPU_SHARE = 0.3  # the decode cache may take as much again
@@ -82,13 +83,12 @@ class KVPool:
         slots = (self.block_count + 1) * self.block_size
         return LayerKV(_zeros(layer.dtype, device, slots, *layer.key), _zeros(layer.dtype, device, slots, *layer.value))
 
-    def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> LayerKV:
-        """The store of ``module``; ``key`` and ``value`` ``[1, heads, tokens, dim]`` give its shape at the first call."""
+    def layer(self, module: nn.Module, kept: KVLayer, device: torch.device) -> LayerKV:
+        """The store of ``module``, which keeps ``kept`` of a token and computes on ``device``."""
         found = self.layers.get(module)
         if found is None:
-            layer = KVLayer((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype)
-            at = next((at for at, (kept, _) in enumerate(self._unclaimed) if kept == layer), None)
-            found = self._allocate(layer, key.device) if at is None else self._unclaimed.pop(at)[1]
+            at = next((at for at, (allocated, _) in enumerate(self._unclaimed) if allocated == kept), None)
+            found = self._allocate(kept, device) if at is None else self._unclaimed.pop(at)[1]
             self.layers[module] = found
         return found
 
@@ -107,7 +107,7 @@ class KVPool:
         Positions behind a sequence's end are masked, but NaN times a weight of zero is NaN.
         """
         for layer in self.layers.values():
-            at = torch.tensor(blocks, device=layer.keys.device)
+            [at] = to_device([np.array(blocks, np.int64)], layer.keys.device)
             layer.keys.view(-1, self.block_size, *layer.keys.shape[1:]).index_fill_(0, at, 0)
             layer.values.view(-1, self.block_size, *layer.values.shape[1:]).index_fill_(0, at, 0)
 

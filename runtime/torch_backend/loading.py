@@ -156,8 +156,8 @@ def from_model(
     """A :class:`LoadedModel` of a model that is already in memory, on its device and in its dtype, and stays its owner's.
 
     The engine gets a copy of the modules and the config in eval mode, over the same weights: it fuses layers and replaces
-    attention there. Where it lays weights out anew (linear layers on a CPU) it keeps its own; they double in memory unless the
-    owner lets go of the model. Weights must not change while an engine runs.
+    attention there. Where it lays weights out anew (merged projections; on a CPU all linear layers) it keeps its own; they double
+    in memory unless the owner lets go of the model. Weights must not change while an engine runs.
 
     Runs one token through the copy, to see what its attention keeps. Raises as :func:`load_model` does, and
     :class:`ModelError` for a model that cannot be copied.

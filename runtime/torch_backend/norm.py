@@ -14,17 +14,19 @@ _PROBE_ROWS = 7
 
 
 class FusedRMSNorm(nn.Module):
-    """``x / sqrt(mean(x²) + eps) · scale`` over the last dimension (Zhang and Sennrich 2019)."""
+    """``x / sqrt(mean(x²) + eps) · scale`` over the last dimension (Zhang and Sennrich 2019).
+
+    ``scale`` is the weight, or one plus it.
+    """
 
     def __init__(self, weight: nn.Parameter, scale: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
-        self._scale = scale  # the weight, or one plus it
-        self._shape = tuple(weight.shape)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self._scale, self.eps)
+        return F.rms_norm(x, self.scale.shape, self.scale, self.eps)
 
 
 def fuse_norms(model: nn.Module) -> int:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from runtime.torch_backend.attention import ChunkInputs, PackedModel, StepInputs
+from runtime.torch_backend.attention import PackedModel
 from runtime.torch_backend.contract import KVLayer
-from runtime.torch_backend.kv_pool import KVPool
+from runtime.torch_backend.padded import lone_step
 
 
 class Probe(NamedTuple):
@@ -32,10 +32,8 @@ def probe(model: PreTrainedModel, context: int) -> Probe:
     with it is for :func:`runtime.torch_backend.self_test.self_test` to say.
     """
     text = model.config.get_text_config()
-    pool = KVPool(1, 1)
-    step = StepInputs(
-        0, pool, torch.zeros(1, dtype=torch.int64, device=model.device), None, [ChunkInputs(0, 1, 0, None)]
-    )
+    step = lone_step(1, model.device)
+    pool = step.pool
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     before = _frequencies(model)
     vocab_size = int(text.vocab_size)

@@ -11,8 +11,44 @@ import torch
 from runtime.errors import StepFailedError
 from runtime.llm.plan import Token
 from runtime.request import SamplingParams, Sequence
+from runtime.torch_backend.transfer import Readback, to_device
 
 _COLDEST = 1e-7  # below this a temperature would divide by zero in float32; the draw is greedy long before
+
+
+class Drawn:
+    """What was drawn, still on the device.
+
+    ``tensors`` are ids ``[n]``, −1 where a row is unsound, and of the rows that want log-probabilities (``scored``): that of the
+    chosen token ``[m]``, ids and log-probabilities of the likeliest ``[m, most]``.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], tensors: list[torch.Tensor], scored: Seq[int]) -> None:
+        self.sequences = sequences
+        self.tensors = tensors
+        self.scored = scored
+
+    def tokens(self, here: Seq[torch.Tensor]) -> list[Token | Exception]:
+        """One for each sequence, from :attr:`tensors` as they are in the host's memory."""
+        sequences = self.sequences
+        if not sequences:
+            return []
+        ids = here[0].tolist()
+        if not self.scored:
+            return [Token(s, i) if i >= 0 else _nan_error(s) for s, i in zip(sequences, ids, strict=True)]
+        chosen, top_ids, top_values = (x.tolist() for x in here[1:])
+        scored = {row: at for at, row in enumerate(self.scored)}
+        out: list[Token | Exception] = []
+        for row, (sequence, token) in enumerate(zip(sequences, ids, strict=True)):
+            if token < 0:
+                out.append(_nan_error(sequence))
+            elif row in scored:
+                at, wanted = scored[row], sequence.request.params.logprobs
+                top = tuple(zip(top_ids[at][:wanted], top_values[at][:wanted], strict=True))
+                out.append(Token(sequence, token, chosen[at], top))
+            else:
+                out.append(Token(sequence, token))
+        return out
 
 
 class Sampler:
@@ -34,56 +70,46 @@ class Sampler:
         self.device = torch.device(device)
         self.seed = seed
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Token | Exception]:
         """One :class:`Token` for each row of ``logits`` [n, vocab_size], in the order of ``sequences`` (length n).
 
         A row that holds NaN or +inf, or nothing but −inf, gives a :class:`StepFailedError` in its place; the others are
         not touched. Raises ``ValueError`` if the shape does not fit.
         """
+        drawn = self.draw(logits, sequences)
+        return drawn.tokens(Readback(drawn.tensors).wait())
+
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
+        """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing."""
         if logits.shape != (len(sequences), self.vocab_size):
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
         if not sequences:
-            return []
+            return Drawn(sequences, [], [])
         ids = _argmax(logits)
         params = [sequence.request.params for sequence in sequences]
-        special = [
-            row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1 or p.logprobs is not None
-        ]
-        if not special:
-            return [Token(s, i) if i >= 0 else _nan_error(s) for s, i in zip(sequences, ids, strict=True)]
-        sound = [row for row in special if ids[row] >= 0]
-        changed = [row for row in sound if params[row].temperature or params[row].repetition_penalty != 1]
+        changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
         if changed:
-            drawn = self._draw(_rows(logits, changed).float(), [sequences[row] for row in changed])
-            for row, token in zip(changed, drawn, strict=True):
-                ids[row] = token
-        scored = {row: i for i, row in enumerate(row for row in sound if params[row].logprobs is not None)}
-        chosen, top_ids, top_values = _logprobs(logits, list(scored), ids, params)
-        out: list[Token | Exception] = []
-        for row, (sequence, token) in enumerate(zip(sequences, ids, strict=True)):
-            if token < 0:
-                out.append(_nan_error(sequence))
-            elif row in scored:
-                at, wanted = scored[row], params[row].logprobs
-                top = tuple(zip(top_ids[at][:wanted], top_values[at][:wanted], strict=True))
-                out.append(Token(sequence, token, chosen[at], top))
-            else:
-                out.append(Token(sequence, token))
-        return out
+            at = _indices(changed, logits.device)
+            drawn = self._draw(_rows(logits, changed, at).float(), [sequences[row] for row in changed])
+            ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
+        scored = [row for row, p in enumerate(params) if p.logprobs is not None]
+        return Drawn(sequences, [ids, *_logprobs(logits, scored, ids, params)], scored)
 
-    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         """Token ids for rows [m, vocab] (float32, ours to overwrite) that are penalised, or not greedy, or both."""
         params = [sequence.request.params for sequence in sequences]
         _penalise(logits, sequences)
-        ids = _argmax(logits)
         rows = [row for row, p in enumerate(params) if p.temperature]
-        if rows:
-            hot = [params[row] for row in rows]
-            uniform = [self._uniform(sequences[row]) for row in rows]
-            for row, token in zip(rows, _invert(_filter(_rows(logits, rows), hot), uniform), strict=True):
-                ids[row] = token
-        return ids
+        if not rows:
+            return _argmax(logits)
+        hot = [params[row] for row in rows]
+        uniform = [self._uniform(sequences[row]) for row in rows]
+        if len(rows) == len(params):
+            return _invert(_filter(logits, hot), uniform)
+        at = _indices(rows, logits.device)
+        drawn = _invert(_filter(_rows(logits, rows, at), hot), uniform)
+        return _argmax(logits).index_copy(0, at, drawn)
 
     def _uniform(self, sequence: Sequence) -> float:
         """The draw of this request at this position: uniform in [0, 1), 53 bits."""
@@ -98,11 +124,15 @@ def _nan_error(sequence: Sequence) -> StepFailedError:
     return StepFailedError(f"request {sequence.request.id}: NaN logits (or infinite ones) at output token {at}")
 
 
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """A copy of some rows."""
+def _indices(rows: list[int], device: torch.device) -> torch.Tensor:
+    return to_device([np.array(rows, np.int64)], device)[0]
+
+
+def _rows(logits: torch.Tensor, rows: list[int], at: torch.Tensor) -> torch.Tensor:
+    """A copy of some rows, which ``at`` lists on the device."""
     if len(rows) == len(logits):
         return logits.clone()
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, at)
 
 
 def _numpy_can(logits: torch.Tensor) -> bool:
@@ -110,7 +140,7 @@ def _numpy_can(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu"
 
 
-def _argmax(logits: torch.Tensor) -> list[int]:
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of every row, −1 where the row is unsound. One pass over the logits.
 
     Both libraries let a NaN win, so looking at the winner's value finds NaN and +inf anywhere in the row. On a CPU NumPy's
@@ -122,10 +152,10 @@ def _argmax(logits: torch.Tensor) -> list[int]:
         best = values[np.arange(len(ids)), ids]
         if not np.isfinite(best).all():
             ids[~np.isfinite(best)] = -1
-        return ids.tolist()  # type: ignore[no-any-return]
+        return torch.from_numpy(ids)
     top = logits.argmax(-1)
     sound = logits.gather(-1, top.unsqueeze(-1)).squeeze(-1).isfinite()
-    return torch.where(sound, top, -1).tolist()
+    return torch.where(sound, top, -1)
 
 
 def _sorted(logits: torch.Tensor) -> torch.Tensor:
@@ -136,7 +166,7 @@ def _sorted(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(-1)
+    return to_device([np.array(values, np.float32)], like.device)[0].unsqueeze(-1)
 
 
 def _penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
@@ -149,8 +179,8 @@ def _penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
             flat.append(seen + row * logits.shape[1])
             penalties.append(np.full(len(seen), penalty, dtype=np.float32))
     if flat:
-        at = torch.from_numpy(np.concatenate(flat)).to(logits.device)
-        by = torch.from_numpy(np.concatenate(penalties)).to(logits.device)
+        [at] = to_device([np.concatenate(flat)], logits.device)
+        [by] = to_device([np.concatenate(penalties)], logits.device)
         values = logits.view(-1)[at]
         logits.view(-1)[at] = torch.where(values > 0, values / by, values * by)
 
@@ -162,10 +192,11 @@ def _filter(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     vocab = logits.shape[1]
     cut = [row for row, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1]
     if cut:
-        lowest = _lowest_kept(_sorted(_rows(logits, cut)), [params[row] for row in cut])
+        at = _indices(cut, logits.device)
+        lowest = _lowest_kept(_sorted(_rows(logits, cut, at)), [params[row] for row in cut])
         if len(cut) < len(params):
             every = torch.full((len(params), 1), -torch.inf, device=logits.device)
-            lowest = every.index_copy_(0, torch.tensor(cut, device=logits.device), lowest)
+            lowest = every.index_copy_(0, at, lowest)
         logits.masked_fill_(logits < lowest, -torch.inf)
     if any(p.min_p for p in params):
         # the likeliest has logit 0, so p < min_p * p_max is logit < log(min_p)
@@ -177,7 +208,7 @@ def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.
     """The smallest logit that top-k and then top-p keep, [m, 1], from sorted rows [m, vocab] (overwritten)."""
     vocab = ascending.shape[1]
     first = [vocab - p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    lowest = ascending.gather(-1, torch.tensor(first, device=ascending.device).unsqueeze(-1))
+    lowest = ascending.gather(-1, _indices(first, ascending.device).unsqueeze(-1))
     if all(p.top_p == 1 for p in params):
         return lowest
     ascending.masked_fill_(ascending < lowest, -torch.inf)
@@ -188,7 +219,7 @@ def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.
     return torch.maximum(lowest, ascending.gather(-1, first_kept))
 
 
-def _invert(logits: torch.Tensor, uniform: list[float]) -> list[int]:
+def _invert(logits: torch.Tensor, uniform: list[float]) -> torch.Tensor:
     """Draw one token a row: the first whose cumulative probability exceeds ``uniform``."""
     probs = logits.softmax(-1)
     cumulative = probs.cumsum(-1)
@@ -198,17 +229,19 @@ def _invert(logits: torch.Tensor, uniform: list[float]) -> list[int]:
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     # a parallel scan may round differently on both sides of a dropped token: never return one
     dropped = probs.gather(-1, ids) == 0
-    return torch.where(dropped, probs.argmax(-1, keepdim=True), ids).squeeze(-1).tolist()
+    return torch.where(dropped, probs.argmax(-1, keepdim=True), ids).squeeze(-1)
 
 
 def _logprobs(
-    logits: torch.Tensor, rows: list[int], ids: list[int], params: Seq[SamplingParams]
-) -> tuple[list[float], list[list[int]], list[list[float]]]:
-    """Of ``rows``: log-probability of the chosen id, then ids and log-probabilities of the likeliest, best first."""
+    logits: torch.Tensor, rows: list[int], ids: torch.Tensor, params: Seq[SamplingParams]
+) -> list[torch.Tensor]:
+    """Of ``rows``: log-probability of the chosen id, then ids and log-probabilities of the likeliest, best first. Nothing if
+    there are none."""
     if not rows:
-        return [], [], []
-    log_p = _rows(logits, rows).float().log_softmax(-1)
-    picked = torch.tensor([ids[row] for row in rows], device=logits.device).unsqueeze(-1)
+        return []
+    at = _indices(rows, logits.device)
+    log_p = _rows(logits, rows, at).float().log_softmax(-1)
+    picked = ids.index_select(0, at).clamp(min=0).unsqueeze(-1)  # an unsound row's are nobody's
     most = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])
     top = log_p.topk(most, dim=-1)
-    return log_p.gather(-1, picked).squeeze(-1).tolist(), top.indices.tolist(), top.values.tolist()
+    return [log_p.gather(-1, picked).squeeze(-1), top.indices, top.values]

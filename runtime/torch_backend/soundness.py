@@ -8,24 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
+from torch import Tensor
+
 from runtime.errors import StepFailedError
 from runtime.llm.plan import Chunk
 from runtime.request import Sequence
 from runtime.torch_backend.attention import StepInputs
+from runtime.torch_backend.inputs import PackedBatch
 
 
-def unsound_chunks(chunks: Seq[Chunk], step: StepInputs) -> list[tuple[Sequence, BaseException]]:
-    """The sequences whose chunk does not sample and left NaN or infinity in the last layer, where it ends up from any other.
-
-    To be asked after the forward of ``step``, whose chunks are ``chunks`` in the same order.
+def sound_chunks(batch: PackedBatch, step: StepInputs) -> tuple[list[Chunk], Tensor | None]:
+    """The chunks of ``batch`` that do not sample, and ``[chunks]`` bool on the device: whether what each wrote is finite in the
+    last layer, where NaN and infinity end up from any other. To be asked after the forward of ``step``; None: there are none.
     """
-    found: list[tuple[Sequence, BaseException]] = []
     layer = next(reversed(step.pool.layers.values()), None)
-    for chunk, rows in zip(chunks, step.chunks, strict=True):
-        if chunk.samples or layer is None:
-            continue
-        slots = step.slots[rows.begin : rows.end]
-        if not all(bool(x.index_select(0, slots).isfinite().all()) for x in (layer.keys, layer.values)):
+    chunks: list[Chunk] = []
+    flags: list[Tensor] = []
+    if layer is not None:
+        for chunk, (begin, end) in zip(batch.chunks, batch.spans(), strict=True):
+            if not chunk.samples:
+                slots = step.slots[begin:end]
+                keys, values = (x.index_select(0, slots).isfinite().all() for x in (layer.keys, layer.values))
+                chunks.append(chunk)
+                flags.append(keys & values)
+    return chunks, torch.stack(flags) if flags else None
+
+
+def unsound(chunks: Seq[Chunk], sound: Seq[bool]) -> list[tuple[Sequence, BaseException]]:
+    """The sequences of the ``chunks`` that are not sound, and the error each of them gets."""
+    found: list[tuple[Sequence, BaseException]] = []
+    for chunk, good in zip(chunks, sound, strict=True):
+        if not good:
             where = f"between prompt tokens {chunk.start} and {chunk.start + chunk.count - 1}"
             error = StepFailedError(f"request {chunk.sequence.request.id}: NaN (or infinite) keys or values {where}")
             found.append((chunk.sequence, error))

@@ -1,8 +1,8 @@
 """A decoder's forward without what transformers puts around it.
 
 Embedding, rotary tables, layers, norm and head, called one after the other: at every step the model's own forward also
-looks up masks, checks caches and wraps outputs, about 0.4 ms that a small model feels. Whether a model is no more than
-that is found by trying.
+looks up masks, checks caches and wraps outputs, about 0.4 ms that a small model feels. What a layer adds is summed with
+the norm that reads it, across layers too. Whether a model is no more than such a chain is found by trying.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runtime.torch_backend.fused_layer import FusedLayer
+from runtime.torch_backend.attention import StepInputs
+from runtime.torch_backend.fused_layer import FusedLayer, normed
 
 log = logging.getLogger(__name__)
 
@@ -30,31 +31,46 @@ class StraightModel:
         self._model = model
         self._embed, self._layers, self._norm = base.embed_tokens, base.layers, base.norm
         self._rotary, self._head = base.rotary_emb, model.lm_head
+        listened = (model, base, *base.layers)
+        self._hooks: list[Any] = [hooks for m in listened for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
     @property
     def applies(self) -> bool:
         """Whether the model's own forward is still what a chain stands for: nobody has replaced it or hooked into it."""
-        model = self._model
-        return "forward" not in model.__dict__ and not model._forward_hooks and not model._forward_pre_hooks
+        return "forward" not in self._model.__dict__ and not any(self._hooks)
 
-    def __call__(self, ids: Tensor, positions: Tensor, wanted: Tensor | None) -> Tensor:
-        """Logits ``[1, rows, vocab]`` of ``ids [1, tokens]`` at ``positions [1, tokens]``.
+    def __call__(self, ids: Tensor, positions: Tensor, step: StepInputs, wanted: Tensor | None) -> Tensor:
+        """Logits ``[rows, vocab]`` of ``ids [tokens]`` at ``positions [tokens]``, while ``step`` runs.
 
         ``wanted``: the rows; None for all, or when the last layer hands on only those.
         """
+        residual: Any = None
+        x = self._embed(ids)
+        cos, sin = (table[0] for table in self._rotary(x.unsqueeze(0), positions.unsqueeze(0)))
+        for layer in self._layers:
+            x, residual = layer.compute(x, residual, cos, sin, step)
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+        logits: Tensor = self._head(normed(self._norm, x, residual, step.operations)[0])
+        return logits
+
+    def tables(self, ids: Tensor, positions: Tensor) -> Any:
+        """What the layers get as position embeddings: as a rule cosines and sines ``[1, tokens, dim]``."""
+        return self._rotary(self._embed(ids), positions)
+
+    def plainly(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits ``[1, tokens, vocab]`` of ``ids`` and ``positions [1, tokens]``, each part called as it is, outside any step."""
         x = self._embed(ids)
         embeddings = self._rotary(x, positions)
         for layer in self._layers:
             x = layer(x, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
-        if wanted is not None:
-            x = x.index_select(1, wanted)
         logits: Tensor = self._head(self._norm(x))
         return logits
 
 
 def straight(model: nn.Module) -> StraightModel | None:
     """``model`` as a :class:`StraightModel`, if all its layers are fused and that computes what its own forward does."""
-    base = getattr(model, "model", None)
+    base: Any = getattr(model, "model", None)
     if not isinstance(model, PreTrainedModel) or not isinstance(base, nn.Module):
         return None
     children = {name for name, child in base.named_children() if any(True for _ in child.parameters())}
@@ -67,17 +83,19 @@ def straight(model: nn.Module) -> StraightModel | None:
         return None
     if not hasattr(base, "rotary_emb") or not all(isinstance(layer, FusedLayer) for layer in layers):
         return None
-    if any(m._forward_hooks or m._forward_pre_hooks for m in (model, base, *layers)):
-        return None
     chain = StraightModel(model)
+    if not chain.applies:
+        return None
     device = next(base.parameters()).device
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=device)[None] % model.config.get_text_config().vocab_size
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     try:
         with torch.inference_mode():
             expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            found = chain(ids, positions, None)
+            found = chain.plainly(ids, positions)
+            tables: Any = chain.tables(ids, positions)
     except Exception as error:  # whatever a model raises that only looks like a chain
         log.debug("%s is not run as a chain: %s", type(model).__name__, error)
         return None
-    return chain if torch.equal(found, expected) else None
+    turned = isinstance(tables, tuple) and all(table.shape[-1] == layer.dim for table in tables for layer in layers)
+    return chain if turned and torch.equal(found, expected) else None

@@ -132,6 +132,25 @@ def test_a_first_token_is_an_slo_met_and_nothing_ends_after_it() -> None:
     assert reasons(list(world.records.values())) == {"length": 2}
 
 
+def test_an_e2e_target_leaves_room_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1.3 times what the machine computes the queue is as long as the target: let in by first tokens, answers come late."""
+    slo, load = SLO(e2e_ms=1000), poisson(100, 10, 100, 20, seed=3)
+    records = World(admission=True, slo=slo).play(load)
+    in_time = attainment(records, slo).met
+    assert in_time > 0.85 * sum(r.completed for r in records)
+    monkeypatch.setattr("runtime.llm.admission._LEAST_PROMPT", 1.0)  # nothing is left for answers
+    assert in_time > 1.15 * attainment(World(admission=True, slo=slo).play(load), slo).met
+
+
+def test_an_answer_longer_than_its_e2e_target_still_leaves_the_prompt_a_tenth() -> None:
+    world = World(admission=True, source=100 / 11e-3, slo="e2e=100ms")
+    for name in ("first", "second"):
+        now = world.clock.now()
+        world.offer(Arrival(now, 10, 500, ((ord(name[0]), 10),)), name, due=now, shared=False)
+        world.run()
+    assert reasons(list(world.records.values())) == {"length": 2}
+
+
 def test_one_step_far_too_long_turns_nobody_away_once_it_is_over() -> None:
     """2,000 tokens in one step of 201 ms, in which others wait; then there is room, and 100 tokens take 11 ms."""
     world = World(admission=True, source=50_000.0, budget=2000)

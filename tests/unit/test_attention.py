@@ -7,40 +7,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.errors import UnsupportedModelError
-from runtime.torch_backend.attention import (
-    ChunkInputs,
-    PackedModel,
-    PaddedDecode,
-    StepInputs,
-    Terms,
-    attend_chunk,
-    packed_attention,
-)
+from runtime.torch_backend.attention import PackedModel, Terms, packed_attention
+from runtime.torch_backend.contract import KVLayer
+from runtime.torch_backend.cpu.prefill import attend_tiles
 from runtime.torch_backend.kv_pool import KVPool, default_kv_blocks
-from runtime.torch_backend.prefill import attend_tiles
+from runtime.torch_backend.padded import ChunkInputs, PaddedDecode, attend_chunk, lone_step
 from tests.unit.executor_harness import prompts, tiny
+from tests.unit.plain_attention import by_definition
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 2, 16, 0.3
-
-
-def _plain(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Attention by its definition, one query and head at a time, in float64."""
-    heads, tokens, _ = query.shape
-    kv_heads, context, _ = keys.shape
-    out = torch.empty(heads, tokens, values.shape[-1], dtype=torch.float64)
-    for head in range(heads):
-        k, v = keys[head * kv_heads // heads].double(), values[head * kv_heads // heads].double()
-        for t in range(tokens):
-            last = context - tokens + t
-            first = 0 if terms.window is None else max(0, last - terms.window + 1)
-            scores = k[first : last + 1] @ query[head, t].double() * terms.scale
-            if terms.softcap is not None:
-                scores = torch.tanh(scores / terms.softcap) * terms.softcap
-            if terms.sinks is not None:
-                scores = torch.cat([scores, terms.sinks[head, None].double()])
-            weights = torch.softmax(scores, 0)[: last + 1 - first]
-            out[head, t] = weights @ v[first : last + 1]
-    return out
 
 
 def _inputs(tokens: int, context: int, value_dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +42,7 @@ TERMS = {
 def test_chunks_attend_by_definition(shape: tuple[int, int], terms: Terms) -> None:
     tokens, context = shape
     query, keys, values = _inputs(tokens, context, DIM // 2 if terms.plain else DIM)
-    expected = _plain(query, keys, values, terms)
+    expected = by_definition(query, keys, values, terms)
     chunk = ChunkInputs(0, tokens, context - tokens, None)
     torch.testing.assert_close(attend_chunk(chunk, query, keys, values, terms).double(), expected, rtol=1e-4, atol=1e-5)
     if terms.plain:
@@ -104,18 +79,18 @@ def test_padded_decode_attends_by_definition(terms: Terms) -> None:
     size, lengths = 4, [1, 4, 9, 30]
     pool = KVPool(16, size)
     torch.manual_seed(0)
-    like = torch.zeros(1, KV_HEADS, 1, DIM)
-    layer = pool.layer(torch.nn.Identity(), like, like)
+    kept = KVLayer((KV_HEADS, DIM), (KV_HEADS, DIM), torch.float32)
+    layer = pool.layer(torch.nn.Identity(), kept, torch.device("cpu"))
     blocks = torch.randperm(16).tolist()
     tables, expected = [], []
-    query = torch.randn(HEADS, len(lengths), DIM)
+    query = torch.randn(len(lengths), HEADS, DIM)
     for row, length in enumerate(lengths):
         mine = [blocks.pop() for _ in range(-(-length // size))]
         tables.append((mine + [pool.pad_block] * 8)[:8])
         slots = torch.tensor([mine[p // size] * size + p % size for p in range(length)])
         layer.keys[slots], layer.values[slots] = torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, DIM)
         keys, values = layer.keys[slots].transpose(0, 1), layer.values[slots].transpose(0, 1)
-        expected.append(_plain(query[:, row : row + 1], keys, values, terms)[:, 0])
+        expected.append(by_definition(query[row : row + 1].transpose(0, 1), keys, values, terms)[:, 0])
     decode = PaddedDecode(torch.tensor(tables), torch.tensor(lengths), size)
     none = torch.empty(0)
     found = decode.attend(layer, query, none, none, terms)
@@ -126,7 +101,7 @@ def test_the_hook_counts_its_calls_and_leaves_the_model_as_it_was() -> None:
     loaded = tiny()
     before = loaded.model.config._attn_implementation
     ids = torch.tensor(prompts([12]))
-    step = StepInputs(0, KVPool(4, 4), torch.arange(12), None, [ChunkInputs(0, 12, 0, None)])
+    step = lone_step(12, torch.device("cpu"))
     with torch.inference_mode():
         expected = loaded.model(ids).logits
         with PackedModel(loaded.model).running(step):
@@ -148,11 +123,12 @@ def test_what_the_hook_cannot_compute_is_refused() -> None:
         ({"is_causal": False}, "not causal"),
         ({"query": x[:, :, :2]}, "number of tokens"),
     ]:
-        step = StepInputs(0, KVPool(4, 4), torch.arange(3), None, [ChunkInputs(0, 3, 0, None)])
-        with PackedModel(loaded.model).running(step), pytest.raises(UnsupportedModelError, match=words):
+        with (
+            PackedModel(loaded.model).running(lone_step(3, x.device)),
+            pytest.raises(UnsupportedModelError, match=words),
+        ):
             packed_attention(module, **{"query": x, "key": x, "value": x, **changes})
-    step = StepInputs(0, KVPool(4, 4), torch.arange(3), None, [ChunkInputs(0, 3, 0, None)])
-    with PackedModel(loaded.model).running(step):
+    with PackedModel(loaded.model).running(lone_step(3, x.device)):
         packed_attention(module, x, x, x)
         with pytest.raises(UnsupportedModelError, match="twice"):
             packed_attention(module, x, x, x)
@@ -171,8 +147,7 @@ def test_pool_sizes() -> None:
 
 def test_scrubbing_zeroes_whole_blocks_only() -> None:
     pool = KVPool(4, 2)
-    like = torch.zeros(1, 1, 1, 3)
-    layer = pool.layer(torch.nn.Identity(), like, like)
+    layer = pool.layer(torch.nn.Identity(), KVLayer((1, 3), (1, 3), torch.float32), torch.device("cpu"))
     layer.keys.fill_(float("nan"))
     layer.values.fill_(1.0)
     pool.scrub([1, 3])

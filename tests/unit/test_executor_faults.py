@@ -14,13 +14,15 @@ from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams, Sequence
+from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.memory import is_out_of_memory
+from runtime.torch_backend.transfer import Readback
 from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=8, token_budget=64, chunk_size=32)
-FAST = pytest.mark.parametrize("fast", [True, False], ids=["fast", "generic"])
+EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
 
 
 def _clean(lengths: list[int]) -> list[list[int]]:
@@ -38,8 +40,8 @@ def _before(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> None:
     loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-@FAST
-def test_a_request_that_makes_the_model_raise_fails_alone(fast: bool) -> None:
+@EACH
+def test_a_request_that_makes_the_model_raise_fails_alone(backend: Backend) -> None:
     loaded = tiny()
     requests = list(zip(_clean([5, 20, 9, 30, 12]), [8, 8, 8, 8, 8], strict=True))
     expected = _expected(loaded, requests)
@@ -50,15 +52,15 @@ def test_a_request_that_makes_the_model_raise_fails_alone(fast: bool) -> None:
             raise ValueError("a bad token")
 
     _before(loaded, check)
-    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast), requests, KNOBS)
+    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert set(failures) == {"2"}
     assert isinstance(failures["2"], ValueError)
     assert outputs[2] == []
     assert [o for i, o in enumerate(outputs) if i != 2] == [e for i, e in enumerate(expected) if i != 2]
 
 
-@FAST
-def test_a_request_that_raises_while_it_decodes_fails_alone(fast: bool) -> None:
+@EACH
+def test_a_request_that_raises_while_it_decodes_fails_alone(backend: Backend) -> None:
     loaded = tiny()
     requests = list(zip(_clean([5, 20, 9]), [20, 20, 20], strict=True))
     expected = _expected(loaded, requests)
@@ -71,14 +73,14 @@ def test_a_request_that_raises_while_it_decodes_fails_alone(fast: bool) -> None:
             raise ValueError("a bad token")
 
     _before(loaded, check)
-    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast), requests, KNOBS)
+    outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert "1" in failures
     for i, (output, right) in enumerate(zip(outputs, expected, strict=True)):
         assert output == (right[: len(output)] if str(i) in failures else right)
 
 
-@FAST
-def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_blocks(fast: bool) -> None:
+@EACH
+def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_blocks(backend: Backend) -> None:
     loaded = tiny()
     lengths, counts = [21, 17, 9, 30, 12, 26, 8, 19], [8, 12, 6, 8, 9, 15, 4, 11]
     requests = list(zip(_clean(lengths), counts, strict=True))
@@ -89,7 +91,7 @@ def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_b
     requests[0][0][7] = BAD
     requests[3][0][29] = BAD
     # 14 blocks: those of the failed requests are soon taken by others, who do not fill them at once
-    executor = TorchExecutor(loaded, kv_blocks=14, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=14, block_size=8, backend=backend)
     outputs, failures, _ = run(executor, requests, KNOBS)
     assert set(failures) == {"0", "3"}
     assert all(isinstance(f, StepFailedError) and "NaN" in str(f) for f in failures.values())
@@ -98,12 +100,12 @@ def test_logits_that_are_not_finite_fail_their_own_row_and_do_not_spoil_reused_b
     ]
 
 
-@FAST
-def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_shared(fast: bool) -> None:
+@EACH
+def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_shared(backend: Backend) -> None:
     loaded = tiny()
     [prompt] = _clean([60])
     [expected] = _expected(loaded, [(prompt, 6)])
-    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     knobs = Knobs(max_batch_size=4, token_budget=24, chunk_size=24)
     core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=knobs, output=OutputProcessor())
     params = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -135,8 +137,8 @@ def test_a_chunk_in_mid_prompt_that_is_not_finite_fails_before_its_blocks_are_sh
     ],
     ids=["cuda", "cpu"],
 )
-@FAST
-def test_a_step_that_does_not_fit_runs_in_parts(fast: bool, error: Exception) -> None:
+@EACH
+def test_a_step_that_does_not_fit_runs_in_parts(backend: Backend, error: Exception) -> None:
     loaded = tiny()
     requests = list(zip(_clean([40, 20, 9, 30, 12]), [8, 12, 8, 8, 10], strict=True))
     expected = _expected(loaded, requests)
@@ -146,7 +148,7 @@ def test_a_step_that_does_not_fit_runs_in_parts(fast: bool, error: Exception) ->
             raise error
 
     _before(loaded, check)
-    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, cpu_fast_path=fast)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
     sequences = [
         core.add(Request(str(i), tuple(p), SamplingParams(max_tokens=n, ignore_eos=True), n, 0.0))
@@ -177,6 +179,45 @@ def test_a_request_that_does_not_fit_in_any_part_fails_with_the_cause() -> None:
     assert set(failures) == {"0"}
     assert is_out_of_memory(failures["0"])
     assert outputs == [[], expected[1]]
+
+
+@EACH
+def test_an_error_that_shows_when_results_are_read_is_narrowed_down_too(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As errors of a GPU do, whose work runs behind the host's back."""
+    loaded = tiny()
+    requests = list(zip(_clean([5, 20, 9]), [8, 8, 8], strict=True))
+    expected = _expected(loaded, requests)
+    wait, calls = Readback.wait, []
+
+    def late(self: Readback) -> list[torch.Tensor]:
+        calls.append(self)
+        if len(calls) in (1, 4, 9):
+            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+        return wait(self)
+
+    monkeypatch.setattr(Readback, "wait", late)
+    executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
+    outputs, failures, _ = run(executor, requests, KNOBS)
+    assert len(calls) > 12
+    assert not failures
+    assert outputs == expected
+
+
+def test_launch_and_collect_take_turns() -> None:
+    executor = TorchExecutor(tiny(), kv_blocks=32, block_size=8)
+    core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
+    core.add(Request("r", (3, 4, 5), SamplingParams(max_tokens=4), 4, 0.0))
+    plan = core.scheduler.schedule(1.0, KNOBS)
+    with pytest.raises(RuntimeError, match="no step was launched"):
+        executor.collect()
+    executor.launch(plan)
+    with pytest.raises(RuntimeError, match="before the last one was collected"):
+        executor.launch(plan)
+    assert [token.sequence.request.id for token in executor.collect().tokens] == ["r"]
+    with pytest.raises(RuntimeError, match="no step was launched"):
+        executor.collect()
 
 
 def test_release_forgets_what_a_sequence_carried() -> None:

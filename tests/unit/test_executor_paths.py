@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from runtime.knobs import Knobs
-from runtime.torch_backend import decode_cache
-from runtime.torch_backend.decode_cache import DecodeCache
+from runtime.torch_backend.backends import CPU, PLAIN, Backend
+from runtime.torch_backend.cpu import decode_cache
+from runtime.torch_backend.cpu.backend import CPUAttention
+from runtime.torch_backend.cpu.decode_cache import DecodeCache
 from runtime.torch_backend.executor import TorchExecutor
 from tests.unit.executor_harness import prompts, reference, run, tiny
 
@@ -33,7 +35,7 @@ def _work(seed: int, count: int = 14) -> list[tuple[list[int], int]]:
 )
 def test_fast_and_generic_paths_agree(model_type: str, changes: dict[str, object]) -> None:
     work = _work(3)
-    generic = TorchExecutor(tiny(model_type, **changes), kv_blocks=60, block_size=8, cpu_fast_path=False)
+    generic = TorchExecutor(tiny(model_type, **changes), kv_blocks=60, block_size=8, backend=PLAIN)
     fast = TorchExecutor(tiny(model_type, **changes), kv_blocks=60, block_size=8)
     outputs, failures, preemptions = run(fast, work, KNOBS)
     assert not failures
@@ -54,7 +56,7 @@ def test_classes_that_grow_with_their_rows(monkeypatch: pytest.MonkeyPatch, padd
 
     monkeypatch.setattr(DecodeCache, "attend", counted)
     work = _work(4)
-    generic = TorchExecutor(tiny(), kv_blocks=200, block_size=8, cpu_fast_path=False)
+    generic = TorchExecutor(tiny(), kv_blocks=200, block_size=8, backend=PLAIN)
     fast = TorchExecutor(tiny(), kv_blocks=200, block_size=8)
     assert run(fast, work, KNOBS)[0] == run(generic, work, KNOBS)[0]
     assert max(counts) in {0: {4, 5, 6}, 20_000: {2, 3, 4, 5}, 1 << 30: {1}}[padding]
@@ -72,8 +74,8 @@ def test_a_cache_without_room_leaves_the_step_to_the_pool(monkeypatch: pytest.Mo
         return took[-1]
 
     monkeypatch.setattr(DecodeCache, "advance", recorded)
-    assert fast._cache is not None
-    fast._cache._max_bytes = 200 * loaded.kv_bytes_per_token  # some of the rows, not all six
+    assert isinstance(fast.attention, CPUAttention)
+    fast.attention.cache._max_bytes = 200 * loaded.kv_bytes_per_token  # some of the rows, not all six
     outputs, _, _ = run(fast, work, KNOBS)
     assert True in took
     assert False in took
@@ -82,23 +84,23 @@ def test_a_cache_without_room_leaves_the_step_to_the_pool(monkeypatch: pytest.Mo
 
 def test_bfloat16_paths_give_like_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens may part ways by a rounding, so logits of the same steps are compared, not tokens."""
-    rows: dict[bool, list[dict[str, torch.Tensor]]] = {}
-    for fast in (True, False):
-        executor = TorchExecutor(tiny(dtype=torch.bfloat16), kv_blocks=60, block_size=8, cpu_fast_path=fast)
-        taken = rows.setdefault(fast, [])
-        sample = executor.sampler.sample
+    rows: dict[Backend, list[dict[str, torch.Tensor]]] = {}
+    for backend in (CPU, PLAIN):
+        executor = TorchExecutor(tiny(dtype=torch.bfloat16), kv_blocks=60, block_size=8, backend=backend)
+        taken = rows.setdefault(backend, [])
+        draw = executor.sampler.draw
 
-        def recorded(logits, sequences, taken=taken, sample=sample):  # type: ignore[no-untyped-def]
+        def recorded(logits, sequences, taken=taken, draw=draw):  # type: ignore[no-untyped-def]
             taken.append({s.request.id: row.float() for s, row in zip(sequences, logits, strict=True)})
             forced = torch.full_like(logits, -1.0)  # the same tokens on both paths
             for at, s in enumerate(sequences):
                 forced[at, 3 + (7 * len(s.output) + len(s.request.prompt)) % 100] = 1.0
-            return sample(forced, sequences)
+            return draw(forced, sequences)
 
-        monkeypatch.setattr(executor.sampler, "sample", recorded)
+        monkeypatch.setattr(executor.sampler, "draw", recorded)
         run(executor, _work(6, 8), KNOBS)
-    assert len(rows[True]) == len(rows[False]) > 20
-    for a, b in zip(rows[True], rows[False], strict=True):
+    assert len(rows[CPU]) == len(rows[PLAIN]) > 20
+    for a, b in zip(rows[CPU], rows[PLAIN], strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert (a[name] - b[name]).norm() < 0.1 * b[name].norm()
@@ -122,14 +124,14 @@ def test_a_row_that_joins_and_leaves_between_two_steps_changes_nothing() -> None
     work = _work(8, 6)
     expected = [reference(loaded, p, n) for p, n in work]
     executor = TorchExecutor(loaded, kv_blocks=100, block_size=8)
-    prepare = executor._prepare
+    launch = executor.launch
     counter = itertools.count(1)
 
     def restless(plan):  # type: ignore[no-untyped-def]
         plan.decodes.version += 1000 * next(counter)
-        return prepare(plan._replace(version=plan.decodes.version))
+        launch(plan._replace(version=plan.decodes.version))
 
-    executor._prepare = restless  # type: ignore[method-assign]
+    executor.launch = restless  # type: ignore[method-assign]
     assert run(executor, work, KNOBS)[0] == expected
 
 

@@ -31,6 +31,8 @@ ENGINES = {
 and is no business of this rule."""
 LEAVES = {"version", "writing"}
 """Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors`` and ``runtime.version``."""
+DEVICES = "runtime.torch_backend"
+"""Where ``cpu`` and ``cuda`` hold what only that device does."""
 FREE_OF_TORCH = "a module outside runtime/torch_backend imports {0} when it is imported; import it inside the function"
 
 
@@ -94,11 +96,14 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
             found.add(f"{target} is an engine by name, which only autotune/engines knows")
         if backend and within(module, "runtime") and not imported.late and not within(module, "runtime.torch_backend"):
             found.add("runtime.torch_backend is imported where it must be imported late")
-        kernels = within(module, "runtime.torch_backend.cuda")
+        kernels = within(module, f"{DEVICES}.cuda")
         if top == "triton" and not kernels:
             found.add("Triton outside runtime/torch_backend/cuda")
-        if within(target, "runtime.torch_backend.cuda") and not imported.late and not kernels:
+        if within(target, f"{DEVICES}.cuda") and not imported.late and not kernels:
             found.add("runtime.torch_backend.cuda is imported where it must be imported late")
+        for mine, others in (("cpu", "cuda"), ("cuda", "cpu")):
+            if within(module, f"{DEVICES}.{mine}") and within(target, f"{DEVICES}.{others}"):
+                found.add(f"what is of one device, {mine}, imports what is of another, {others}")
         ours = top in ("autotune", "runtime")
         if (
             within(module, "autotune.control.controllers")
@@ -136,6 +141,12 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ("runtime.llm.engine", "from ..torch_backend import build", "must be imported late"),
         ("autotune.measure.evaluate", "def f():\n    import runtime.torch_backend.executor", "only autotune/engines"),
         ("autotune.cli.serve", "def f():\n    from runtime.torch_backend import loading", "only autotune/engines"),
+        ("runtime.torch_backend.cpu.linear", "from ..cuda import norm", "imports what is of another, cuda"),
+        (
+            "runtime.torch_backend.cuda.norm",
+            "import runtime.torch_backend.cpu.linear",
+            "imports what is of another, cpu",
+        ),
         ("autotune.cli.serve", "def f():\n    from runtime.llm.engine import Engine", "an engine by name"),
         ("autotune.profiling.calibrate", "from runtime import Batcher", "an engine by name"),
         (

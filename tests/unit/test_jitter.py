@@ -226,6 +226,27 @@ def test_by_time_work_in_parts_ends_when_it_does_in_one_piece() -> None:
         assert 0.0179 < stretches.end(cycle, 0.02) - cycle < 0.0381
 
 
+def test_by_time_runs_end_when_single_steps_do_to_the_last_bit() -> None:
+    """However they are cut, after a rest too, and where the factors begin again."""
+    each, lengths = 0.02, [0.003, 0.011, 0.047, 0.02, 0.0305]
+    seconds = [lengths[i % len(lengths)] for i in range(4 * FACTORS)]  # 91 s a round
+    single, runs, at_once = (SlowStretches(STALLS, 3, each) for _ in range(3))
+    now, ends = 1.7, []
+    for one in seconds:
+        ends.append(now := single.end(now, one))
+    assert at_once.ends(1.7, seconds) == ends and ends[-1] > 3 * FACTORS * each
+    now, cut = 1.7, []
+    for begin in range(0, len(seconds), 37):
+        found = runs.ends(now, seconds[begin : begin + 37])
+        cut += found[:30]  # as far as the next arrival: the rest begins anew
+        now = cut[-1]
+        for one in seconds[begin + 30 : begin + 37]:
+            cut.append(now := runs.end(now, one))
+    assert cut == ends
+    rested = ends[-1] + 0.004
+    assert runs.ends(rested, [0.01, 0.02]) == [middle := single.end(rested, 0.01), single.end(middle, 0.02)]
+
+
 def test_by_time_a_run_of_steps_takes_what_single_ones_do() -> None:
     slo, load, knobs = SLO(ttft_ms=500), parse_workload("azure-conv").at_rate(5.0), Knobs(64, 0, 512, 512)
     scores = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.torch_backend import memory
-from runtime.torch_backend.linear import PackedLinear
+from runtime.torch_backend.cpu.linear import PackedLinear
 from runtime.torch_backend.memory import HUGE, prefer_huge_pages
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.torch_backend import linear
-from runtime.torch_backend.linear import PackedLinear, pack_linears
+from runtime.torch_backend.cpu import linear
+from runtime.torch_backend.cpu.linear import PackedLinear, pack_linears
 from runtime.torch_backend.norm import FusedRMSNorm, fuse_norms
 from tests.unit.executor_harness import prompts, tiny
 

@@ -61,12 +61,12 @@ def test_layers_take_the_tensors_of_their_shape_whatever_the_order_of_their_call
     pool = KVPool(3, 4, [wide, narrow])
     held = pool.bytes
     assert held == 16 * (4 * (16 + 8) + 2 * (6 + 6))
-    key = torch.zeros(1, 1, 5, 6, dtype=torch.bfloat16)
-    layer = pool.layer(torch.nn.Identity(), key, key)
+    cpu = torch.device("cpu")
+    layer = pool.layer(torch.nn.Identity(), narrow, cpu)
     assert layer.keys.shape == (16, 1, 6) and layer.keys.dtype == torch.bfloat16 and pool.bytes == held
-    pool.layer(torch.nn.Identity(), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 4))
+    pool.layer(torch.nn.Identity(), wide, cpu)
     assert pool.bytes == held and pool.kept == (narrow, wide)
-    pool.layer(torch.nn.Identity(), key, key)
+    pool.layer(torch.nn.Identity(), narrow, cpu)
     assert pool.bytes > held, "one that the probe has not seen"
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.errors import ModelError, UnsupportedModelError
-from runtime.torch_backend import attention
+from runtime.torch_backend import attention, fused_layer
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.self_test import self_test
@@ -44,13 +44,14 @@ def test_passing_twice_and_after_another_executor() -> None:
 
 
 def _break_terms(monkeypatch: pytest.MonkeyPatch, field: str, value: Any) -> None:
-    """Let our attention forget one of the terms a layer asks for."""
-    whole = attention.packed_attention
+    """Let our attention forget one of the terms a layer asks for, in fused layers and in the hook."""
+    whole, names = attention.terms_of, ("scaling", "sliding_window", "softcap", "s_aux")
 
-    def forgetful(*args: Any, **kwargs: Any) -> Any:
-        return whole(*args, **{**kwargs, field: value})
+    def forgetful(dim: int, *given: Any) -> attention.Terms:
+        return whole(dim, **{**dict(zip(names, given, strict=True)), field: value})
 
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
+    for module in (attention, fused_layer):
+        monkeypatch.setattr(module, "terms_of", forgetful)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,10 +66,11 @@ def _break_terms(monkeypatch: pytest.MonkeyPatch, field: str, value: Any) -> Non
 def test_attention_that_forgets_a_term(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, fields: dict[str, Any], field: str, value: Any
 ) -> None:
-    loaded = loaded_model(kind, dtype, **fields)
-    self_test(loaded)
+    self_test(loaded_model(kind, dtype, **fields))
     _break_terms(monkeypatch, field, value)
-    assert refusal(loaded).startswith(f"model {kind}: packed logits differ from the model's own (")
+    assert refusal(loaded_model(kind, dtype, **fields)).startswith(
+        f"model {kind}: packed logits differ from the model's own ("
+    )
 
 
 def test_decode_rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from autotune.measure.evaluate import Interrupted
 from autotune.profiling.search import InProcesses, ObjectiveFunction, SimulatedTrial, WorkerError, search
+from autotune.profiling.space import make_space
 from runtime.errors import InputError
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
 from tests.unit.simulating import SPACE, STARTING, Fatal, Refusing, Valley, noted
 
 TRIALS = 40
@@ -49,6 +50,20 @@ def test_the_trials_are_the_same_for_any_number_of_processes() -> None:
     found = tried()
     assert tried(Uneven(), workers=3) == found
     assert tried(workers=2) == found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_setting_proposed_again_is_not_tried_again(tmp_path: Path, workers: int) -> None:
+    log = tmp_path / "tried"
+    narrow = make_space(KnobLimits(), ["max_wait_ms=0", "max_batch_size=48", "token_budget=512"])  # chunks alone
+    starting = [*STARTING, ("the same", STARTING[1][1])]
+    found = list(search(Valley(log), narrow, starting=starting, trials=TRIALS, seed=3, workers=workers))
+    settings = [t.setting for t in found]
+    assert [t.again for t in found] == [t.setting in settings[: t.number] for t in found]
+    assert sum(t.again for t in found) > 5 and found[2].again and found[2].label == "the same"
+    assert sorted(noted(log)) == sorted(map(str, dict.fromkeys(settings))), "each once"
+    outcomes = {t.setting: t.outcome for t in found if not t.again}
+    assert all(t.outcome == outcomes[t.setting] is not None for t in found)
 
 
 def test_fewer_trials_are_the_first_of_more() -> None:

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_truth import Truth as Measured
+from benchmarks.gpu_truth.engine import ChunkExecutor
 from benchmarks.sweep import hardware
-from benchmarks.sweep.__main__ import Kept, ratio, summary
+from benchmarks.sweep.__main__ import RIVALS, Kept, ratio, report, summary
 from benchmarks.sweep.cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
 from benchmarks.sweep.contest import CaseResult, Result, ours
 from benchmarks.sweep.rivals import (
     RESTART_S,
+    Choice,
     auto_tune,
     e2e_limit,
     exhaustive,
+    expert,
+    halving,
     lists_of,
     load_seed,
     mean_lengths,
@@ -108,8 +113,21 @@ class TestCases:
         assert len(set(cells)) == len(cells) == 98
         assert all(LIMITS.clamp(knobs) == knobs and knobs.chunk_size <= knobs.token_budget for knobs in cells)
 
-    def test_eight_cases_on_machines_of_eight_kinds(self) -> None:
-        assert len({case.name for case in CASES}) == len({type(case.truth(0)) for case in CASES}) == 8
+    def test_twelve_cases_eight_on_formulas_and_four_on_measured_gpus(self) -> None:
+        truths = [case.truth(0) for case in CASES]
+        measured = [truth for truth in truths if isinstance(truth, Measured)]
+        assert len({case.name for case in CASES}) == 12
+        assert len({type(truth) for truth in truths if not isinstance(truth, Measured)}) == 8
+        assert len({truth.meta["gpu"] for truth in measured}) == 4
+        assert all(truth.flags.host_s == 1e-3 for truth in measured)
+
+    def test_a_measured_gpu_is_asked_by_its_chunks_and_has_the_pool_of_its_tables(self) -> None:
+        for case in CASES:
+            truth, machine = case.truth(0), Machine(case, 1)
+            assert isinstance(machine.engine.core.executor, ChunkExecutor) is isinstance(truth, Measured)
+            assert machine.engine.limits == LIMITS and machine.engine.facts.kv_tokens == case.kv_tokens
+            if isinstance(truth, Measured):
+                assert case.kv_tokens == truth.kv_tokens // 16 * 16
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_loads_keep_their_own_lengths(self, case: Case) -> None:
@@ -158,6 +176,49 @@ class TestRivals:
         assert measured[choice.knobs] == max(measured.values())
         lowest, highest = ranges_of(SMALL)["token_budget"]
         assert all(lowest <= knobs.token_budget <= highest for knobs in measured)
+
+    def test_halving_measures_the_best_of_short_windows_in_longer_ones(self) -> None:
+        machine = Machine(SMALL, 1)
+        measured: dict[float, dict[Knobs, float]] = {}
+        measure = machine.measure
+
+        def watched(knobs: Knobs, seed: int, *, part: float = 1.0) -> object:
+            assert seed == load_seed(1)
+            score = measure(knobs, seed, part=part)
+            measured.setdefault(part, {})[knobs] = score.goodput
+            return score
+
+        machine.measure = watched  # type: ignore[method-assign, assignment]
+        choice = halving(machine, 60.0, 1, window_s=SMALL.window_s, warmup_s=SMALL.warmup_s)
+        assert list(measured) == [1 / 9, 1 / 3, 1.0]
+        few, fewer, fewest = ({*found} for found in measured.values())
+        assert 9 <= len(few) <= 27 and len(fewer) == -(-len(few) // 3) and len(fewest) == -(-len(fewer) // 3)
+        by_goodput = sorted(
+            measured[1 / 9], key=lambda knobs: measured[1 / 9][knobs], reverse=True
+        )  # ties: the earlier
+        assert fewer == {*by_goodput[: len(fewer)]} and fewest < fewer
+        assert measured[1.0][choice.knobs or Knobs()] == max(measured[1.0].values())
+        assert Knobs(16, 0, 256, 256) in few  # vLLM's defaults, moved into the grid's ranges
+        assert choice.measured == len(few) and choice.runs == len(few) + len(fewer) + len(fewest)
+        assert machine.spent_s == choice.spent_s <= 60 + SMALL.window_s
+
+    def test_halving_out_of_time_takes_what_it_has(self) -> None:
+        choice = halving(Machine(SMALL, 1), 1.0, 1, window_s=SMALL.window_s, warmup_s=SMALL.warmup_s)
+        assert choice == Choice(Knobs(16, 0, 256, 256), choice.spent_s, 1, 1)
+
+    def test_the_expert_measures_what_the_guide_says(self) -> None:
+        machine = Machine(SMALL, 1)
+        prompt, output = mean_lengths(SMALL)
+        choice = expert(machine, 1000.0, 1, kv_tokens=5 * (prompt + output))
+        assert choice.runs == choice.measured == 2 and choice.spent_s == machine.spent_s
+        goodput = {
+            budget: Machine(SMALL, 1).measure(Knobs(5, 0, budget, budget), load_seed(1)).goodput for budget in (64, 256)
+        }  # 2,048 and 8,192 for a grid that ends at 256
+        best = choice.knobs or Knobs()
+        assert best.max_batch_size == 5 and best.chunk_size == best.token_budget == max(
+            goodput, key=lambda b: goodput[b]
+        )
+        assert expert(Machine(SMALL, 1), 1.0, 1, kv_tokens=16_000).runs == 1
 
     def test_tpe_begins_with_the_defaults(self) -> None:
         assert tpe(Machine(SMALL, 1), 1.0, 1).knobs == Knobs(16, 0, 256, 256)  # moved into the grid's ranges
@@ -217,20 +278,33 @@ class TestTruth:
         assert sorted(distinct({a: 0.5, b: 0.7, c: 0.7}), key=lambda k: k.max_batch_size) in ([a, b], [a, c])
 
 
-def test_the_summary_is_of_ours_against_the_same_seed() -> None:
-    def result(contender: str, seed: int, regret: float) -> Result:
-        return Result(contender, seed, "", regret, 0.05, 5)
+def result(contender: str, seed: int, regret: float) -> Result:
+    return Result(contender, seed, "", regret, 0.05 * seed, 5)
 
-    names = ("ours", "random", "tpe", "auto_tune", "auto_tune, no restarts")
+
+def test_the_summary_leads_with_regret_and_ratios_are_of_means(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("ours", *RIVALS.values())
     results = [result(name, seed, 0.1 * place) for place, name in enumerate(names) for seed in (1, 2)]
-    worse = [result(name, seed, 0.1 * place + 0.2) for place, name in enumerate(names) for seed in (1, 2)]
+    worse = [result(name, seed, 0.1 * place + 0.1 * seed) for place, name in enumerate(names) for seed in (1, 2)]
     cases = [CaseResult("easy", "", 0.9, 1000, 1, results), CaseResult("hard", "", 0.9, 1000, 1, worse)]
-    assert ratio(cases, "random") == pytest.approx((1 / 0.9 * 0.8 / 0.7) ** 0.5)
+    assert ratio(cases, "random") == pytest.approx((1 + 1 + 0.9 + 0.8) / (0.9 + 0.9 + 0.8 + 0.7))
     found = summary(cases)
-    assert found["regret"] == pytest.approx(0.1)
-    assert found["hardware_share"] == 0.05
+    assert list(found)[:4] == ["regret", "regret_max", "hardware_share", "hardware_share_max"]
+    assert found["regret"] == pytest.approx(0.075) and found["regret_max"] == pytest.approx(0.2)
+    assert (found["hardware_share"], found["hardware_share_max"]) == (0.075, 0.1)
     assert found["worst_case"] == "hard"
-    assert {"vs_random", "vs_tpe", "vs_auto_tune"} <= set(found)
+    assert {"vs_random", "vs_tpe", "vs_tpe_10_startup", "vs_halving", "vs_expert", "vs_auto_tune"} <= set(found)
+    report(cases)
+    first, _, heading = capsys.readouterr().out.splitlines()[1:4]
+    assert first.startswith("regret 7.5% on average, at most 20.0% (hard, seed 2); time 0.075 of one round of the grid")
+    assert heading == "all 2 cases"
+
+
+def test_a_rival_that_serves_nothing_in_a_case_makes_no_ratio_explode() -> None:
+    half = [CaseResult("a", "", 1, 1, 1, [result("ours", 1, 0.0), result("auto_tune", 1, 0.0)])]
+    nothing = [CaseResult("b", "", 1, 1, 1, [result("ours", 1, 0.0), result("auto_tune", 1, 1.0)])]
+    assert ratio(half + nothing, "auto_tune") == 2.0
+    assert ratio(nothing, "auto_tune") is None
 
 
 class TestKept:

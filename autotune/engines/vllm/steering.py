@@ -301,6 +301,8 @@ class Steering:
         del self._by_name[sequence.data.request_id]
         record = sequence.record(reason, now, self.settings.current[0])
         self.waiting.ended(record)
+        if self._admission is not None:
+            self._admission.ended(record)
         return record
 
     def _leave(self, sequence: Sequence) -> None:

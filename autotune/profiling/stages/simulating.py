@@ -124,7 +124,8 @@ def _search(
             else:
                 score = Score.model_validate(trial.outcome.result["score"])
                 found.simulated.append(Run.of(trial.setting, "simulation", trial.label, score, trial=trial.number))
-                found.cpu_s += float(trial.outcome.result["cpu_s"])
+                if not trial.again:
+                    found.cpu_s += float(trial.outcome.result["cpu_s"])
                 best = max(best, score.goodput)
             done, spent = trial.number + 1, context.host.now() - begun
             share = max(done / (most or proposals.trials), 0.0 if not seconds else min(1.0, spent / seconds))

@@ -13,16 +13,18 @@ token as well, so any row can be loaded from it at any time: that is how the cac
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.torch_backend.attention import Terms, softmax_weights
+from runtime.torch_backend.attention import Terms
 from runtime.torch_backend.inputs import DecodeRows, Ints
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.memory import prefer_huge_pages
+from runtime.torch_backend.padded import softmax_weights
 
 PADDING = 1536 << 10  # bytes of padding in a layer's rows of a class beyond which a class of their own is cheaper
 GROWTH = 64  # tokens of room that a class gets at least when it is made or full
@@ -90,7 +92,7 @@ class LengthClass:
 
 
 class DecodeCache:
-    """The decode rows of a step over contiguous rows; a :class:`~runtime.torch_backend.attention.DecodeInputs`.
+    """The decode rows of a step over contiguous rows; a :class:`~runtime.torch_backend.padded.DecodeInputs`.
 
     ``token_bytes``: of one token's keys and values in all layers. A step whose rows would take more than ``max_bytes`` is
     not taken on: :meth:`advance` returns False, and the step has to read from the pool.
@@ -111,7 +113,7 @@ class DecodeCache:
         self._classes.clear()
         self._where.clear()
 
-    def advance(self, rows: DecodeRows, left: list[int], taken: list[int]) -> bool:
+    def advance(self, rows: DecodeRows, left: Seq[int], taken: Seq[int]) -> bool:
         """Follow ``rows``, of which ``left`` and ``taken`` changed, and put them into the order of the classes."""
         if rows.generation != self._generation or not self._where:
             self.clear()
@@ -205,15 +207,15 @@ class DecodeCache:
         return self._token_bytes * sum(c.allocated * c.capacity for c in self._classes)
 
     def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
-        """See :class:`~runtime.torch_backend.attention.DecodeInputs`."""
+        """See :class:`~runtime.torch_backend.padded.DecodeInputs`."""
         parts = [self._attend(cls, layer, query, key, value, terms) for cls in self._classes]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend(
         self, cls: LengthClass, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms
     ) -> Tensor:
-        heads, _, dim = query.shape
-        kv_heads, _, value_dim = value.shape
+        _, heads, dim = query.shape
+        _, kv_heads, value_dim = value.shape
         count, group, length = len(cls.homes), heads // kv_heads, cls.length
         transposed = key.dtype == torch.bfloat16
         store = cls.stores.get(layer)
@@ -238,17 +240,17 @@ class DecodeCache:
         for row, blocks, tokens in cls.loads:
             self._load(layer, row, blocks, tokens, keys, values, transposed)
         rows = slice(cls.begin, cls.begin + count)
-        new_keys = key[:, rows].transpose(0, 1).reshape(count * kv_heads, dim)
+        new_keys = key[rows].reshape(count * kv_heads, dim)
         if transposed:
             keys.view(-1).index_put_((cls.places(kv_heads, dim),), new_keys.view(-1))
             seen = keys[: count * kv_heads, :, :length]
         else:
             keys.view(-1, dim).index_copy_(0, cls.places(kv_heads, 0), new_keys)
             seen = keys[: count * kv_heads, :length].transpose(1, 2)
-        new_values = value[:, rows].transpose(0, 1).reshape(count * kv_heads, value_dim)
+        new_values = value[rows].reshape(count * kv_heads, value_dim)
         values.view(-1, value_dim).index_copy_(0, cls.places(kv_heads, 0), new_values)
         # the heads that share a KV head become the rows of one product: no copy of the keys
-        grouped = query[:, rows].transpose(0, 1).reshape(count * kv_heads, group, dim)
+        grouped = query[rows].reshape(count * kv_heads, group, dim)
         mask = cls.mask(kv_heads, group, terms.window, key.dtype)
         if terms.plain:
             weights = torch.softmax(torch.baddbmm(mask, grouped, seen, alpha=terms.scale), -1)

@@ -1,0 +1,59 @@
+"""How each kind of device runs the packed step: one decoder, and what of it a device computes in its own way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from runtime.errors import MissingTritonError
+from runtime.torch_backend.attention import AttentionBackend
+from runtime.torch_backend.contract import Loaded
+from runtime.torch_backend.cpu.backend import CPUAttention
+from runtime.torch_backend.cpu.linear import pack_linears
+from runtime.torch_backend.kv_pool import KVPool
+from runtime.torch_backend.operations import Operations
+from runtime.torch_backend.padded import PaddedAttention
+
+log = logging.getLogger(__name__)
+
+_MIN_CACHE_BYTES = 64 << 20
+
+
+class Backend(NamedTuple):
+    """``operations``: of fused layers. ``attention``: makes what attends over a pool. ``lay_out``: brings the weights of a model
+    whose layers are fused into the layout that suits the device."""
+
+    operations: Operations
+    attention: Callable[[KVPool, Loaded], AttentionBackend]
+    lay_out: Callable[[nn.Module], object]
+
+
+def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:
+    """Takes up to as much memory as the pool, for the keys and values of what decodes."""
+    token_bytes = loaded.kv_bytes_per_token
+    most = max(pool.block_count * pool.block_size * token_bytes, _MIN_CACHE_BYTES)
+    return CPUAttention(pool, loaded.device, token_bytes, most)
+
+
+PLAIN = Backend(Operations(), lambda pool, loaded: PaddedAttention(pool, loaded.device), lambda model: None)
+"""PyTorch's own operations, on any device."""
+
+CPU = Backend(Operations(), _contiguous, pack_linears)
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The fastest that ``device`` has: on CUDA our kernels, or PyTorch's own operations where there is no Triton."""
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        return PLAIN
+    try:
+        from runtime.torch_backend.cuda.backend import CUDA
+    except MissingTritonError as error:
+        log.warning("%s; until then PyTorch's own operations run, at several times the cost", error)
+        return PLAIN
+    return CUDA

@@ -1,0 +1,60 @@
+"""Between host and device in few copies, the host waiting for none but what it reads.
+
+A copy from pageable memory makes the host wait for the device, and so does every value that is looked at. So what a step
+needs goes over in one copy from pinned memory, and what it yields comes back in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNED = 16  # bytes: GPU kernels load more at once from addresses that are a multiple of it
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tensors of ``arrays``, which all have one dtype, on ``device``. On a CPU they share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    grain = _ALIGNED // arrays[0].itemsize
+    ends = list(accumulate(-(-array.size // grain) * grain for array in arrays))
+    begins = [0, *ends[:-1]]
+    flat = np.zeros(ends[-1], arrays[0].dtype)
+    for begin, array in zip(begins, arrays, strict=True):
+        flat[begin : begin + array.size] = array.reshape(-1)
+    # the allocator of pinned memory keeps it until the copy is done
+    there = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
+    return [there[begin : begin + a.size].view(a.shape) for begin, a in zip(begins, arrays, strict=True)]
+
+
+class Readback:
+    """Tensors of one device that the host is going to read, put together where they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._here: list[Tensor] | None = None
+        self._bytes: Tensor | None = None
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            self._here = list(tensors)
+        else:
+            self._bytes = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+    def wait(self) -> list[Tensor]:
+        """The tensors in the host's memory; waits until the device has computed them, and copies once."""
+        if self._here is not None:
+            return self._here
+        assert self._bytes is not None
+        found, at, host = [], 0, self._bytes.cpu()
+        for dtype, shape in self._kinds:
+            end = at + shape.numel() * dtype.itemsize
+            found.append(
+                host[at:end].clone().view(dtype).view(shape)
+            )  # a copy begins at an address that suits the dtype
+            at = end
+        return found

@@ -1,0 +1,95 @@
+"""The packed step by our GPU kernels, which run interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6", reason="the GPU kernels need Triton 3.6 or newer")
+
+from triton.runtime.interpreter import GridExecutor
+
+from runtime.knobs import Knobs
+from runtime.torch_backend import executor as executor_module
+from runtime.torch_backend.backends import Backend
+from runtime.torch_backend.cuda.backend import CUDA, PagedAttention
+from runtime.torch_backend.cuda.language import INTERPRETED
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.fused_layer import FusedLayer
+from runtime.torch_backend.self_test import self_test
+from tests.unit.executor_harness import prompts, reference, run, tiny
+from tests.unit.step_operations import Counted
+from tests.unit.test_self_test import loaded_model
+from tests.unit.test_step_operations import decode_step, operations
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED.value, reason="these models lie on the CPU, where kernels must be interpreted"
+)
+FEW = Backend(CUDA.operations, lambda pool, loaded: PagedAttention(pool, loaded.device, splits=3), CUDA.lay_out)
+"""Few parts of contexts, since the interpreter runs even those that have nothing to do."""
+
+
+SLOW = (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "fused"),
+    [
+        ("qwen3", {}, True),
+        pytest.param("llama", {}, True, marks=SLOW),
+        pytest.param("mistral", {"sliding_window": 9}, True, marks=SLOW),
+        pytest.param(
+            "gemma2",
+            {"sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+            False,
+            marks=SLOW,
+        ),
+        pytest.param(
+            "gpt_oss", {"sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2}, False, marks=SLOW
+        ),
+        pytest.param("llama", {"head_dim": 272, "hidden_size": 16}, True, marks=SLOW),  # larger than the kernel takes
+    ],
+)
+def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str, Any], fused: bool) -> None:
+    loaded = tiny(model_type, **changes)
+    work = list(zip(prompts([3, 19, 8], seed=5), [3, 2, 3], strict=True))
+    expected = [reference(loaded, p, n) for p, n in work]
+    executor = TorchExecutor(loaded, kv_blocks=12, block_size=8, backend=FEW)
+    assert any(isinstance(m, FusedLayer) for m in loaded.model.modules()) is fused
+    outputs, failures, _ = run(executor, work, Knobs(max_batch_size=3, token_budget=24, chunk_size=12))
+    assert not failures
+    assert outputs == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("llama", marks=SLOW)])
+def test_a_layer_is_ten_launches(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels and PyTorch's: four products, two sums with norms, rotation with the write, attention and its merge, gate."""
+    count, call = Counted(), GridExecutor.__call__
+
+    def counted(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        with count.one(self.fn.__name__):
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    steps = []
+    for layers in (1, 2):
+        loaded = tiny(model_type, num_hidden_layers=layers)
+        executor = TorchExecutor(loaded, kv_blocks=40, block_size=4, backend=FEW)
+        steps.append(operations(executor, decode_step(), count))
+    assert len(steps[1]) - len(steps[0]) == 10
+    assert {name: steps[0].count(name) for name in ("_rms_norm", "_rope_write", "_attend", "_merge", "_gated")} == {
+        "_rms_norm": 3, "_rope_write": 1, "_attend": 1, "_merge": 1, "_gated": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_models_pass_their_self_test(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"sliding_window": 8} if kind == "mistral" else {}
+    loaded = loaded_model(kind, dtype, **fields)
+    monkeypatch.setattr(executor_module, "backend_for", lambda device: FEW)
+    self_test(loaded)
+    assert any(isinstance(m, FusedLayer) for m in loaded.model.modules())
