@@ -224,7 +224,7 @@ def test_autotune_has_rooms_and_no_loose_modules() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """What merely comes along with something else may stop doing so. An extra's may be imported late, by serving, by kernels."""
+    """What merely comes along with something else may stop doing so. An extra's: late, by serving or by kernels."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     always = {distribution(requirement) for requirement in project["dependencies"]}
     extras = {distribution(requirement) for extra in project["optional-dependencies"].values() for requirement in extra}

@@ -196,7 +196,7 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
     [
         ("plain", "seeds", 2000),
         ("plain", "positions", 2000),
-        *((name, "seeds", 600) for name in ("top-k", "top-p", "k, p and min-p")),
+        *((name, "seeds", 300) for name in ("top-k", "top-p", "k, p and min-p")),
     ],
 )
 def test_draws_are_distributed_as_they_should_be(name: str, along: str, draws: int) -> None:
