@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.controller.__main__ import seeds_of
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.run import Bench
 from benchmarks.controller.work import Workers
@@ -99,11 +98,13 @@ def checked(args: argparse.Namespace) -> tuple[list[Cell], Plan]:
     if args.jobs < 1:
         raise InputError(f"--jobs is {args.jobs}; it must be at least 1")
     plan = QUICK if args.quick else PUBLISHED
-    if args.seeds:
-        plan = plan._replace(reported=seeds_of(args.seeds))
-        if both := set(plan.reported) & set(plan.chosen_on):
+    if args.seed:
+        plan = plan._replace(reported=tuple(args.seed))
+    for seed in plan.reported:
+        if seed < 1 or seed in PUBLISHED.chosen_on:
+            chosen = " and ".join(map(str, PUBLISHED.chosen_on))
             raise InputError(
-                f"--seeds is {args.seeds}; settings are chosen on seed {min(both)}, so others must be reported"
+                f"--seed is {seed}; it must be above {max(PUBLISHED.chosen_on)}: settings are chosen on {chosen}"
             )
     if args.keep is not None and not args.keep.parent.is_dir():
         raise InputError(f"--keep: {args.keep} cannot be written: there is no directory {args.keep.parent}")
@@ -118,11 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, values in CHOICES.items():
         about = f"only this one of {', '.join(values)}; repeatable"
         parser.add_argument(f"--{option}", action="append", metavar="NAME", help=about)
+    usual = ", ".join(map(str, PUBLISHED.reported))
     parser.add_argument(
-        "--seeds",
-        "--seed",
-        metavar="SEEDS",
-        help="to report on: 21-25, or 4,7 (default: 11-13; settings are chosen on 1 and 2)",
+        "--seed", action="append", type=int, metavar="N", help=f"report on this; repeatable (default: {usual})"
     )
     parser.add_argument("--quick", action="store_true", help="one seed of a hundred requests: to try the command")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each in a process (default: 1)")
