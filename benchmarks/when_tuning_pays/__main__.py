@@ -1,8 +1,8 @@
 """When tuning pays: what a setting, admission, order and the controller gain over vLLM's defaults, by GPU, requests and SLO.
 
 Eight pairs of GPU and model (:mod:`benchmarks.gpu_truth`) × chat and code × a strict and a loose SLO, in virtual time, at 0.5,
-0.8 and 1.2 of what the best of sixteen fixed settings carries; chat again where steps that hold prompts cost more. What is
-compared, and how settings are chosen, is in :mod:`benchmarks.when_tuning_pays.play`. The results make
+0.8 and 1.2 of what the best of sixteen fixed settings carries; four of the pairs again where steps that hold prompts cost more.
+What is compared, and how settings are chosen, is in :mod:`benchmarks.when_tuning_pays.play`. The results make
 ``docs/when-tuning-pays.md``.
 
 Finished cells are kept in ``benchmarks/data/when_tuning_pays.json``, with a digest of what the simulator, admission and the
@@ -37,7 +37,7 @@ MEASURED = ("runtime", "autotune/control", "autotune/simulate")
 FILE = FOLDER / "when_tuning_pays.json"
 CHOICES = {"variant": list(VARIANTS), "truth": names(), "workload": list(WORKLOADS), "slo": list(SLOS)}
 PUBLISHED = Plan()
-QUICK = Plan(reported=PUBLISHED.reported[:1], chosen_on=PUBLISHED.chosen_on[:1], requests=100, least_s=10.0)
+QUICK = Plan(reported=PUBLISHED.reported[:1], chosen_on=PUBLISHED.chosen_on[:1], requests=60, least_s=6.0)
 
 
 def say(text: str) -> None:
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", action="append", type=int, metavar="N", help=f"report on this; repeatable (default: {usual})"
     )
-    parser.add_argument("--quick", action="store_true", help="one seed of a hundred requests: to try the command")
+    parser.add_argument("--quick", action="store_true", help="one seed of some sixty requests: to try the command")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each in a process (default: 1)")
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help=f"keep cells there (default: {FILE.parent.name}/{FILE.name})"

@@ -135,9 +135,9 @@ def _hardware(variant: str, truth: str) -> Hardware:
 def cells(
     variants: Iterable[str] = (), truths: Iterable[str] = (), workloads: Iterable[str] = (), slos: Iterable[str] = ()
 ) -> Iterator[Cell]:
-    """All that are asked, or those of the names given. With costly steps only chat on four of the truths is asked."""
+    """All that are asked, or those of the names given. With costly steps only four of the truths are asked."""
     for variant in list(variants) or VARIANTS:
         for truth in list(truths) or (COSTLY if variant == "costly" else names()):
-            for workload in list(workloads) or (["chat"] if variant == "costly" else WORKLOADS):
+            for workload in list(workloads) or WORKLOADS:
                 for slo_name in list(slos) or SLOS:
                     yield Cell(variant, truth, workload, slo_name)

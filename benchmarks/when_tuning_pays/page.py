@@ -5,7 +5,6 @@ Everything follows from what was found, to the last byte: a test makes both anew
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Final
 
 from autotune.writing import write_together
 from benchmarks.when_tuning_pays.cells import SLOS, VARIANTS, WORKLOADS
+from benchmarks.when_tuning_pays.picture import drawing
 from benchmarks.when_tuning_pays.play import ADMISSION, BOTH, CONTROLLER, DEFAULTS, ORDER, PARTS, SETTING, Found, Served
 from runtime.errors import InputError
 from runtime.slo import SLO
@@ -34,6 +34,8 @@ _BANDS: Final = (
     ("less than 50%", 0.0, 0.5),
 )
 
+_FEW, _FULL = 0.03, 0.05  # of the requests missed, and of the time with a full KV pool: what is not worth a word
+
 NEEDED: Final[Mapping[str, str]] = {
     DEFAULTS: "nothing", ADMISSION: "admission", SETTING: "a setting", ORDER: "a setting, order",
     BOTH: "a setting, order, admission", CONTROLLER: "the controller",
@@ -41,10 +43,24 @@ NEEDED: Final[Mapping[str, str]] = {
 """What to turn on, the least first."""
 
 
+def near(served: Served, part: str) -> bool:
+    """Whether ``part`` comes within :data:`NOTHING` of the best of all."""
+    return 100 * (max(map(served.mean, PARTS)) - served.mean(part)) <= NOTHING
+
+
 def needed(served: Served) -> str:
-    """The least that comes within :data:`NOTHING` of the best of all."""
-    best = max(served.mean(part) for part in PARTS)
-    return next(part for part in NEEDED if 100 * (best - served.mean(part)) <= NOTHING)
+    """The least that does."""
+    return next(part for part in NEEDED if near(served, part))
+
+
+def bottleneck(served: Served) -> str:
+    """What the defaults miss mostly, where they miss more than a few."""
+    late = served.missed["left"] + served.missed["ttft"]
+    if late + served.missed["tpot"] < _FEW:
+        return ""
+    if served.missed["tpot"] > late:
+        return "TPOT"
+    return "TTFT, KV pool full" if served.kv >= _FULL else "TTFT"
 
 
 def spread(values: Sequence[float]) -> float:
@@ -152,8 +168,9 @@ def _least(found: Sequence[Found]) -> str:
     rows = []
     for load in _loads(found):
         counts = _counts([one.loads[load] for one in found])
-        rows.append((load, *(str(counts[part]) for part in NEEDED)))
-    return _rows(("load", *NEEDED.values()), rows)
+        alike = sum(near(one.loads[load], CONTROLLER) for one in found)
+        rows.append((load, *(str(counts[part]) for part in NEEDED), f"{alike} of {len(found)}"))
+    return _rows(("load", *NEEDED.values(), "the controller comes as near"), rows)
 
 
 def _means(found: Sequence[Found]) -> str:
@@ -164,6 +181,8 @@ def _means(found: Sequence[Found]) -> str:
         groups = {"all": all_served}
         for name, low, high in _BANDS:
             groups[f"defaults serve {name}"] = [(o, s) for o, s in all_served if low <= s.mean(DEFAULTS) < high]
+        for name in ("TPOT", "TTFT", "TTFT, KV pool full"):
+            groups[f"defaults miss mostly {name}"] = [(o, s) for o, s in all_served if bottleneck(s) == name]
         for name in SLOS:
             groups[f"{name} SLO"] = [(o, s) for o, s in all_served if o.cell.slo_name == name]
         for name in WORKLOADS:
@@ -172,7 +191,7 @@ def _means(found: Sequence[Found]) -> str:
             groups[f"defaults {start}"] = [(o, s) for o, s in all_served if _setting(o.defaults) == start]
         for name, here in groups.items():
             if here:
-                gains = (f"{statistics.fmean(gain(served, part) for _, served in here):+.1f}" for part in parts)
+                gains = (_signed(statistics.fmean(gain(served, part) for _, served in here)) for part in parts)
                 rows.append((load, name, str(len(here)), *gains))
     return _rows(("load", "where", "cells", *parts), rows)
 
@@ -181,8 +200,8 @@ def _against(found: Sequence[Found]) -> str:
     rows = []
     for load in _loads(found):
         ahead = sorted((_ahead(one.loads[load]), _label(one)) for one in found)
-        worst, best = (f"{points:+.1f} ({label})" for points, label in (ahead[0], ahead[-1]))
-        rows.append((load, f"{statistics.fmean(points for points, _ in ahead):+.1f}", worst, best))
+        worst, best = (f"{_signed(points)} ({label})" for points, label in (ahead[0], ahead[-1]))
+        rows.append((load, _signed(statistics.fmean(points for points, _ in ahead)), worst, best))
     return _rows(("load", "mean", "worst", "best"), rows)
 
 
@@ -203,14 +222,20 @@ def _key(part: str) -> str:
     return part.replace(" ", "_")
 
 
+def _signed(points: float, digits: int = 1) -> str:
+    """With its sign, and no sign where it is nothing."""
+    rounded = round(points, digits)
+    return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
+
+
 def _points(served: Served, part: str) -> str:
     gains = served.gains(part)
-    return f"{statistics.fmean(gains):+.0f} ±{spread(gains):.0f}"
+    return f"{_signed(statistics.fmean(gains), 0)} ±{spread(gains):.0f}"
 
 
 def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [" | ".join(head), "|".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def _table(found: Sequence[Found], load: str) -> str:
@@ -255,7 +280,7 @@ def _carries(found: Sequence[Found]) -> str:
 def _missed(served: Served) -> str:
     late, tpot = served.missed["left"] + served.missed["ttft"], served.missed["tpot"]
     said = [f"{name} {share:.0%}" for name, share in (("TTFT", late), ("TPOT", tpot)) if share >= 0.01]
-    if served.kv >= 0.05:
+    if served.kv >= _FULL:
         said.append(f"KV full {served.kv:.0%}")
     return ", ".join(said) or "nothing"
 
@@ -274,67 +299,3 @@ def _compared(main: Sequence[Found], costly: Sequence[Found]) -> str:
             f"{statistics.fmean(map(_share, here)):.0%} of what the best carries."
         )
     return "\n".join(lines)
-
-
-_COLOURS: Final[Mapping[str, str]] = {
-    DEFAULTS: "#6e7781", ADMISSION: "#bf8700", SETTING: "#0969da", BOTH: "#1a7f37", CONTROLLER: "#cf222e",
-}  # fmt: skip
-_LEFT, _PANEL, _GAP, _ROW, _TOP, _RADIUS = 250, 260, 30, 17, 64, 4.2
-
-
-def drawing(found: Sequence[Found]) -> str:
-    """An SVG: a row for each cell, a panel for each load, a dot for each part at its share within the SLO."""
-    loads = _loads(found)
-    width = _LEFT + len(loads) * (_PANEL + _GAP)
-    height = _TOP + _ROW * len(found) + 34
-    said = "; ".join(
-        f"at {load} of capacity: "
-        + ", ".join(f"{part} {statistics.fmean(one.loads[load].mean(part) for one in found):.0%}" for part in _COLOURS)
-        for load in loads
-    )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        'font-family="sans-serif" font-size="11" fill="#1f2328">',
-        "<title>Requests within the SLO, by GPU, requests and SLO</title>",
-        f"<desc>{html.escape(f'Means over all rows: {said}.')}</desc>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    for number, (part, colour) in enumerate(_COLOURS.items()):
-        x = 14 + 165 * number
-        name = "best setting with order and admission" if part == BOTH else part
-        parts.append(f'<circle cx="{x}" cy="16" r="{_RADIUS}" fill="{colour}"/><text x="{x + 9}" y="20">{name}</text>')
-    for number, load in enumerate(loads):
-        parts += _panel(found, load, _LEFT + number * (_PANEL + _GAP), height)
-    before = ""
-    for number, one in enumerate(found):
-        y = _TOP + _ROW * number + 4
-        if one.cell.title != before:
-            before = one.cell.title
-            parts.append(f'<text x="6" y="{y}" font-weight="bold">{html.escape(before)}</text>')
-            parts.append(f'<path d="M6 {y - 13}H{width - _GAP}" stroke="#d1d9e0" stroke-width="0.7"/>')
-        parts.append(
-            f'<text x="{_LEFT - 12}" y="{y}" text-anchor="end">{one.cell.workload}, {one.cell.slo_name}</text>'
-        )
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _panel(found: Sequence[Found], load: str, left: float, height: float) -> list[str]:
-    bottom = height - 30
-    parts = [
-        f'<text x="{left}" y="{_TOP - 24}" font-weight="bold">at {load} of capacity: % of requests within the SLO</text>'
-    ]
-    for tick in range(0, 101, 20):
-        x = left + _PANEL * tick / 100
-        parts.append(f'<path d="M{x:g} {_TOP - 12}V{bottom}" stroke="#e4e8ec"/>')
-        parts.append(f'<text x="{x:g}" y="{bottom + 14}" text-anchor="middle" fill="#59636e">{tick}</text>')
-    for number, one in enumerate(found):
-        served, y = one.loads[load], _TOP + _ROW * number
-        at = {part: left + _PANEL * served.mean(part) for part in _COLOURS}
-        parts.append(
-            f'<path d="M{min(at.values()):.1f} {y}H{max(at.values()):.1f}" stroke="#8c959f" stroke-width="1.2"/>'
-        )
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y}" r="{_RADIUS}" fill="{_COLOURS[part]}" fill-opacity="0.85"/>'
-            for part, x in at.items()
-        ]
-    return parts

@@ -55,8 +55,8 @@ class Plan(NamedTuple):
     loads: tuple[float, ...] = (0.5, 0.8, 1.2)
     chosen_on: tuple[int, ...] = (1, 2)
     reported: tuple[int, ...] = (11, 12, 13)
-    requests: int = 500
-    least_s: float = 30.0
+    requests: int = 800
+    least_s: float = 60.0
 
     def seconds(self, rate: float) -> float:
         return round(max(self.least_s, self.requests / rate), 1)
