@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command import command, exit_code, say
 from benchmarks.controller.cache import FOLDER, Cache
 from benchmarks.controller.run import Bench
 from benchmarks.controller.work import Workers
@@ -38,10 +39,6 @@ FILE = FOLDER / "when_tuning_pays.json"
 CHOICES = {"variant": list(VARIANTS), "truth": names(), "workload": list(WORKLOADS), "slo": list(SLOS)}
 PUBLISHED = Plan()
 QUICK = Plan(reported=PUBLISHED.reported[:1], chosen_on=PUBLISHED.chosen_on[:1], requests=60, least_s=6.0)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def commit() -> str:
@@ -111,11 +108,9 @@ def checked(args: argparse.Namespace) -> tuple[list[Cell], Plan]:
     return list(cells(args.variant or (), args.truth or (), args.workload or (), args.slo or ())), plan
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    about, _, example = (__doc__ or "").rpartition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.when_tuning_pays", description=about.splitlines()[0], epilog=f"example: {example.strip()}"
-    )  # fmt: skip
+@exit_code("interrupted; cells that are done are in the file")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command("when_tuning_pays", __doc__)
     for option, values in CHOICES.items():
         about = f"only this one of {', '.join(values)}; repeatable"
         parser.add_argument(f"--{option}", action="append", metavar="NAME", help=about)
@@ -126,32 +121,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one seed of some sixty requests: to try the command")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each in a process (default: 1)")
     parser.add_argument(
-        "--keep", type=Path, metavar="FILE", help=f"keep cells there (default: {FILE.parent.name}/{FILE.name})"
+        "--keep", type=Path, metavar="FILE", help=f"where cells are kept (default: {FILE.parent.name}/{FILE.name})"
     )
     parser.add_argument(
         "--page", type=Path, metavar="FILE",
         help="write what is kept of all cells into this page, between its marks, and the picture beside it; play nothing",
     )  # fmt: skip
     args = parser.parse_args(arguments)
-    try:
-        asked, plan = checked(args)
-        keep = args.keep or (FILE if plan == PUBLISHED else None)
-        if args.page is not None:
-            everything, commits = kept(keep or FILE)
-            written(args.page, everything, commits)
-            say(json.dumps(summary(everything)))
-            return 0
-        found = compare(asked, plan, keep, args.jobs)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; cells that are done are kept", file=sys.stderr)
-        return 130
+    asked, plan = checked(args)
+    keep = args.keep or (FILE if plan == PUBLISHED else None)
+    if args.page is not None:
+        everything, commits = kept(keep or FILE)
+        written(args.page, everything, commits)
+        print(json.dumps(summary(everything)))
+        return
+    found = compare(asked, plan, keep, args.jobs)
     spent = f"seeds {', '.join(map(str, plan.reported))}; {sum(one.cpu_s for one in found):.0f} s of CPU"
-    say(f"\n{figures(found, [commit()])}\n\n{spent}")
-    say(json.dumps(summary(found)))
-    return 0
+    print(f"{figures(found, [commit()])}\n\n{spent}")
+    print(json.dumps(summary(found)))
 
 
 if __name__ == "__main__":
