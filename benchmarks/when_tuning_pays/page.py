@@ -286,16 +286,16 @@ def _missed(served: Served) -> str:
 
 
 def _compared(main: Sequence[Found], costly: Sequence[Found]) -> str:
-    """How often the defaults were the best setting, beside the same cells as measured."""
+    """What the defaults carry, beside the same cells as measured."""
     asked = {one.cell[1:] for one in costly}
     lines = []
     for text, here in (("as measured", [one for one in main if one.cell[1:] in asked]), ("with costly steps", costly)):
         if not here:
             continue
-        own = sum(one.best == one.defaults for one in here)
-        small = sum(one.best == [256, 2048] for one in here)
+        level = sum(one.carries[DEFAULTS] == one.carries[SETTING] for one in here)
+        share = statistics.fmean(map(_share, here))
         lines.append(
-            f"- {text}: the defaults are the best setting in {own} of {len(here)}, 256/2048 in {small}; the defaults carry "
-            f"{statistics.fmean(map(_share, here)):.0%} of what the best carries."
+            f"- {text}: the defaults carry as much as the best setting in {level} of {len(here)}, and {share:.0%} of it "
+            "on average."
         )
     return "\n".join(lines)
