@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-controller-live  the live engine with control, with defaults and at fixed settings"
 	@echo "make bench-classes     interactive and batch requests on one engine, in virtual time"
 	@echo "make bench-orderings   every ordering at, below and past capacity, in virtual time (ARGS=--live: on the engine)"
+	@echo "make bench-when-tuning-pays  what each part gains over vLLM's defaults on eight GPUs, in virtual time (docs/when-tuning-pays.md)"
 	@echo "make bench-trace-fit   fit the Azure traces again and print how well it fits"
 	@echo "make bench-batcher     the Batcher against Ray Serve, LitServe and BentoML, and against simple rules in virtual time"
 	@echo "make bench-batcher-overhead  what the Batcher itself costs an item"
@@ -114,6 +115,9 @@ bench-classes: $(STAMP)
 
 bench-orderings: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.orderings $(ARGS)
+
+bench-when-tuning-pays: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.when_tuning_pays $(ARGS)
 
 bench-trace-fit: $(STAMP)
 	$(PY) -m benchmarks.trace_fit $(ARGS)

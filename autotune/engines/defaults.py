@@ -11,9 +11,22 @@ VLLM_DEFAULTS = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chu
 
 VLLM_LABEL = "vLLM defaults"
 
+_SMALL = Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048)
+_LARGE_GIB = 70.0
+
+
+def vllm_defaults(device: str, memory_gib: float) -> Knobs:
+    """What ``vllm serve`` starts with on a GPU called ``device`` that has ``memory_gib``.
+
+    The rule for servers of vLLM's ``EngineArgs.get_batch_defaults`` (``vllm/engine/arg_utils.py``): 1024 sequences and 8192
+    tokens from 70 GiB on; below, and on every A100, where the larger budget costs throughput (its pull request 17885), 256
+    and 2048.
+    """
+    return VLLM_DEFAULTS if memory_gib >= _LARGE_GIB and "a100" not in device.lower() else _SMALL
+
+
 OTHER_DEFAULTS: Mapping[str, Knobs] = {
-    # The same function of vLLM (EngineArgs, default sizes by device memory) below 70 GiB and on an A100.
-    "vLLM defaults, small GPU": Knobs(max_batch_size=256, max_wait_ms=0, token_budget=2048, chunk_size=2048),
+    "vLLM defaults, small GPU": _SMALL,
     # SGLang ServerArgs: chunked-prefill-size 8192 from 35 to 160 GB of device memory, 2048 below; max-running-requests comes
     # from the size of its KV pool, 2048 to 4096 on such a device.
     "SGLang defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192 + 2048, chunk_size=8192),

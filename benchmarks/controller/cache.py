@@ -93,6 +93,10 @@ class Cache:
         entry = self._entries.get(name)
         return entry if self._use and entry is not None and entry["digest"] == digest else None
 
+    def entry(self, name: str) -> dict[str, Any] | None:
+        """The entry, whatever its digest: for a report of what was found once."""
+        return self._entries.get(name)
+
     def put(self, name: str, digest: str, entry: dict[str, Any]) -> None:
         """Keep ``entry``, on disk at once, beside what another run has put there meanwhile."""
         self._entries = self._read() | {name: {"digest": digest, **entry}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +40,18 @@ SLOS = {
 """The SLOs, by name: MLPerf's server target and interactive ones, long prompts', a bound on gaps, one on whole answers."""
 
 
+def slo_of(name: str) -> SLO:
+    """The SLO called ``name``; ``inter*3,2`` is ``inter`` with three times its TTFT and twice its TPOT target."""
+    base, _, factors = name.partition("*")
+    slo = SLOS[base]
+    if not factors:
+        return slo
+    ttft, tpot = map(int, factors.split(","))
+    return replace(slo, ttft_ms=slo.ttft_ms and ttft * slo.ttft_ms, tpot_ms=slo.tpot_ms and tpot * slo.tpot_ms)
+
+
 class Part(NamedTuple):
-    """One kind of request: lengths by name, its SLO by name, its share of the requests, and its class."""
+    """One kind of request: lengths by name, its SLO by name (see :func:`slo_of`), its share of the requests, and its class."""
 
     lengths: str
     slo_name: str
@@ -50,7 +60,7 @@ class Part(NamedTuple):
 
     @property
     def slo(self) -> SLO:
-        return SLOS[self.slo_name]
+        return slo_of(self.slo_name)
 
 
 class Pattern(NamedTuple):

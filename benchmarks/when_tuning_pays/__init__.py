@@ -1,0 +1,1 @@
+"""What tuning gains over vLLM's defaults, by GPU, requests and SLO, in virtual time; see :mod:`.__main__`."""
