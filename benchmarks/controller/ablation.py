@@ -1,6 +1,6 @@
 """What each part of the predictive controller is worth: the same scenarios without it.
 
-Run ``python -m benchmarks.controller.ablation --traces FOLDER`` (``--scenario U1 --seeds 2 --part "slow bands"`` is a question of
+Run ``python -m benchmarks.controller.ablation --traces FOLDER`` (``--scenario U1 --seeds 2 --part gain`` is a question of
 a minute). Every part is taken out alone, once with all layers and once with knobs alone; what is printed is goodput without it
 over goodput with it: mean, and the scenarios that lose and gain most. Below 1 the part earns its place. The last line is JSON.
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.predictive.trusted_model import SlowRegion
 from benchmarks.command import command, exit_code
 from benchmarks.controller.__main__ import say, seeds_of
 from benchmarks.controller.cache import FOLDER, Cache
@@ -29,39 +29,6 @@ from benchmarks.controller.scenarios import SCENARIOS
 from runtime.errors import InputError
 
 LAYERS: tuple[Layer, ...] = ("full", "knobs")
-
-
-class NoBands:
-    """In the place of :class:`~autotune.control.controllers.predictive.slow_bands.SlowBands`."""
-
-    room = math.inf
-
-    def saw(self, decodes: int, ratio: float) -> bool:
-        return False
-
-    def slow(self, decodes: int) -> bool:
-        return False
-
-    def rescaled(self, by: float) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-
-class AllFeasible:
-    """In the place of :class:`~autotune.control.controllers.predictive.infeasible.InfeasibleTargets`."""
-
-    unmet = ""
-
-    def saw(self, record: Any) -> None:
-        pass
-
-    def judge(self, decode: Any, prompt: Any) -> bool:
-        return False
-
-    def explain(self, cause: str, target: float) -> str:
-        return cause
 
 
 class NoDemand:
@@ -116,12 +83,16 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _no_bands(it: Any) -> None:
-    it._trusted_model.slow = NoBands()
+def _no_region(it: Any) -> None:
+    class NoRegion(SlowRegion):
+        def saw(self, decodes: int, off: float, noise: float) -> bool:
+            return False
+
+    it._learned.slow = NoRegion()
 
 
 def _all_feasible(it: Any) -> None:
-    it._infeasible = AllFeasible()
+    it._targets.no_step_below = _always(False)
 
 
 def _no_demand(it: Any) -> None:
@@ -133,18 +104,14 @@ def _no_gain(it: Any) -> None:
 
 
 def _no_watch(it: Any) -> None:
-    it._trusted_model._watch = _always(None)
+    it._learned._watch = _always(None)
 
 
 def _always_trusted(it: Any) -> None:
-    class Trusting(type(it._trusted_model)):  # type: ignore[misc]
+    class Trusting(type(it._learned)):  # type: ignore[misc]
         trusted = property(lambda self: True, lambda self, value: None)
 
-    it._trusted_model.__class__ = Trusting
-
-
-def _no_shortening(it: Any) -> None:
-    it._steps._shortened = lambda view, size: size
+    it._learned.__class__ = Trusting
 
 
 def _no_queue(it: Any) -> None:
@@ -155,16 +122,26 @@ def _no_comparison(it: Any) -> None:
     it._comparison = NoComparison()
 
 
+def _no_start(it: Any) -> None:
+    it.__class__ = type(it.__class__.__name__, (it.__class__,), {"_unsteady": property(lambda self: False)})
+    it._least = _always(1)
+
+
+def _no_trial(it: Any) -> None:
+    it._worth_trying = _always(False)
+
+
 PARTS: Mapping[str, Callable[[Any], None]] = {
-    "slow bands": _no_bands,
-    "infeasible targets": _all_feasible,
+    "slow region": _no_region,
+    "targets that no step meets": _all_feasible,
     "demand and prefill quantum": _no_demand,
     "gain": _no_gain,
     "changes of speed": _no_watch,
     "distrust and fallback": _always_trusted,
-    "shorter steps in a full pool": _no_shortening,
     "the queue's say against slack": _no_queue,
     "comparison with the start": _no_comparison,
+    "trials of the start": _no_trial,
+    "no cut while the speed changes": _no_start,
 }
 """By name, what takes each out of a controller that has just been made."""
 
@@ -179,9 +156,9 @@ def _without(take_out: Callable[[Any], None] | None, *args: Any, **options: Any)
 def algorithm(part: str | None) -> Algorithm:
     """The predictive controller without ``part``; None: all of it."""
 
-    def made(slo: Any, start: Any, *, kv_tokens: int, block_size: int = 16, model: Any = None) -> PredictiveController:
+    def made(slo: Any, start: Any, *, model: Any = None) -> PredictiveController:
         take_out = None if part is None else PARTS[part]
-        return _without(take_out, slo, start, kv_tokens=kv_tokens, block_size=block_size, model=model)
+        return _without(take_out, slo, start, model=model)
 
     return Algorithm(made, f"without {part}" if part else "all of it", LAYERS, "full")
 

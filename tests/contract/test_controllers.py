@@ -48,7 +48,7 @@ def test_a_decision_that_does_not_explain_itself_is_found(lacking: str) -> None:
             return super().decide(now, knobs, limits)._replace(**{lacking: {} if lacking == "evidence" else ""})
 
     engine = SimulatedEngine(h200)
-    with control(engine, slo=SLOS[0], controller=Silent(SLOS[0], VLLM, kv_tokens=760_000)) as attached:
+    with control(engine, slo=SLOS[0], controller=Silent(SLOS[0], VLLM)) as attached:
         engine.play(LOAD)
         assert any(d.action == "set" for d in attached.decisions)
         with pytest.raises(AssertionError):

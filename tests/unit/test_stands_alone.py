@@ -94,7 +94,7 @@ class Leaving(PredictiveController):
 @pytest.mark.parametrize("how", ["pause", "close"])
 def test_one_that_breaks_at_the_last_decision_is_switched_off(how: str) -> None:
     engine = SimulatedEngine(h200)
-    attached = control(engine, slo=TARGET, controller=Leaving(TARGET, VLLM, kv_tokens=760_000))
+    attached = control(engine, slo=TARGET, controller=Leaving(TARGET, VLLM))
     engine.play(BEFORE)
     assert engine.knobs != VLLM
     getattr(attached, how)()

@@ -1,12 +1,10 @@
-"""How large steps may be where knobs are all there is, how prompts are cut, and what load is asked for."""
+"""How large steps may be where knobs are all there is, and what load is asked for."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from autotune.control.controllers.predictive.step_size import Chunks, full_step
+from autotune.control.controllers.predictive.step_size import full_step
 from autotune.control.controllers.predictive.traffic import Demand
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 
@@ -64,32 +62,6 @@ class TestFullStep:
     def test_never_above_the_ceiling(self) -> None:
         assert full_step(linear, 4, 1.0, 1e6, 512, 100) == (512, 512)
         assert full_step(experts, 4, 0.015, 23_000.0, 256, 100)[0] <= 256
-
-
-class TestChunks:
-    def test_one_target_for_all_cuts_nothing(self) -> None:
-        chunks = Chunks()
-        for n in (100, 200, 30_000) * 20:
-            chunks.saw("default", n)
-        assert chunks.size({"default": 0.5}, 0.03, 1024) == 1024
-        assert chunks.size({"default": 0.5, "other": 0.5}, 0.03, 1024) == 1024
-
-    def test_long_prompts_that_may_come_late_are_cut_to_what_they_need(self) -> None:
-        chunks = Chunks()
-        for _ in range(100):
-            chunks.saw("chat", 1000)
-            chunks.saw("long", 30_000)
-        firsts = {"chat": 0.5, "long": 10.0}
-        size = chunks.size(firsts, 0.03, 1024)
-        assert size == int(30_000 * 0.03 / 7.5)
-        assert 1000 / size * 0.03 < 0.5 and 30_000 / size * 0.03 < 10
-        assert chunks.size(firsts, 0.03, 64) == 64, "no more than the step"
-        assert chunks.size({"chat": 0.5, "long": math.inf}, 0.03, 1024) == 80, "one that has all the time needs none"
-
-    def test_a_class_of_which_nothing_is_known_yet_cuts_nothing(self) -> None:
-        chunks = Chunks()
-        chunks.saw("chat", 1000)
-        assert chunks.size({"chat": 0.5, "long": 10.0}, 0.03, 1024) == 1024
 
 
 def step(start: float, end: float, prefill: int, waiting_tokens: int) -> StepRecord:

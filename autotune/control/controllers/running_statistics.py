@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from itertools import islice
-
-_FEW = 8
-"""New values that are put into a sorted list one by one; of more, all are sorted."""
 
 
 class Recent:
-    """The last ``n`` values, all finite, with their mean (0 of nothing) and order statistics.
+    """The last ``n`` values, all finite, with their mean (0 of nothing) and order statistics."""
 
-    They are added far more often than their order is asked for, so they are sorted then.
-    """
-
-    __slots__ = ("_added", "_gone", "_order", "_sorted", "_sum", "mean")
+    __slots__ = ("_order", "_sorted", "_sum", "mean")
 
     def __init__(self, n: int) -> None:
         self._order: deque[float] = deque(maxlen=n)
         self._sorted: list[float] = []
-        self._added = 0  # since the last were sorted
-        self._gone: list[float] = []  # among those sorted then; not followed once more than a few were added
         self._sum = 0.0
         self.mean = 0.0
 
@@ -30,32 +21,18 @@ class Recent:
         return len(self._order)
 
     def add(self, value: float) -> None:
-        order = self._order
+        order, ordered = self._order, self._sorted
         if len(order) == order.maxlen:
             self._sum -= order[0]
-            if self._added < _FEW:
-                self._gone.append(order[0])
+            del ordered[bisect_left(ordered, order[0])]
         order.append(value)
+        insort(ordered, value)
         self._sum += value
         self.mean = self._sum / len(order)
-        self._added += 1
 
     def quantile(self, q: float) -> float:
-        if self._added:
-            self._sort()
         ordered = self._sorted
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
-
-    def _sort(self) -> None:
-        order, ordered, added = self._order, self._sorted, self._added
-        if added > _FEW or 2 * added > len(ordered):
-            self._sorted = sorted(order)
-        else:
-            for value in self._gone:
-                del ordered[bisect_left(ordered, value)]
-            for value in islice(reversed(order), added):
-                insort(ordered, value)
-        self._added, self._gone = 0, []
 
 
 class OnlineQuantile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Self
 
 from autotune.control.controllers.running_statistics import Recent
@@ -13,8 +13,8 @@ from runtime.slo import SLO
 _MEMORY = 0.01  # weight of the newest request in a class's share
 _GONE = 0.005  # share below which a class no longer counts
 _DECODING = 2 / 3  # share of an E2E target that decoding may take
-_FIRST = 32  # requests before which a class that had none may only be slower to end
 _FEW = 4  # outputs of a class below which those of all say more of it
+_AGAIN = 0.95  # how far the shortest step must fall for targets to count again: noise must not turn them off and on
 
 
 def step_target(slos: Mapping[str, SLO]) -> float:
@@ -24,7 +24,7 @@ def step_target(slos: Mapping[str, SLO]) -> float:
 
 
 class Targets(NamedTuple):
-    """The feasible targets of an SLO, ms; inf where there is none, or it is infeasible."""
+    """The targets of an SLO, ms; inf where there is none, or no step is so short."""
 
     ttft: float
     tpot: float
@@ -32,8 +32,8 @@ class Targets(NamedTuple):
     e2e: float
 
     @classmethod
-    def of(cls, slo: SLO, lost: Collection[str] = ()) -> Self:
-        return cls(*(math.inf if ms is None or name in lost else ms for name, ms in slo.targets_ms.items()))
+    def of(cls, slo: SLO, left_out: Collection[str] = ()) -> Self:
+        return cls(*(math.inf if ms is None or name in left_out else ms for name, ms in slo.targets_ms.items()))
 
 
 assert Targets._fields == tuple(SLO(ttft_ms=1).targets_ms)
@@ -42,20 +42,20 @@ assert Targets._fields == tuple(SLO(ttft_ms=1).targets_ms)
 class SLOTargets:
     """The SLO of each class, and the tightest targets among those that have had requests lately (all, before any had).
 
-    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token
-    (``firsts``: of each class); ``whole``: until the last (E2E); inf each where there is no target.
+    ``step``: seconds a step may take on average (TPOT and ITL); ``gap``: at most (ITL); ``first``: until a first token;
+    ``whole``: until the last (E2E); inf each where there is no target.
 
-    A class with an infeasible target (:meth:`give_up`) is left out of all of them: its requests are lost whatever
-    is done, and those of others would be lost for it. Only where no other is served do its other targets count.
-    ``lost``: infeasible targets of the classes served; ``left_out``: targets for token times, s, that steps do not go by.
+    A TPOT or ITL target below ``floor``, the shortest step there can be (:meth:`no_step_below`, s), does not count: no setting
+    meets it, and steps that went by it would leave prompts no room. Neither does an E2E that asks for such steps.
+    ``left_out``: whether there are such targets; ``unmet`` names those of the classes served. There are none while steps as short
+    as ``shortest`` are seen, s.
     """
 
     def __init__(self, slos: Mapping[str, SLO]) -> None:
         self._slos = dict(slos)
         self._shares: dict[str, float] = {}
         self._outputs: dict[str, Recent] = {}
-        self._given_up: Mapping[str, frozenset[str]] = {}
-        self._seen = 0
+        self.floor = 0.0
         self._tighten()
 
     def of(self, request_class: str) -> SLO | None:
@@ -66,7 +66,7 @@ class SLOTargets:
         return request_class if request_class in self._slos else "default"
 
     def targets(self, request_class: str) -> Targets | None:
-        """The feasible targets of this class; None if it is left out, or has no SLO."""
+        """The targets of this class that count; None if it has no SLO."""
         return self._counted.get(self.name_of(request_class))
 
     def change(self, slos: Mapping[str, SLO]) -> bool:
@@ -74,17 +74,16 @@ class SLOTargets:
         if dict(slos) == self._slos:
             return False
         self._slos = dict(slos)
-        self._given_up = {}
         self._tighten()
         return True
 
-    def give_up(self, metrics: Mapping[str, frozenset[str]]) -> bool:
-        """These metrics of these classes are infeasible, for now. False if that was known."""
-        if metrics == self._given_up:
+    def no_step_below(self, seconds: float) -> bool:
+        """No step with decodes takes less than ``seconds``. True if that changes which targets count."""
+        if _AGAIN * self.floor <= seconds <= self.floor:
             return False
-        self._given_up = dict(metrics)
+        before, self.floor = self.unmet, seconds
         self._tighten()
-        return True
+        return self.unmet != before
 
     def saw(self, request_class: str, output_tokens: int | None = None) -> None:
         """A request of this class has ended, completed if its tokens are given."""
@@ -94,38 +93,38 @@ class SLOTargets:
         if output_tokens is not None:
             self._outputs.setdefault(name, Recent(256)).add(output_tokens)
         before = self._served()
-        self._seen += 1
         self._shares = {n: share * (1 - _MEMORY) for n, share in self._shares.items() if share > _GONE / 10}
         self._shares[name] = self._shares.get(name, 0.0) + _MEMORY
-        if self._served() != before or self._seen == _FIRST:
+        if self._served() != before:
             self._tighten()
 
     def _served(self) -> frozenset[str]:
         return frozenset(n for n, share in self._shares.items() if share > _GONE and n in self._slos)
 
     def _tighten(self) -> None:
-        served, given_up = self._served(), self._given_up
-        slos = {name: slo for name, slo in self._slos.items() if not served or name in served}
-        if self._seen < _FIRST and given_up.keys() >= slos.keys():
-            slos = self._slos
-        self.lost = {name: given_up[name] for name in slos if name in given_up}
-        self.all_lost = len(self.lost) == len(slos) > 0
-        counted_slos = slos if self.all_lost else {name: slo for name, slo in slos.items() if name not in given_up}
-        self._counted = {name: Targets.of(slo, given_up.get(name, ())) for name, slo in counted_slos.items()}
-        counted = self._counted.values()
-        self.step = min((min(t.tpot, t.itl) for t in counted), default=math.inf) / 1e3
-        self.gap = min((t.itl for t in counted), default=math.inf) / 1e3
-        self.firsts = {name: min(t.ttft, t.e2e) / 1e3 for name, t in self._counted.items()}
-        self.first = min(self.firsts.values(), default=math.inf)
-        self._wholes = {name: t.e2e / 1e3 for name, t in self._counted.items() if t.e2e < math.inf}
+        served = self._served() or self._slos.keys()
+        left_out = {name: self._too_short(slo) for name, slo in self._slos.items()}
+        self._counted = {name: Targets.of(slo, left_out[name]) for name, slo in self._slos.items()}
+        counted = {name: targets for name, targets in self._counted.items() if name in served}
+        self.step = min((min(t.tpot, t.itl) for t in counted.values()), default=math.inf) / 1e3
+        self.gap = min((t.itl for t in counted.values()), default=math.inf) / 1e3
+        self.first = min((min(t.ttft, t.e2e) for t in counted.values()), default=math.inf) / 1e3
+        self._wholes = {name: t.e2e / 1e3 for name, t in counted.items() if t.e2e < math.inf}
         self.whole = min(self._wholes.values(), default=math.inf)
-        self.left_out = _token_times(Targets.of(self._slos[n]) for n in given_up) - _token_times(counted)
-        self._said = sorted(_said(self._counted))
+        self.left_out = any(left_out.values())
+        unsure = self.left_out or any(slo.e2e_ms is not None for slo in self._slos.values())
+        self.shortest = 0.0 if unsure else step_target(self._slos)
+        self.unmet = ", ".join(self._named(name, left_out[name]) for name in counted if left_out[name])
 
-    def tightest(self, seconds: float) -> str:
-        """The target because of which a step may take no more than ``seconds``, in words."""
-        named = next((text for ms, text in self._said if ms / 1e3 <= seconds * (1 + 1e-9)), "")
-        return named or f"E2E {1e3 * self.whole:g} ms"
+    def _too_short(self, slo: SLO) -> tuple[str, ...]:
+        """The metrics of token times that no step is short enough for."""
+        times = {"tpot": slo.tpot_ms, "itl": slo.itl_ms}
+        return tuple(name for name, ms in times.items() if ms is not None and ms / 1e3 < self.floor)
+
+    def _named(self, name: str, metrics: Collection[str]) -> str:
+        """These targets of a class, in words."""
+        said = (f"{m.upper()} {ms:g} ms" for m, ms in self._slos[name].targets_ms.items() if m in metrics)
+        return " and ".join(said) + ("" if name == "default" else f" of class {name}")
 
     def step_time_for_e2e(self, outputs: Recent) -> float:
         """Seconds a step may take so that of each class nine outputs in ten are whole in time, with a third of it left for the
@@ -140,18 +139,17 @@ class SLOTargets:
 
     def step_time_for_class(self, name: str, outputs: Recent) -> float:
         """The same for the class of this name alone."""
-        if name not in self._wholes or not len(lengths := self._lengths(name, outputs)):
-            return math.inf
-        return _step_time(self._wholes[name], lengths)
-
-    def _lengths(self, name: str, outputs: Recent) -> Recent:
         own = self._outputs.get(name)
-        return outputs if own is None or len(own) < _FEW else own
+        lengths = outputs if own is None or len(own) < _FEW else own
+        if name not in self._wholes or not len(lengths):
+            return math.inf
+        seconds = self._wholes[name] * _DECODING / max(1.0, lengths.quantile(0.9))
+        return seconds if seconds >= self.floor else math.inf
 
     def met(self, record: RequestRecord) -> bool:
-        """Whether ``record`` met every feasible target of its class."""
-        slo, lost = self.of(record.request_class), self._given_up.get(self.name_of(record.request_class), frozenset())
-        return record.completed if slo is None else lost.issuperset(slo.violated(record))
+        """Whether ``record`` met every target of its class that counts."""
+        slo = self.of(record.request_class)
+        return record.completed and (slo is None or not set(slo.violated(record)).difference(self._too_short(slo)))
 
     def slow(self, record: RequestRecord, outputs: Recent) -> bool:
         """Whether the tokens of ``record`` took longer than its TPOT, or so long that its E2E was missed for them."""
@@ -161,43 +159,3 @@ class SLOTargets:
         if 1e3 * tpot > targets.tpot or 1e3 * e2e <= targets.e2e:
             return 1e3 * tpot > targets.tpot
         return tpot > self.step_time_for_class(self.name_of(record.request_class), outputs)
-
-    def step_times(self, outputs: Recent) -> Iterator[tuple[str, str, float]]:
-        """Class, metric, and the seconds a step may take for it, of all targets for token times and ends."""
-        for name, slo in self._slos.items():
-            targets = Targets.of(slo)
-            yield name, "tpot", targets.tpot / 1e3
-            yield name, "itl", targets.itl / 1e3
-            if len(lengths := self._lengths(name, outputs)) >= _FEW:
-                yield name, "e2e", _step_time(targets.e2e / 1e3, lengths)
-
-    def first_targets(self) -> Iterator[tuple[str, str, float]]:
-        """Class, metric, and the seconds until which a first token must have come for it, of all targets."""
-        for name, slo in self._slos.items():
-            targets = Targets.of(slo)
-            yield name, "ttft", targets.ttft / 1e3
-            yield name, "e2e", targets.e2e / 1e3
-
-    def named(self, name: str, metrics: Collection[str]) -> str:
-        """These targets of a class, in words."""
-        said = (f"{m.upper()} {ms:g} ms" for m, ms in Targets.of(self._slos[name])._asdict().items() if m in metrics)
-        return " and ".join(said) + _of(name)
-
-
-def _step_time(whole: float, outputs: Recent) -> float:
-    return whole * _DECODING / max(1.0, outputs.quantile(0.9))
-
-
-def _token_times(targets: Iterable[Targets]) -> frozenset[float]:
-    return frozenset(ms / 1e3 for t in targets for ms in (t.tpot, t.itl) if ms < math.inf)
-
-
-def _of(name: str) -> str:
-    return "" if name == "default" else f" of class {name}"
-
-
-def _said(counted: Mapping[str, Targets]) -> Iterator[tuple[float, str]]:
-    for name, targets in counted.items():
-        for metric, ms in (("TPOT", targets.tpot), ("ITL", targets.itl)):
-            if ms < math.inf:
-                yield ms, f"{metric} {ms:g} ms{_of(name)}"

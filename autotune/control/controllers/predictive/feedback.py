@@ -1,6 +1,6 @@
 """Feedback: a gain on the step-time target, moved by the targets that requests met and missed. It corrects what no model knows.
 
-Formula. Each request that ends, and has a TPOT target, moves the factor k by a share of itself (``_RATE``):
+Formula. Each request that ends, and has a TPOT target, moves the factor k by a share of itself (``RATE``):
 
 - where each step has a budget of its own: up by 1 for a TTFT that was missed, else down by 1 for a TPOT. A request lost to its
   queue is as lost as one that decoded too slowly, and the budgets already hold every step to its target;
@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import math
 
-_REST_S = 10.0
-_RATE = 0.02
-_LEAST, _MOST = 0.6, 4.0
+from autotune.control.controllers.predictive import constants
 
 
 class FeedbackGain:
@@ -43,12 +41,12 @@ class FeedbackGain:
     def rest(self, seconds: float) -> None:
         """Demand alone has been the limit for so long, s."""
         if self.value > 1:
-            self.value = 1 + (self.value - 1) * math.exp(-seconds / _REST_S)
+            self.value = 1 + (self.value - 1) * math.exp(-seconds / constants.REST_S)
 
     def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
         """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""
         by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05))
-        self._move(by, 1.0 if self.sheds else _MOST)
+        self._move(by, 1.0 if self.sheds else constants.GAIN[1])
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
@@ -58,5 +56,5 @@ class FeedbackGain:
         # without load, a target that is met says nothing about the limit
         return by if loaded and self.value < 1 else 0.0
 
-    def _move(self, by: float, most: float = _MOST) -> None:
-        self.value = min(max(self.value * (1 + _RATE * by), _LEAST), most)
+    def _move(self, by: float, most: float = constants.GAIN[1]) -> None:
+        self.value = min(max(self.value * (1 + constants.RATE * by), constants.GAIN[0]), most)

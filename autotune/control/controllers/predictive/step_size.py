@@ -17,16 +17,10 @@ takes back some of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from autotune.control.controllers.galloping import largest
-from autotune.control.controllers.running_statistics import Recent
-
-_BUSY = 0.9  # share of the time that may go into steps with prompts
-_LONG = 1.0  # what a second of a step beyond the target counts beside a second of the mean gap
-_GROWTH = 1.19  # from one size tried to the next: four for a factor of two
-_SHARE = 0.75  # of the target for first tokens that a long prompt may take to compute
-_LEAST = 32
+from autotune.control.controllers.predictive import constants
 
 
 def full_step(
@@ -41,12 +35,12 @@ def full_step(
     size = float(max(within, decodes + 32))
     while (n := int(size)) <= top:
         took = seconds(n)
-        if demand * took < _BUSY * (n - decodes):
+        if demand * took < constants.BUSY * (n - decodes):
             gap = alone / (1 - demand * (took - alone) / (n - decodes)) if decodes else 0.0
-            cost = gap + _LONG * max(0.0, took - target)
+            cost = gap + constants.LONG * max(0.0, took - target)
             if 0 <= gap <= target and cost < least:
                 best, least = n, cost
-        size *= _GROWTH
+        size *= constants.GROWTH
     return best, within
 
 
@@ -56,39 +50,3 @@ def _rate(seconds: Callable[[int], float], decodes: int, n: int) -> float:
         return 0.0
     took = seconds(n)
     return (n - decodes) / took if took > 0 else math.inf
-
-
-class Chunks:
-    """How much of one prompt a step may hold: all that it has room for, unless a prompt with time would hold up those without.
-
-    Formula. Prompts are computed in the order of arrival, so a prompt whose first token may come late can precede one whose may
-    not. With q the 95% quantile of a class's prompts, F its target for first tokens and T the time of a step, q·T/(¾·F) tokens
-    a step are enough for its long prompts to be in time, with a quarter for the queue. The chunk is the most that any class
-    served needs. Where all have the same target, what short prompts gain long ones lose, and more where the machine is busy:
-    then the chunk is the whole step.
-
-    Units: tokens, seconds. Failure mode: long prompts of the class in a hurry itself; they get what they need, and others wait.
-
-    Follows the prompts of each class. The names of classes are few.
-    """
-
-    __slots__ = ("_prompts",)
-
-    def __init__(self) -> None:
-        self._prompts: dict[str, Recent] = {}
-
-    def saw(self, request_class: str, tokens: int) -> None:
-        """A request of this class had so many prompt tokens to compute."""
-        if request_class not in self._prompts:
-            self._prompts[request_class] = Recent(128)
-        self._prompts[request_class].add(tokens)
-
-    def size(self, firsts: Mapping[str, float], seconds: float, most: int) -> int:
-        """The chunk in steps of ``seconds`` that hold ``most`` tokens; ``firsts``: the target of each class served, s."""
-        if len(set(firsts.values())) < 2 or not all(name in self._prompts for name in firsts):
-            return most
-        needed = max(
-            0.0 if first == math.inf else self._prompts[name].quantile(0.95) * seconds / (_SHARE * first)
-            for name, first in firsts.items()
-        )
-        return min(most, max(_LEAST, int(min(needed, most))))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.running_statistics import Recent
 from runtime.records import LimitedBy, RequestRecord, StepRecord
-
-_MEMORY_S = 5.0
-_GAP_S = 60.0  # a pause longer than that says nothing of the load before it
 
 
 class Traffic:
     """Of the latest 256 requests and steps; shares of steps decay with a memory of some fifty."""
 
     def __init__(self) -> None:
-        self.prompts = Recent(256)  # tokens to compute of each request's prompt
-        self.outputs = Recent(256)
-        self.contexts = Recent(256)  # mean context of a decode, by step
-        self.decodes = Recent(256)
-        self._decode_times = Recent(64)  # of steps without prompts
-        self._latest: deque[tuple[int, float]] = deque(maxlen=256)  # decodes and seconds of steps
+        self.prompts = Recent(constants.WINDOW)  # tokens to compute of each request's prompt
+        self.outputs = Recent(constants.WINDOW)
+        self.contexts = Recent(constants.WINDOW)  # mean context of a decode, by step
+        self.decodes = Recent(constants.WINDOW)
+        self.shortest = 0.0  # step of decodes alone, s: the least of those lately; 0 before there were any
+        self._latest: deque[tuple[int, float]] = deque(maxlen=constants.WINDOW)  # decodes and seconds of steps
         self.preemptions = 0.0  # decaying count
         self.bound = 0.0  # decaying shares of steps: that anything limited,
         self.slots_bound = 0.0  # that max_batch_size limited,
@@ -29,23 +27,26 @@ class Traffic:
         self._tokens = self._reads = self._pairs = 0.0  # decaying sums over steps with prompts
         self._idle = True
 
-    def step(self, record: StepRecord, ceiling: int) -> None:
-        """``ceiling``: the token budget that was last decided on, above all per-step ones."""
+    def step(self, record: StepRecord, seconds: float, ceiling: int) -> None:
+        """A step took ``seconds``; ``ceiling``: the token budget that was last decided on, above all per-step ones."""
         self.preemptions += record.preemptions - 0.002 * self.preemptions
-        short = record.limited_by in (LimitedBy.BUDGET, LimitedBy.CHUNK)
-        self.bound += 0.02 * ((record.limited_by is not LimitedBy.DEMAND) - self.bound)
-        self.slots_bound += 0.02 * ((record.limited_by is LimitedBy.SLOTS) - self.slots_bound)
-        self.tokens_bound += 0.02 * ((short and record.budget_used >= ceiling) - self.tokens_bound)
-        if record.decodes:
-            self.decodes.add(record.decodes)
-            self._latest.append((record.decodes, record.duration))
-            self.contexts.add(record.decode_context / record.decodes)
-            if not record.prefill_tokens:
-                self._decode_times.add(record.duration)
-        if record.prefill_tokens:
-            self._tokens += record.prefill_tokens - 0.02 * self._tokens
-            self._reads += record.prefill_context - 0.02 * self._reads
-            self._pairs += record.prefill_attention - 0.02 * self._pairs
+        limited, weight = record.limited_by, constants.MEMORY
+        short = (limited is LimitedBy.BUDGET or limited is LimitedBy.CHUNK) and record.budget_used >= ceiling
+        self.bound += weight * ((limited is not LimitedBy.DEMAND) - self.bound)
+        self.slots_bound += weight * ((limited is LimitedBy.SLOTS) - self.slots_bound)
+        self.tokens_bound += weight * (short - self.tokens_bound)
+        decodes, prefill = record.decodes, record.prefill_tokens
+        if decodes:
+            self.decodes.add(decodes)
+            self._latest.append((decodes, seconds))
+            self.contexts.add(record.decode_context / decodes)
+            if not prefill:
+                longer = self.shortest + weight * (seconds - self.shortest)
+                self.shortest = min(seconds, longer) if self.shortest else seconds
+        if prefill:
+            self._tokens += prefill - weight * self._tokens
+            self._reads += record.prefill_context - weight * self._reads
+            self._pairs += record.prefill_attention - weight * self._pairs
 
     def chunk(self, tokens: int) -> tuple[int, int]:
         """Context and attention pairs of so many prompt tokens, as in the latest steps; of one fresh prompt before any."""
@@ -54,9 +55,9 @@ class Traffic:
         return int(tokens * self._reads / self._tokens), int(tokens * self._pairs / self._tokens)
 
     @property
-    def shortest(self) -> float:
-        """The shortest of the latest steps that held decodes alone, s; 0 before there were any."""
-        return self._decode_times.quantile(0.0)
+    def preempts(self) -> bool:
+        """Whether the KV pool was too small lately."""
+        return self.preemptions >= 0.05
 
     def in_time(self, seconds: float) -> int:
         """The most decodes that one of the latest steps held and took no more than ``seconds``; 0 if none did."""
@@ -68,7 +69,7 @@ class Traffic:
 
     def idle(self) -> bool:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
-        self._idle = self.bound < (0.1 if self._idle else 0.01)
+        self._idle = self.bound < (10 * constants.BINDS if self._idle else constants.BINDS)
         return self._idle
 
 
@@ -86,10 +87,10 @@ class Demand:
     def step(self, record: StepRecord) -> None:
         """A step with sound times has ended."""
         passed = record.end - self._last
-        if not 0 <= passed <= _GAP_S:
-            passed = min(record.end - record.start, _GAP_S)
+        if not 0 <= passed <= constants.GAP_S:
+            passed = min(record.end - record.start, constants.GAP_S)
         self._last = record.end
-        keep = math.exp(-passed / _MEMORY_S)
+        keep = math.exp(-passed / constants.DEMAND_S)
         self._tokens = (
             keep * self._tokens + record.prefill_tokens * record.steps + record.waiting_tokens - self._waiting
         )
