@@ -107,7 +107,7 @@ def profile(
     study: Annotated[
         Path | None, Option(help="The study's journal, or its name in --storage.  (default: beside --out)")
     ] = None,
-    fresh: Annotated[bool, Option("--fresh", help="Discard an earlier study instead of going on with it.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Discard an earlier study instead of resuming it.")] = False,
     as_json: Annotated[
         bool, Option("--json", help="Print one JSON object only, the profile; progress goes to stderr.")
     ] = False,

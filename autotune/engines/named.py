@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
-from autotune.engines.protocol import Engine
+from autotune.engines.protocol import EngineSource
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.slo import RequestClass
 from runtime.tunable import ModelInfo
 
 
-class NamedSource(Protocol):
+class NamedSource(EngineSource, Protocol):
     """An :class:`~autotune.engines.protocol.EngineSource` of a language model that the command line can be told.
 
     ``name`` and ``version`` are those in the engine's facts. ``arguments``: what else it is started with, as ``--engine-arg``
@@ -31,7 +31,6 @@ class NamedSource(Protocol):
     def limits(self) -> KnobLimits: ...
     @property
     def stock(self) -> Knobs: ...
-    def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> Engine: ...
 
     def default_kv_tokens(self) -> int | None:
         """The KV pool that an engine started now would have; None: it is known when it has been started."""

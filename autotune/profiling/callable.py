@@ -91,7 +91,7 @@ def ranked(found: CallableFindings) -> list[CallablePoint]:
     assert found.setup is not None
     failed = {setting for _, setting, _ in found.unmeasured}
     measured = [p for p in callable_points(found.runs) if p.offered and p.setting not in failed]
-    return Objective(found.setup.slo).ranked(measured or callable_points(found.simulated))
+    return Objective.under(found.setup).ranked(measured or callable_points(found.simulated))
 
 
 def identity(

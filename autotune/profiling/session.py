@@ -72,7 +72,7 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
         context, found = self._context, self._context.found
         try:
             if context.study.measurements.find(self.begun_with) is not None:
-                context.reporter.note("going on with the study of an earlier run; --fresh begins anew")
+                context.reporter.note("resuming the study of an earlier run; --fresh begins anew")
             found.setup = calibrate(context)
             context.reporter.stage("simulating")
             found.setup = self._at_rate(found.setup)

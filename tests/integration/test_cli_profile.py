@@ -254,7 +254,7 @@ def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(model: str, n
     again = start(model, "--budget", "40s")
     out, error = again.communicate(timeout=120)
     assert again.returncode in (0, 1), error
-    assert "going on with the study of an earlier run" in out and "calibrating" not in out
+    assert "resuming the study of an earlier run" in out and "calibrating" not in out
     second = load_profile("a.yaml")
     assert second.status == "complete" and second.calibration == first.calibration
     assert second.simulation is not None and second.simulation.trials >= first.simulation.trials
@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_quits_at_once_and_breaks_nothing(model: str) -> None:
     again = start(model, "--trials", "2")
     out, error = again.communicate(timeout=120)
     assert again.returncode in (0, 1), error
-    assert "going on with the study of an earlier run" in out
+    assert "resuming the study of an earlier run" in out
 
 
 @pytest.mark.slow
@@ -291,7 +291,7 @@ def test_killed_in_a_trial_nothing_is_lost(model: str) -> None:
     again = start(model, "--trials", "4", "--budget", "60s")
     out, error = again.communicate(timeout=180)
     assert again.returncode in (0, 1), error
-    assert "going on with the study of an earlier run" in out
+    assert "resuming the study of an earlier run" in out
     made = load_profile("a.yaml")
     lines = [json.loads(line) for line in Path("a.points.jsonl").read_text().splitlines()]
     numbers = [line["trial"] for line in lines if line.get("stage") == "simulation"]

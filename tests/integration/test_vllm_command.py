@@ -87,7 +87,7 @@ def test_the_same_command_goes_on_with_the_pool_that_the_study_was_begun_with(
 ) -> None:
     words = ["profile", *WORDS, "--model", str(autotune.model), "--budget", "44s", "--out", "p.yaml"]
     said = autotune(*words, codes=(0, 1))
-    assert "going on with the study" in said.stdout
+    assert "resuming the study" in said.stdout
     again = load_profile(autotune.folder / "p.yaml")
     assert again.engine == made.engine
     assert again.calibration == made.calibration, (

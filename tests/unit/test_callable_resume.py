@@ -75,7 +75,7 @@ def test_killed_while_it_measures(
     code = run(ARGUMENTS)
     made = load_callable_profile("embed.yaml")
     assert code == (0 if made.slo_met else 1) and made.status == "complete"
-    assert "going on with the study of an earlier run" in capsys.readouterr().out
+    assert "resuming the study of an earlier run" in capsys.readouterr().out
     assert set((folder / "calls.log").read_text().split()) == {"serving"}, "nothing is calibrated again"
     both = [point for point in made.points if point.source == "measured"]
     seeds = sum(len(point.seeds) for point in both)

@@ -206,7 +206,7 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     ticking.sizes.clear()
     again = Notes()
     second = CallableSession(target, asked, study, again, host=still).run()
-    assert again.begun == ["simulating", "measuring"] and "going on with the study of an earlier run" in again.told[0]
+    assert again.begun == ["simulating", "measuring"] and "resuming the study of an earlier run" in again.told[0]
     assert target.tried == [] and ticking.sizes == []
     assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
     assert ranked(second) == ranked(first)

@@ -260,7 +260,7 @@ def test_a_run_of_the_version_before_is_gone_on_with(journal: Path, monkeypatch:
 
     monkeypatch.setattr(measuring, "evaluate", evaluate)
     found, told = session(journal, question(sim_trials=9, trials=3))
-    assert "calibrating" not in told.stages and "going on with the study of an earlier run" in " ".join(told.notes)
+    assert "calibrating" not in told.stages and "resuming the study of an earlier run" in " ".join(told.notes)
     with open_study(journal, {"q": 1}) as study:
         after = dict(study.measurements.results())
     assert {key: after[key] for key in kept} == kept
