@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -44,6 +44,7 @@ help:
 	@echo "make bench-padding     how much of a batch is padding, by how items are put together"
 	@echo "make bench-vllm-live   vLLM with control, with its defaults and at fixed settings (needs a Python that has vLLM)"
 	@echo "make bench-vllm-sweep  how good a setting the profiler finds on vLLM, and in what share of a grid's time (the same)"
+	@echo "make bench-vllm-fidelity  what is simulated from a profile of vLLM against what vLLM then does (the same)"
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)
@@ -146,6 +147,10 @@ bench-vllm-live:
 bench-vllm-sweep:
 	@$(HAVE_VLLM)
 	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_sweep $(ARGS)
+
+bench-vllm-fidelity:
+	@$(HAVE_VLLM)
+	PYTHONPATH="$(CURDIR)" "$(VLLM_PY)" -m benchmarks.vllm_fidelity $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -88,6 +88,33 @@ class StepRecord(NamedTuple):
             values[_PREEMPTIONS] = 0
         return single
 
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether nothing was left to do when it ended: nothing ran, and what waited was held back by the wait window."""
+        return not self.running and (not self.waiting or self.limited_by is LimitedBy.WAIT)
+
+
+class StepTimes:
+    """What each step takes of an engine's time, told of its records in order.
+
+    That is from the end of the step before to its own: the host's share between them (tokens are delivered, the next step is
+    planned) is part of what a step costs, and of steps that overlap, each counts for what it adds. A step that found the engine
+    idle takes from its own start. So does one that follows after longer than it lasts itself: what ran or waited was cancelled
+    or rejected meanwhile.
+    """
+
+    __slots__ = ("_end",)
+
+    def __init__(self) -> None:
+        self._end = math.nan  # of the step before; not a number where that left the engine idle
+
+    def of(self, record: StepRecord) -> float:
+        """Seconds of one of its steps."""
+        took = record.end - record.start
+        gap = record.start - self._end
+        self._end = math.nan if record.leaves_idle else record.end
+        return (took + gap if -took < gap <= took else took) / record.steps
+
 
 _PREEMPTIONS = StepRecord._fields.index("preemptions")
 assert StepRecord._fields[:5] == ("start", "end", "steps", "decodes", "decode_context")

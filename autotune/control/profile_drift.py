@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runtime.records import StepRecord, percentile
+from runtime.records import StepRecord, StepTimes, percentile
 from runtime.step_model import StepFeatures, StepModel
 
 _STEPS = 24  # that are judged together
@@ -32,6 +32,7 @@ class ProfileDrift:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
+        self._times = StepTimes()
         self._ratios: list[float] = []
         self._seen = 0
         self._reported = 1.0  # times the predicted time, as last reported
@@ -40,10 +41,11 @@ class ProfileDrift:
 
     def observe(self, record: StepRecord) -> Finding | None:
         self._seen += 1
+        seconds = self._times.of(record)
         if self._over or (self._seen > _STEPS and self._seen % _RARELY):
             return None
         step = StepFeatures.of(record)
-        predicted, seconds = self._model.predict(step), record.duration
+        predicted = self._model.predict(step)
         if record.failed or not (0 < seconds < math.inf and 0 < predicted < math.inf):
             return None
         self._ratios.append(seconds / predicted)

@@ -16,7 +16,7 @@ from autotune.engines import Engine, Handle, waiting
 from autotune.measure.evaluate import EvaluationError, Interrupted, wait_until_idle
 from autotune.workload import Arrival, prompt_ids
 from runtime.knobs import Knobs
-from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 
 Script = Generator[None, StepRecord, None]
@@ -168,11 +168,7 @@ def idle_before(records: Sequence[StepRecord]) -> set[int]:
     What lies before any other step is the host's time, however long: tokens are delivered in it, and with many sequences that
     takes milliseconds.
     """
-    return {
-        number
-        for number, before in enumerate(records[:-1], start=1)
-        if not before.running and (not before.waiting or before.limited_by is LimitedBy.WAIT)
-    }
+    return {number for number, before in enumerate(records[:-1], start=1) if before.leaves_idle}
 
 
 def samples(records: Sequence[StepRecord], disturbed: set[int], *, whole: bool = False) -> list[Sample]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from autotune.cost.model import CostModel
 from autotune.measure.score import Score
-from autotune.profiling.step_driver import samples
+from autotune.profiling.step_driver import idle_before, samples
 from runtime.records import StepRecord
 from runtime.step_model import StepFeatures
 
@@ -93,9 +92,8 @@ def step_pairs(records: Sequence[StepRecord], costs: Costs) -> list[StepPair]:
     the jitter."""
     jitter = costs.serving.facts.jitter
     middle = statistics.median(jitter.quantiles) if jitter else 1.0
-    idle = {i for i, (a, b) in enumerate(pairwise(records), start=1) if b.start - a.end > 1e-3}
     pairs = []
-    for served in samples(records, idle):
+    for served in samples(records, idle_before(records)):
         step = StepFeatures.of(served.record)
         mean = costs.serving.predict(step)
         pairs.append(StepPair(costs.usual.predict(step), mean, middle * mean, served.seconds))

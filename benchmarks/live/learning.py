@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 from autotune.bench import fixed
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.measure.evaluate import Recorder
-from autotune.profiling.step_driver import samples
-from autotune.profiling.steps import measure_steps
+from autotune.profiling.steps import measure_steps, serving_samples
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import turn
@@ -19,7 +17,6 @@ from runtime.step_model import StepFeatures
 _MIDDLING = Knobs(32, 0, 512, 512)
 """The setting under which loads are served to see how fast they are: that by which their rates are said as well."""
 _SEED = 9000  # of these loads
-_IDLE_S = 1e-3  # between two steps: longer than that, the engine had nothing to do
 
 
 def calibrate(machine: Machine, seconds: float, seed: int, stop: Callable[[], bool]) -> CostModel:
@@ -41,8 +38,7 @@ def served(
             turn(machine, case, fixed(_MIDDLING), 0, _SEED + number, _SEED + number, seconds, stop)
         finally:
             unsubscribe()
-        idle = {i for i, (a, b) in enumerate(pairwise(log.steps), start=1) if b.start - a.end > _IDLE_S}
-        for record, span in samples(log.steps, idle, whole=True):
+        for record, span in serving_samples(log.steps):
             took += span
             predicted += cost.predict(StepFeatures.of(record))
     speed = predicted / took

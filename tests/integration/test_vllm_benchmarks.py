@@ -44,3 +44,12 @@ def test_overhead_of_the_host(tmp_path: Path) -> None:
     found = run("vllm.overhead", "--rounds", "1", "--steps", "40", "--folder", str(folder))
     assert 0 < found["host_overhead"] < 2 and [host["sequences"] for host in found["hosts"]] == [16, 64]
     assert all(0 < host["runner"] < host["stock"] < host["engine"] for host in found["hosts"])
+
+
+def test_a_profile_made_by_the_command_and_what_is_simulated_from_it() -> None:
+    found = run(
+        "vllm_fidelity", "--quick", "--small", "--budget", "40", "--rounds", "1", "--duration", "4", "--share", "0.5"
+    )  # fmt: skip
+    assert found["check"] in ("fits", "does not fit")
+    assert all(-1 < found[name] < 4 for name in ("tpot_p50", "throughput", "ttft_p50"))
+    assert any(found[name] for name in ("tpot_p50", "throughput", "ttft_p50")), "something was compared"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.records import FinishReason, LimitedBy, StepRecord, percentile
+from runtime.records import FinishReason, LimitedBy, StepRecord, StepTimes, percentile
 from tests.building import request_record
 
 
@@ -115,3 +115,35 @@ def test_a_step_record_speaks_of_one_step() -> None:
     assert (step_record().duration, step_record().tokens) == (0.5, 67)
     assert step_record(steps=5, chunks=0, prefill_tokens=0).duration == pytest.approx(0.1)
     assert step_record(steps=5, chunks=0, prefill_tokens=0).tokens == 3
+
+
+def timed(start: float, end: float, **more: object) -> StepRecord:
+    return step_record(start=start, end=end, **more)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds"),
+    [
+        (timed(0, 1), timed(1.25, 2), 1.0),  # the host's quarter of a second is part of the step
+        (timed(0, 1), timed(1, 5, steps=4), 1.0),
+        (timed(0, 1), timed(0.5, 2), 1.0),  # begun before the other had ended
+        (timed(0, 1, running=0), timed(1.25, 2), 0.75),  # idle between them
+        (timed(0, 1, running=0, waiting=2), timed(1.25, 2), 1.0),
+        (timed(0, 1, running=0, waiting=2, limited_by=LimitedBy.WAIT), timed(1.25, 2), 0.75),
+        (timed(0, 1), timed(9, 10), 1.0),  # what ran was cancelled: so long a pause is no host's
+        (timed(0, 1), timed(0, 1), 1.0),  # a clock that was set back
+    ],
+)
+def test_what_a_step_takes_of_the_engines_time(before: StepRecord, after: StepRecord, seconds: float) -> None:
+    times = StepTimes()
+    assert times.of(before) == 1.0, "nothing is known of what was before the first"
+    assert times.of(after) == seconds
+
+
+def test_steps_back_to_back_take_exactly_their_duration() -> None:
+    """Of simulated steps, whose time nothing may change by as much as a rounding error."""
+    ends = list(accumulate([0.1, 0.2, 0.3, 0.7, 1 / 3]))
+    times = StepTimes()
+    for start, end in zip([0.0, *ends], ends, strict=False):
+        record = timed(start, end)
+        assert times.of(record) == record.duration

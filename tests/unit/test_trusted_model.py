@@ -49,3 +49,35 @@ def test_a_change_of_speed_is_followed_within_ten_steps(noise: float, stalls: fl
 def test_noise_and_stalls_are_no_change(noise: float, stalls: float) -> None:
     changes = sum(played(noise, stalls, factor=1.0, seed=seed)[0].changes for seed in range(3))
     assert changes <= (12 if noise == 0.3 else 1)
+
+
+def test_the_hosts_time_between_steps_is_part_of_what_they_take() -> None:
+    """A fifth of each step, as where a host delivers the tokens of many sequences before it plans the next step."""
+    made, now = TrustedModel(), 0.0
+    for number in range(200):
+        decodes = 20 + number % 40
+        busy = h200(step := StepFeatures(decodes, 600 * decodes, 0, 0, 0))
+        made.observe(
+            StepRecord(
+                now,
+                now + 0.8 * busy,
+                1,
+                decodes,
+                600 * decodes,
+                0,
+                0,
+                0,
+                0,
+                decodes,
+                decodes,
+                0,
+                0,
+                1,
+                0,
+                0,
+                8192,
+                LimitedBy.DEMAND,
+            )
+        )
+        now += busy
+    assert made.model.predict(step) == pytest.approx(busy, rel=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from runtime.records import LimitedBy, StepRecord
+from runtime.records import LimitedBy, StepRecord, StepTimes
 
 _LONGEST_S = 3600.0  # a step that claims more counts as that
 
@@ -16,9 +16,10 @@ class StepWindow:
     other than demand kept from holding more.
     """
 
-    __slots__ = ("_bound", "_decodes", "_seconds", "_steps", "_tokens", "most_running", "seen")
+    __slots__ = ("_bound", "_decodes", "_seconds", "_steps", "_times", "_tokens", "most_running", "seen")
 
     def __init__(self) -> None:
+        self._times = StepTimes()
         self.clear()
 
     def clear(self) -> None:
@@ -29,7 +30,7 @@ class StepWindow:
         self._seconds = 0.0
 
     def add(self, record: StepRecord) -> None:
-        seconds = record.duration
+        seconds = self._times.of(record)
         if record.failed or not (math.isfinite(seconds) and seconds > 0):
             return
         n = record.steps

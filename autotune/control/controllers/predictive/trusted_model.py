@@ -7,7 +7,7 @@ from collections import deque
 
 from autotune.control.controllers.predictive import constants
 from autotune.control.controllers.running_statistics import OnlineQuantile
-from runtime.records import StepRecord
+from runtime.records import StepRecord, StepTimes
 from runtime.step_model import StepFeatures, StepLearner
 
 
@@ -30,6 +30,7 @@ class TrustedModel:
         """Decaying share of wrong predictions."""
         self.unsteady = 0.0
         """Decaying count of changes of speed, a loss of trust counting as two."""
+        self._times = StepTimes()
         self._untrusted = 0  # steps since it was
         self._longer = self._shorter = 0.0  # cumulative sums: that steps have become so
         self._noise = 0.0  # mean size of the logarithm
@@ -39,7 +40,7 @@ class TrustedModel:
 
     def observe(self, record: StepRecord) -> float:
         """Learn from a step. Returns its time, s; 0 if that says nothing."""
-        seconds = record.duration
+        seconds = self._times.of(record)
         if record.failed or not 0 < seconds < math.inf:
             return 0.0
         self.steps += 1

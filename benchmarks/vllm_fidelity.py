@@ -1,0 +1,179 @@
+"""A profile of vLLM, made by the command, and what is simulated from it, against what vLLM then does.
+
+vLLM's CPU build serves a model of random weights (57M parameters). What a user would type, in processes of their own:
+
+1. ``autotune profile --engine vllm --model DIR --budget 5m``;
+2. ``autotune check`` of what that wrote, right after;
+3. vLLM is started as the profile says, under the setting it recommends, and serves the profile's workload at shares of capacity:
+   what it completes of that workload, simulated, when it is flooded. Each round is compared with the mean of eight simulations of
+   the very same requests by the profile, each under another draw of the step-time noise.
+
+Nothing that was measured after the profile was made is used to predict. An error of a load is the median over its rounds of
+simulated ÷ real − 1; JSON has the largest, by size, over the loads: ``tpot_p50``, ``throughput``, ``ttft_p50``; and ``check``:
+what its exit code says of the profile.
+
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_fidelity`` (a quarter of an hour; ``--quick``: four minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from autotune.measure.evaluate import Interrupted, evaluate
+from autotune.profile import RECOMMENDED, Profile, load_profile
+from autotune.simulate.scenario import Scenario
+from benchmarks.command import command, count, exit_code, say, seconds, share
+from benchmarks.fidelity.table import mean_metrics, metrics
+from benchmarks.vllm.model import model_folder
+from benchmarks.vllm.starting import OPTIONS, prepared, vllm_options
+from runtime.errors import InputError
+
+SHARES: Final = (0.5, 0.7, 0.9)
+"""Of capacity."""
+DRAWS: Final = 8
+"""Of the step-time noise, as many as ``autotune simulate`` holds against a measurement."""
+METRICS: Final = ("TPOT p50", "throughput", "TTFT p50")
+FITS, CANNOT_MEET_SLO = 0, 1
+_APART = 1_000_003  # seeds of two draws; of prompts and arrivals
+_FLOOD = 600  # requests at once
+
+
+@exit_code()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command("vllm_fidelity", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a budget of a minute, two rounds of ten seconds")
+    parser.add_argument("--budget", type=seconds(30), help="of the profile, s (default: 300, quick 60)")
+    parser.add_argument("--rounds", type=count, help="of each load (default: 6, quick 2)")
+    parser.add_argument("--duration", type=seconds(), help="seconds of arrivals in a round (default: 20, quick 10)")
+    parser.add_argument("--share", type=share, action="append", help="of capacity; may be given several times")
+    parser.add_argument("--profile", type=Path, help="one that was made before, of the same model: leave out 1 and 2")
+    vllm_options(parser)
+    args = parser.parse_args(argv)
+    preset = prepared(args)
+    budget = args.budget or (60.0 if args.quick else 300.0)
+    rounds = args.rounds or (2 if args.quick else 6)
+    duration = args.duration or (10.0 if args.quick else 20.0)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vllm-fidelity-") as kept:
+        folder = model_folder(Path(kept) / preset, preset)
+        shape: dict[str, Any] = {}
+        path = args.profile
+        if path is None:
+            path = Path(kept) / "vllm.yaml"
+            shape["check"] = _profiled(folder, path, budget, args.threads)
+        profile = load_profile(path)
+        shape |= _compared(folder, profile, args.share or SHARES, rounds, duration)
+    print(f"took {time.monotonic() - begun:.0f} s")
+    print(json.dumps(shape))
+    return 0
+
+
+def _profiled(folder: Path, path: Path, budget: float, threads: int) -> str:
+    """Make the profile and check it; what the check says."""
+    options = [word for name, value in _arguments().items() for word in ("--engine-arg", f"{name}={value}")]
+    code = _autotune(
+        threads, "profile", "--engine", "vllm", "--model", str(folder), *options,
+        "--dtype", "float32", "--budget", f"{budget:g}s", "--out", str(path),
+    )  # fmt: skip
+    if code not in (FITS, CANNOT_MEET_SLO):
+        raise InputError(f"autotune profile ended with exit code {code}")
+    return "fits" if _autotune(threads, "check", str(path), "--model", str(folder)) == FITS else "does not fit"
+
+
+def _arguments() -> dict[str, str]:
+    """What vLLM is started with, as ``--engine-arg`` has it. The prefix cache is left as it is: a user would."""
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in OPTIONS.items()
+        if name not in ("dtype", "enable_prefix_caching")
+    }
+
+
+def _autotune(threads: int, *words: str) -> int:
+    say("autotune " + " ".join(words))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    return subprocess.run([sys.executable, "-m", "autotune.cli.main", *words], env=environment).returncode
+
+
+def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: int, duration: float) -> dict[str, Any]:
+    from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.engines import named
+
+    facts, pool = profile.engine, profile.engine.kv_pool
+    setting = profile.settings[RECOMMENDED].knobs
+    scenario = Scenario.of(profile)
+    capacity = _flooded(scenario, profile)
+    load = scenario.workload
+    print(
+        f"{setting}: {capacity:.3g} requests/s when flooded, simulated; {load.name}, lengths × {load.length_scale:.3g}"
+    )
+    source = named.load(
+        named.named(facts.name), str(folder), dtype=profile.model.dtype, max_model_len=profile.model.max_model_len,
+        seed=profile.model.seed or 0, arguments=dict(facts.options),
+    ).as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, profile.machine.threads)  # fmt: skip
+    errors: dict[float, dict[str, list[float]]] = {one: {name: [] for name in METRICS} for one in shares}
+    with source.start(setting, facts.limits, profile.seed) as engine, stop_on_interrupt() as stop:
+        try:
+            for number in range(rounds + 1):  # the first does not count: a process gets faster in its first minute
+                for one in shares:
+                    rate, seed = one * capacity, profile.seed + _APART * (number + 1)
+                    real = evaluate(
+                        engine, setting, load.at_rate(rate), scenario.slo, vocab_size=profile.model.vocab_size,
+                        seed=seed, prompt_seed=seed + round(100 * one), duration=duration, stop=stop.is_set,
+                    )  # fmt: skip
+                    if not number:
+                        continue
+                    draws = range(DRAWS if scenario.cost.facts.jitter is not None else 1)
+                    predicted = mean_metrics(
+                        [
+                            scenario.measure_over(setting, rate, seed, 0.0, duration, scatter=seed + draw * _APART)
+                            for draw in draws
+                        ]
+                    )
+                    found = metrics(real)
+                    for name in METRICS:
+                        errors[one][name].append(predicted[name] / found[name] - 1)
+                    said = ", ".join(f"{name} {found[name]:.4g} ({errors[one][name][-1]:+.1%})" for name in METRICS)
+                    say(f"  round {number}, {one:.0%} of capacity, {real.offered} requests: {said}")
+        except Interrupted:
+            say("stopped early")
+    return _report(errors)
+
+
+def _flooded(scenario: Scenario, profile: Profile) -> float:
+    """Requests/s that the simulated engine completes under the recommended setting when all come at once."""
+    engine = scenario.start(profile.settings[RECOMMENDED].knobs)
+    arrivals = [a._replace(time=0.0) for a in scenario.workload.arrivals(profile.seed, limit=_FLOOD)]
+    engine.serve(arrivals)
+    engine.run()
+    return len(arrivals) / engine.clock.now()
+
+
+def _report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
+    """The table of medians and ranges, and the worst of each metric."""
+    print(f"\n{'of capacity':>12}" + "".join(f"{name:>26}" for name in METRICS))
+    worst = dict.fromkeys(METRICS, 0.0)
+    for one, by_metric in errors.items():
+        cells = []
+        for name, values in by_metric.items():
+            if not values:
+                cells.append("–")
+                continue
+            middle = statistics.median(values)
+            worst[name] = max(worst[name], middle, key=abs)
+            cells.append(f"{middle:+.1%} [{min(values):+.1%} {max(values):+.1%}]")
+        print(f"{one:>12.0%}" + "".join(f"{cell:>26}" for cell in cells))
+    return {name.lower().replace(" ", "_"): round(value, 4) for name, value in worst.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
