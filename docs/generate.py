@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import typer
 from autotune.cli.main import app
 from autotune.control import controllers
 from autotune.control.controllers.registry import CONTROLLERS, OF_BATCHERS
+from autotune.profile.schema import profile_schema
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 
 FOLDER = Path(__file__).parent / "reference"
+_NO_BOUND = 1e15  # of what is only kept from being absurd
 NOTE = "<!-- Written by `python docs/generate.py` from the code; edit the code instead. -->"
 
 
@@ -58,7 +61,58 @@ def knobs() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"cli.md": command_line, "knobs.md": knobs}
+def profile_fields() -> str:
+    """Every field of a profile, and of the parts it is made of, from the JSON schema that editors are given."""
+    schema = profile_schema()
+    lines = ["# Fields of a profile", "", NOTE, ""]
+    lines += [
+        "What the parts are for is in [profile-file.md](profile-file.md). A field without a default must be there.",
+        "",
+    ]
+    parts = {"the profile": schema, **schema["$defs"]}
+    for name, part in parts.items():
+        if "properties" not in part:
+            continue
+        about = str(part.get("description", "")).partition("\n\n")[0]
+        lines += [f"## {name}", "", *([_text(about), ""] if about else []), "| field | kind | |", "|---|---|---|"]
+        for field, facts in part["properties"].items():
+            default = f" (default: {json.dumps(facts['default'])})" if "default" in facts else ""
+            lines.append(
+                f"| `{field}` | {_cell(_kind(facts))} | {_cell(str(facts.get('description', '')) + default)} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _kind(facts: dict[str, Any]) -> str:
+    """What a field of such a JSON schema holds, with its bounds."""
+    if "$ref" in facts:
+        name = str(facts["$ref"]).rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in facts:
+        return " or ".join(dict.fromkeys(map(_kind, facts["anyOf"])))
+    if "const" in facts:
+        return f"`{facts['const']}`"
+    if "enum" in facts:
+        return ", ".join(f"`{value}`" for value in facts["enum"])
+    kind = str(facts.get("type", "any"))
+    if kind == "array":
+        if "prefixItems" in facts:
+            return "list: " + ", ".join(map(_kind, facts["prefixItems"]))
+        return f"list of: {_kind(facts.get('items', {}))}"
+    if kind == "object":
+        of = facts.get("additionalProperties")
+        return f"mapping to: {_kind(of)}" if isinstance(of, dict) else "mapping"
+    words = {"integer": "whole number", "string": "text", "boolean": "true or false", "null": "null"}
+    bounds = [
+        f"{sign} {facts[name]:.10g}"
+        for name, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+        if name in facts and facts[name] < _NO_BOUND
+    ]
+    return ", ".join([words.get(kind, kind), *bounds])
+
+
+PAGES = {"cli.md": command_line, "knobs.md": knobs, "profile-fields.md": profile_fields}
 
 
 def _name(parameter: Any) -> str:
