@@ -284,7 +284,10 @@ class PredictiveController:
             if room >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        size, self._full = full_step(lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full)
+        gaps = self._traffic.gaps() if self._gain.sheds else ()
+        size, self._full = full_step(
+            lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, gaps
+        )
         self._beyond = size > self._full
         self._steps.prefill_quantum = size - decodes if self._beyond and gap == math.inf else 0
         return max(size, decodes + 16)

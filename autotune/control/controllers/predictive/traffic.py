@@ -67,6 +67,11 @@ class Traffic:
         self.prompts.add(record.prompt_tokens - record.cached_tokens)
         self.outputs.add(record.output_tokens)
 
+    def gaps(self) -> list[float]:
+        """Gaps between the tokens of answers, those with any: the middles of 16 equal shares of the latest ones."""
+        lengths = [self.outputs.quantile((k + 0.5) / 16) for k in range(16)] if len(self.outputs) else []
+        return [length - 1 for length in lengths if length > 1]
+
     def idle(self) -> bool:
         """Whether demand is what limits. With a gap between on and off, so that no knob turns at every decision."""
         self._idle = self.bound < (10 * constants.BINDS if self._idle else constants.BINDS)
