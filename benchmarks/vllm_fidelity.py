@@ -106,6 +106,7 @@ def _autotune(threads: int, *words: str) -> int:
 
 def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: int, duration: float) -> dict[str, Any]:
     from autotune.cli.interrupt import stop_on_interrupt
+    from autotune.cli.target import running
     from autotune.engines import named
 
     facts, pool = profile.engine, profile.engine.kv_pool
@@ -121,7 +122,7 @@ def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: i
         seed=profile.model.seed or 0, arguments=dict(facts.options),
     ).as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, profile.machine.threads)  # fmt: skip
     errors: dict[float, dict[str, list[float]]] = {one: {name: [] for name in METRICS} for one in shares}
-    with source.start(setting, facts.limits, profile.seed) as engine, stop_on_interrupt() as stop:
+    with running(source.start(setting, facts.limits, profile.seed)) as engine, stop_on_interrupt() as stop:
         try:
             for number in range(rounds + 1):  # the first does not count: a process gets faster in its first minute
                 for one in shares:

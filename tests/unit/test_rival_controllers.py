@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import pytest
 
@@ -21,10 +22,15 @@ LIMITS = KnobLimits(512, 1000, 8192, 8192)
 TARGET = SLO(ttft_ms=500, tpot_ms=20)
 
 
+_STARTS = count(step=4096)
+
+
 def step(ms: float, decodes: int = 10, prefill: int = 0, limited: LimitedBy = LimitedBy.BUDGET) -> StepRecord:
+    """One of ``ms``, long after the one that was made before it."""
+    start = float(next(_STARTS))
     return StepRecord(
-        0.0, ms / 1e3, 1, decodes, 100 * decodes, int(prefill > 0), prefill, prefill, 0, decodes, decodes, 0, 0, 100, 0, 0,
-        8192, limited,
+        start, start + ms / 1e3, 1, decodes, 100 * decodes, int(prefill > 0), prefill, prefill, 0, decodes, decodes, 0, 0, 100, 0,
+        0, 8192, limited,
     )  # fmt: skip
 
 

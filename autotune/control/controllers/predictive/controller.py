@@ -284,7 +284,7 @@ class PredictiveController:
             if room >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
-        gaps = self._traffic.gaps() if self._gain.sheds else ()
+        gaps = self._traffic.gaps()
         size, self._full = full_step(
             lambda n: self._step_of(decodes, n), decodes, target, demand, top, self._full, gaps
         )
