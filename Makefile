@@ -23,7 +23,7 @@ help:
 	@echo "make check             ruff, mypy and the default test tier: what must pass before a commit"
 	@echo "make test-slow         the second tier, half an hour: whole profiles, interrupted ones, examples, clients, installed wheel"
 	@echo "make test-integration  test-slow, and an exported file against vLLM itself (several GB the first time)"
-	@echo "make test-vllm-versions  vLLM's scheduler against the simulated engine (AUTOTUNE_VLLM_VERSIONS=\"0.33.0 ...\")"
+	@echo "make test-vllm-versions  vLLM's scheduler against the simulated engine and the contract of engines (AUTOTUNE_VLLM_VERSIONS=\"0.33.0 ...\")"
 	@echo "make format            put the source into ruff's format"
 	@echo "make docs              write the pages of docs/reference that follow from the code"
 	@echo "make bench-engine      this engine against transformers' own two ways to generate"

@@ -23,6 +23,7 @@ from autotune.cli.options import (
     request_classes,
     seconds,
 )
+from autotune.engines.named import DEFAULT, choices_briefly, engine_named, load
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ def bench(
             help="A preset, a directory, or a hub id.  (default: the profile's, or a preset that suits the machine)"
         ),
     ] = None,
-    engine: Annotated[
-        str | None, Option(help="own, or vllm: vLLM in this process.  (default: the profile's, or own)")
-    ] = None,
+    engine: Annotated[str | None, Option(help=f"{choices_briefly()}.  (default: the profile's, or {DEFAULT})")] = None,
     engine_args: EngineArguments = None,
     workload: Annotated[
         str | None,
@@ -94,17 +93,15 @@ def bench(
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import (
         check_dtype,
-        default_model,
         device_kind,
-        engine_lines,
         heading,
         loading,
         model_facts,
+        model_for,
         model_named,
         running,
     )
     from autotune.engines.defaults import VLLM_DEFAULTS
-    from autotune.engines.named import load
     from autotune.profile.fingerprint import machine, measured_on_another
     from autotune.profiling.space import WIDEST
     from autotune.workload import parse_workload
@@ -139,24 +136,25 @@ def bench(
             raise InputError(f"--fixed: {twice} is compared already")
         return contenders
 
-    compared(KnobLimits() if by == "own" else WIDEST, VLLM_DEFAULTS)  # complain before the model is loaded
+    chosen = engine_named(by)
+    compared(WIDEST if chosen.limits is None else chosen.limits, VLLM_DEFAULTS)  # complain before the model is loaded
 
     console = make_console(stderr=as_json)
-    named = model_named(by, model or (None if given is None else given.model.name))
-    console.print(loading(named or "PyTorch", by), style="dim", markup=False, highlight=False, soft_wrap=True)
+    named = model_named(chosen, model or (None if given is None else given.model.name))
+    console.print(loading(named or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     with stop_on_interrupt() as stop:
         found = machine(gpu=kind == "gpu")
-        check_dtype(dtype)
+        check_dtype(chosen, dtype)
         source = load(
-            by, named or default_model(found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
+            by, model_for(chosen, named, found), dtype=dtype, device="cuda" if kind == "gpu" else "cpu", seed=seed,
             arguments=arguments,
         )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
         console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
         other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
-        for line in [*engine_lines(source), *([f"note: {other}"] if other else [])]:
+        for line in [*source.introduction, *([f"note: {other}"] if other else [])]:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         tokens = source.default_kv_tokens()
         if tokens is not None:

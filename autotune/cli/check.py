@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import EngineArguments, engine_of, seconds
+from autotune.engines.named import DEFAULT, either, label, load, named
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def check(
         str | None,
         Option(help="Where the profile's model is here: a directory or hub id.  (default: as the profile says)"),
     ] = None,
-    engine: Annotated[str | None, Option(help="own or vllm.  (default: the profile's)")] = None,
+    engine: Annotated[str | None, Option(help=f"{either()}.  (default: the profile's)")] = None,
     engine_args: EngineArguments = None,
     inputs: Annotated[
         Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
@@ -55,7 +56,6 @@ def check(
     from autotune.cli.display import make_console
     from autotune.cli.interrupt import stop_on_interrupt
     from autotune.cli.target import loading
-    from autotune.engines.named import named
     from autotune.measure.evaluate import EvaluationError, Interrupted
     from autotune.profile import find_profile
     from autotune.profile.callable import CallableProfile, load_either
@@ -70,7 +70,7 @@ def check(
             other = "callable" if of_callable else "language model"
             raise InputError(f"{option} is given; it says nothing about a {other}, and {path} is the profile of one")
     budget_s, most = seconds(budget, least=1.0), share(threshold)
-    by, arguments = "own", dict[str, str]()
+    by, arguments = DEFAULT, dict[str, str]()
     if not isinstance(loaded, CallableProfile):
         if loaded.cost_model is None:
             raise InputError(f"{path}: holds no cost model to compare with; profile again: {loaded.command}")
@@ -81,7 +81,7 @@ def check(
             )
     console = make_console(stderr=as_json)
     subject = loaded.function if isinstance(loaded, CallableProfile) else model or loaded.model.name
-    console.print(loading(subject, by), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(loading(subject, label(by)), style="dim", markup=False, highlight=False, soft_wrap=True)
     gpu = loaded.machine.kind == "gpu" and gpu_available()
     elsewhere = measured_elsewhere(loaded.machine, gpu=gpu)
     if elsewhere and not anyway:
@@ -176,7 +176,6 @@ def _measured(
     """Load the profile's model, start its engine, or the one it is to be held against, and compare."""
     from autotune.cli.display import Display
     from autotune.cli.target import model_facts, running
-    from autotune.engines.named import load
     from autotune.profile.fingerprint import OtherWork, measured_on_another
     from autotune.profiling.check import check_steps
 

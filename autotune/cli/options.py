@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
+from autotune.engines.named import DEFAULT, check_engine, named
 from autotune.profile.fields import LEAST_RATE, MOST_RATE
 from runtime import slo
 from runtime.errors import InputError
@@ -81,9 +82,7 @@ def seconds(text: str, *, option: str = "--budget", least: float = SHORTEST_BUDG
 
 def engine_of(profile: Profile | None, engine: str | None, given: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """The name of the engine, and its arguments: those of ``profile``, unless others are given. Without a profile: our own."""
-    from autotune.engines.named import check_engine, named
-
-    theirs = "own" if profile is None else named(profile.engine.name)
+    theirs = DEFAULT if profile is None else named(profile.engine.name)
     name = engine or theirs
     arguments = check_engine(name, given or ())
     if profile is not None and name == theirs:

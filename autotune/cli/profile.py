@@ -21,6 +21,7 @@ from autotune.cli.options import (
     request_classes,
     seconds,
 )
+from autotune.engines.named import DEFAULT, check_engine, choices, engine_named, load
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ _MOST_WORKERS = 256
 
 def profile(
     context: Context,
-    engine: Annotated[
-        str, Option(help="own: this project's own engine; vllm: vLLM in this process, which then needs --model.")
-    ] = "own",
+    engine: Annotated[str, Option(help=f"{choices()}.")] = DEFAULT,
     engine_args: EngineArguments = None,
     cpu: Annotated[
         bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
@@ -147,24 +146,21 @@ def profile(
     from autotune.cli.profiled import Files, finish
     from autotune.cli.target import (
         check_dtype,
-        default_model,
         device_kind,
-        engine_lines,
         heading,
         loading,
         model_facts,
+        model_for,
         model_named,
         with_threads,
     )
     from autotune.cost.price import parse_price
-    from autotune.engines.named import check_engine, load
     from autotune.measure.evaluate import EvaluationError
     from autotune.profile.fingerprint import machine
     from autotune.profiling.findings import SIM_TRIALS, Question
     from autotune.profiling.space import WIDEST, make_space
     from autotune.profiling.storage import SharedStorage, without_passwords
     from autotune.workload import parse_workload
-    from runtime.knobs import KnobLimits
     from runtime.slo import SLO
 
     if cpu and gpu:
@@ -178,7 +174,8 @@ def profile(
     check_rate("--rate", rate)
     aim = _objective(objective, rate, {"--slo": slo, "--class": classes})
     arguments = check_engine(engine, engine_args or ())
-    model = model_named(engine, model)
+    chosen = engine_named(engine)
+    model = model_named(chosen, model)
     question = Question(
         workload=checked("--workload", parse_workload, workload),
         slo=None if slo is None else checked("--slo", SLO.parse, slo),
@@ -186,7 +183,7 @@ def profile(
         seed=seed,
         trials=trials,
         budget_s=seconds(budget or DEFAULT_BUDGET) if budget is not None or trials is None else None,
-        space=make_space(KnobLimits() if engine == "own" else WIDEST, pin or (), ranges or ()),
+        space=make_space(WIDEST if chosen.limits is None else chosen.limits, pin or (), ranges or ()),
         sim_trials=SIM_TRIALS if sim_trials is None else sim_trials,
         workers=workers,
         classes=tuple(request_classes(classes or ())),
@@ -197,25 +194,25 @@ def profile(
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded
     console = make_console(stderr=as_json)
-    console.print(loading(model or "PyTorch", engine), style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(loading(model or "PyTorch", chosen.label), style="dim", markup=False, highlight=False, soft_wrap=True)
     kind = device_kind(cpu, gpu)
     found_machine = machine(gpu=kind == "gpu")
-    model = model or default_model(found_machine)
-    measured_on = kind if engine == "own" else f"{engine}-{kind}"
-    files = Files.of(out or Path(f"{stem(model)}-{measured_on}.yaml"), None if storage else study)
+    model = model_for(chosen, model, found_machine)
+    name = "-".join(part for part in (stem(model), chosen.label, kind) if part)
+    files = Files.of(out or Path(f"{name}.yaml"), None if storage else study)
     with stop_on_interrupt() as stop:
         if not sys.stderr.isatty():
             from transformers.utils import logging
 
             logging.disable_progress_bar()  # of loading weights: control characters in a log
         device = "cuda" if kind == "gpu" else "cpu"
-        check_dtype(dtype)
+        check_dtype(chosen, dtype)
         source = load(engine, model, dtype=dtype, device=device, seed=seed, arguments=arguments)
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)
         console.print(heading(found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
-        for line in engine_lines(source):
+        for line in source.introduction:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         requested = Requested(
             source, model_facts(source.model, seed), with_threads(found_machine), workload, price_per_hour, question

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from autotune.cli.options import checked_knobs, request_classes, with_knobs
+from autotune.engines.named import (
+    DEFAULT,
+    ByCommand,
+    InProcess,
+    ToServe,
+    check_engine,
+    check_serving,
+    choices_to_serve,
+    engine_named,
+)
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
@@ -38,9 +47,7 @@ def serve(
     more: Annotated[
         list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
     ] = None,
-    on: Annotated[
-        str, Option("--engine", help="own: this project's own engine; vllm: a vllm serve that tunes itself.")
-    ] = "own",
+    on: Annotated[str, Option("--engine", help=f"{choices_to_serve()}.")] = DEFAULT,
     slo: Annotated[
         str | None,
         Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
@@ -102,8 +109,18 @@ def serve(
     """Serve until stopped."""
     if model is not None and model.startswith("-"):  # what follows -- begins with the model, where none was named
         more, model = [model, *(more or [])], None
-    if more and on != "vllm":
-        raise InputError(f"{shlex.join(more)} is of vLLM's options; they go with --engine vllm")
+    by = engine_named(on)
+    serving = by.serving
+    given = {
+        "--device": device != "auto",
+        "--kv-tokens": kv_tokens is not None,
+        "--max-queue": max_queue != 4096,
+        "--ordering": ordering != "priority",
+        "--threads": threads is not None,
+        "--records": records is not None,
+        "--for": purpose != "balanced",
+    }
+    check_serving(by, given, more or ())
     start_with = _profile(profile, purpose)
     name = model or (start_with.model.name if start_with else None)
     if name is None:
@@ -133,109 +150,86 @@ def serve(
         raise InputError(f"--for is {purpose}; it chooses among a profile's settings: add --profile")
     if not classes and slo is None and start_with is not None:
         classes = [str(one) for one in start_with.classes]
-    with_classes = request_classes(classes or [])
-    if with_classes and target is None:
+    if request_classes(classes or []) and target is None:
         raise InputError("--class goes with an SLO for all other requests: add --slo ttft=500ms,tpot=50ms")
-    from autotune.engines.named import check_engine
-
     check_engine(on)
-    if on == "vllm":
-        if start_with is not None:
-            _check_machine(start_with, "auto", anyway, controlled=controlled is not False)
-        if decisions is not None:
-            _check_writable(decisions)
-        from autotune.cli.serve_vllm import serve_vllm
-
-        serve_vllm(
-            name,
-            slo=target,
-            classes=classes or (),
-            profile=None if profile is None or start_with is None else (profile, start_with),
-            limits=limits,
-            pinned=knobs or {},
-            controller=controller,
-            decisions=decisions,
-            reject_late=reject_late,
-            relegate_late=relegate_late,
-            off=controlled is False,
-            flags={
-                "--host": host,
-                "--port": port,
-                "--dtype": dtype or (start_with.model.dtype if start_with else None),
-                "--max-model-len": max_model_len,
-                "--served-model-name": served_model_name,
-                "--seed": seed or None,
-            },
-            grace=grace,
-            more=more or (),
-            refused={
-                "--device": device != "auto",
-                "--kv-tokens": kv_tokens is not None,
-                "--max-queue": max_queue != 4096,
-                "--ordering": ordering != "priority",
-                "--threads": threads is not None,
-                "--records": records is not None,
-                "--for": purpose != "balanced",
-            },
-        )
     from autotune.cli.target import check_dtype, loading
 
-    _need_extra()
-    print(loading(name), file=sys.stderr, flush=True)  # stdout is for whoever waits for the address
+    if isinstance(serving, InProcess):
+        _need_extra()
+        print(loading(name, by.label), file=sys.stderr, flush=True)  # stdout is for whoever waits for the address
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
     if decisions is not None:
         _check_writable(decisions)
+    from autotune.profile import find_profile
+    from autotune.profile.serving import prefill_rate
+
+    facts = start_with.engine if start_with else None
+    asked = ToServe(
+        model=name,
+        slo=target,
+        classes=tuple(classes or ()),
+        reject_late=reject_late,
+        relegate_late=relegate_late,
+        knobs=setting,
+        limits=limits,
+        pinned=knobs or {},
+        dtype=dtype or (start_with.model.dtype if start_with else None),
+        device=device,
+        seed=seed,
+        max_model_len=max_model_len,
+        kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
+        block_size=facts.kv_pool.block_size if facts else None,
+        prefix_cache=facts.prefix_cache if facts else True,
+        max_queue=max_queue,
+        ordering=ordering,
+        threads=threads or (start_with.machine.threads if start_with else None),
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        controlled=controlled is not False,
+        controller=controller,
+        decisions=decisions,
+        grace_s=grace,
+        profile=None if profile is None else find_profile(profile),
+        prefill_rate=prefill_rate(start_with) if start_with and isinstance(serving, ByCommand) else None,
+        arguments=facts.options if facts and facts.name == by.in_facts else {},
+        more=tuple(more or ()),
+    )
+    if isinstance(serving, ByCommand):
+        serving.become(asked)
+    if dtype is not None:
+        check_dtype(by, dtype)
+    known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
+    return _serve_here(serving, asked, known, records)
+
+
+def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, records: Path | None) -> int:
+    """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
-    from autotune.engines.own import OwnSource
-    from runtime.llm.admission import AdmissionPolicy
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
 
-    if dtype is not None:
-        check_dtype(dtype)
-    facts = start_with.engine if start_with else None
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(host, port))
+        bound = stack.enter_context(bind(asked.host, asked.port))
         log = None if records is None else stack.enter_context(RecordLog(records))
-        source = OwnSource.load(
-            name,
-            dtype=dtype or (start_with.model.dtype if start_with else "auto"),
-            device=device,
-            seed=seed,
-            max_model_len=max_model_len,
-        )
-        try:
-            engine = source.with_options(
-                slo=target,
-                classes=with_classes,
-                kv_tokens=kv_tokens or (facts.kv_pool.tokens if facts else None),
-                block_size=facts.kv_pool.block_size if facts else 16,
-                prefix_cache=facts.prefix_cache if facts else True,
-                max_queue=max_queue,
-                ordering=ordering,
-                admission=AdmissionPolicy(late="relegate") if relegate_late else reject_late,
-                threads=threads or (start_with.machine.threads if start_with else None),
-            ).start(setting, limits, seed)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        stack.enter_context(engine)
+        engine = stack.enter_context(serving.start(asked))
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)
         made = None
-        if target is not None and controlled is not False:  # knobs given by hand are the operator's word
-            same = start_with is not None and name == start_with.model.name
+        if asked.slo is not None and asked.controlled:
             try:
                 attached = attach(
                     engine,
-                    slo=target,
-                    profile=start_with if same else None,  # what steps of another model take says nothing
+                    slo=asked.slo,
+                    profile=profile,
                     start=engine.knobs,
-                    pinned=knobs,
-                    log=decisions,
-                    controller=controller,
+                    pinned=asked.pinned,  # knobs given by hand are the operator's word
+                    log=asked.decisions,
+                    controller=asked.controller,
                     steer=True,
                 )
             except ValueError as error:
@@ -244,16 +238,17 @@ def serve(
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,
-            served_name=served_model_name,
+            served_name=asked.served_model_name,
             keep=keep,
             regime=None if made is None else lambda: made.regime,
         )
 
         def ready() -> None:
-            with_slo = f" · SLO {target}, {'not controlled' if controlled is False else 'controlled'}" if target else ""
+            how = "controlled" if asked.controlled else "not controlled"
+            with_slo = f" · SLO {asked.slo}, {how}" if asked.slo else ""
             print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
 
-        return serve_until_stopped(api, bound, grace_s=grace, ready=ready)
+        return serve_until_stopped(api, bound, grace_s=asked.grace_s, ready=ready)
 
 
 def _profile(path: Path | None, purpose: str) -> Profile | None:

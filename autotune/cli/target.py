@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from autotune.engines import Engine
-from autotune.engines.named import NamedSource
+from autotune.engines.named import NamedEngine
 from autotune.profile import Machine, ModelFacts
 from autotune.profile.fingerprint import describe, gpu_available, package_version
 from autotune.version import __version__
@@ -28,34 +28,27 @@ def device_kind(cpu: bool, gpu: bool) -> Literal["cpu", "gpu"]:
     return "gpu" if found else "cpu"
 
 
-_CORES_FOR_TINY = 8  # with wide vectors; twice as many without
-GPU_MODEL = "qwen3-0.6b"
-
-
-def default_model(found: Machine) -> str:
-    """The preset that fills a minute with hundreds of requests on such a machine: settings are compared by counting them.
-
-    Told by the kind of machine and never by a timing, so that the same command names the same model again.
-    """
-    if found.kind == "gpu":
-        return GPU_MODEL
-    wide = {"avx512f", "sve", "sve2"} & {*found.flags}
-    return "tiny" if found.cores >= (_CORES_FOR_TINY if wide else 2 * _CORES_FOR_TINY) else "nano"
-
-
-def model_named(engine: str, model: str | None) -> str | None:
+def model_named(engine: NamedEngine, model: str | None) -> str | None:
     """``--model`` as it was given; None stands for a preset. Raises :class:`InputError` where ``engine`` has none."""
-    if engine != "own" and model is None:
-        raise InputError(f"--engine {engine} needs --model: a directory or a hub id")
+    if engine.default_model is None and model is None:
+        raise InputError(f"--engine {engine.name} needs --model: a directory or a hub id")
     return model
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises :class:`InputError`, which names --dtype, for one that no model is loaded in."""
-    from autotune.engines.own import dtypes
+def model_for(engine: NamedEngine, model: str | None, found: Machine) -> str:
+    """``model``, or else the preset of ``engine`` that suits the machine. Raises as :func:`model_named`."""
+    chosen = model_named(engine, model)
+    if chosen is None:
+        assert engine.default_model is not None
+        chosen = engine.default_model(found)
+    return chosen
 
-    if dtype not in dtypes():
-        raise InputError(f"--dtype is {dtype}; it must be one of {', '.join(dtypes())}")
+
+def check_dtype(engine: NamedEngine, dtype: str) -> None:
+    """Raises :class:`InputError`, which names --dtype, for one that ``engine`` loads no model in."""
+    known = engine.dtypes()
+    if dtype not in known:
+        raise InputError(f"--dtype is {dtype}; it must be one of {', '.join(known)}")
 
 
 def with_threads(found: Machine) -> Machine:
@@ -80,22 +73,10 @@ def model_facts(model: ModelInfo, seed: int) -> ModelFacts:
     )
 
 
-def loading(name: str, engine: str = "own") -> str:
-    """What is said before the seconds that importing PyTorch and making a model take."""
-    by = "" if engine == "own" else f" in {engine}"
+def loading(name: str, label: str = "") -> str:
+    """What is said before the seconds that importing PyTorch and making a model take. ``label``: that of the engine."""
+    by = f" in {label}" if label else ""
     return f"autotune {__version__} · loading {name}{by} …"
-
-
-def engine_lines(source: NamedSource) -> list[str]:
-    """What there is to say of an engine that is not our own: its version, and the ceilings that it is started with."""
-    if source.name == "autotune-runtime":
-        return []
-    wide, stock = source.limits, source.stock
-    return [
-        f"engine {source.name} {source.version} · knobs move below the ceilings it is started with: "
-        f"{wide.max_batch_size} sequences, {wide.token_budget} tokens in a step. Its own would be {stock.max_batch_size} and "
-        f"{stock.token_budget}: the defaults that settings are compared with"
-    ]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 from runtime.batching.batcher import Batcher
-from runtime.batching.decorator import Batched
 from runtime.batching.future import ItemFuture
 from runtime.clock import Clock
 from runtime.knobs import KnobLimits, Knobs
@@ -126,8 +125,3 @@ class CallableSource:
         first.pop("chunk_size", None)  # an item is never cut
         batcher: Batcher = Batcher(self.function, limits=limits, **{**self.options, **first})
         return CallableEngine(batcher, self.inputs)
-
-
-def undecorated(function: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """What is called with a list, and the options of ``@batch`` if it stands over that."""
-    return (function.target, function.options) if isinstance(function, Batched) else (function, {})

@@ -1,15 +1,29 @@
-"""An engine by the name that ``--engine`` has, for a language model, and what is known of it before it is started."""
+"""The engines that ``--engine`` names, for a language model: what a verb asks of one before and after its model is loaded.
+
+A verb finds an engine here by its name, and goes by what :class:`NamedEngine` and :class:`NamedSource` say of it: it compares no
+name. A new engine is a module of this room that holds its :class:`NamedEngine` as ``ENGINE``, and a row in :data:`_ENGINES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, Self
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Protocol, Self
 
 from autotune.engines.protocol import EngineSource
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
-from runtime.slo import RequestClass
+from runtime.slo import SLO, RequestClass
 from runtime.tunable import ModelInfo
+
+if TYPE_CHECKING:
+    from runtime.llm.engine import Engine
+
+DEFAULT: Final = "own"
+"""The engine that is meant where none is named. Messages, file names and studies leave its name out: older ones do."""
 
 
 class NamedSource(EngineSource, Protocol):
@@ -17,6 +31,7 @@ class NamedSource(EngineSource, Protocol):
 
     ``name`` and ``version`` are those in the engine's facts. ``arguments``: what else it is started with, as ``--engine-arg``
     had it. ``limits``: the ceilings to search below; ``stock``: the knobs that the engine would start with if nobody tuned it.
+    ``introduction``: what there is to say of it once it has been loaded, line by line.
     """
 
     @property
@@ -31,6 +46,8 @@ class NamedSource(EngineSource, Protocol):
     def limits(self) -> KnobLimits: ...
     @property
     def stock(self) -> Knobs: ...
+    @property
+    def introduction(self) -> Sequence[str]: ...
 
     def default_kv_tokens(self) -> int | None:
         """The KV pool that an engine started now would have; None: it is known when it has been started."""
@@ -53,18 +70,201 @@ class NamedSource(EngineSource, Protocol):
         ...
 
 
-NAMES = ("own", "vllm")
-"""What ``--engine`` takes."""
-_IN_FACTS: Mapping[str, str] = {"autotune-runtime": "own", "vllm": "vllm"}
-"""From the name of an engine in its facts, and in a profile."""
+class Host(Protocol):
+    """A machine, as far as a model is chosen by it: a profile's fingerprint is one.
+
+    ``kind``: ``cpu`` or ``gpu``; ``cores`` that may be used; ``flags``: names of CPU features.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def cores(self) -> int: ...
+    @property
+    def flags(self) -> Collection[str]: ...
+
+
+class Load(Protocol):
+    """Reads ``model``, so that engines can be started; see :func:`load`."""
+
+    def __call__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        device: str,
+        seed: int,
+        max_model_len: int | None,
+        arguments: Mapping[str, str],
+    ) -> NamedSource: ...
+
+
+# -- serving --------------------------------------------------------------------------------------------------------------
+
+REFUSABLE: Final = ("--device", "--kv-tokens", "--max-queue", "--ordering", "--threads", "--records", "--for")
+"""Options of ``autotune serve`` that may mean nothing to an engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToServe:
+    """What ``autotune serve`` is asked for: options and profile put together. None leaves a thing to the engine.
+
+    ``classes`` are as ``--class`` spells them. ``knobs`` to start with, below ``limits``; those ``pinned`` were given by hand and
+    are the operator's. ``kv_tokens`` in blocks of ``block_size``, in tokens.
+
+    Only an engine that is served by a command of its own needs to know the rest: where to listen, what controls it
+    (``controlled``: whether anything does), seconds of ``grace_s`` at the end, the ``profile``'s file, the ``prefill_rate`` by it
+    in prompt tokens a second, the ``arguments`` with which this very engine was profiled, and ``more``, what stood after ``--``.
+    """
+
+    model: str
+    slo: SLO | None
+    classes: tuple[str, ...] = ()
+    reject_late: bool = False
+    relegate_late: bool = False
+    knobs: Knobs
+    limits: KnobLimits
+    pinned: Mapping[str, float] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    kv_tokens: int | None = None
+    block_size: int | None = None
+    prefix_cache: bool = True
+    max_queue: int
+    ordering: str
+    threads: int | None = None
+
+    host: str
+    port: int
+    served_model_name: str | None = None
+    controlled: bool = True
+    controller: str | None = None
+    decisions: Path | None = None
+    grace_s: float
+    profile: Path | None = None
+    prefill_rate: float | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """Served over HTTP by this process, which attaches the controller to the engine that ``start`` has started.
+
+    ``start`` raises :class:`InputError` or :class:`~runtime.errors.ModelError` for what cannot be served. ``refuses``: those of
+    :data:`REFUSABLE` that mean nothing to it, and what to do instead.
+    """
+
+    start: Callable[[ToServe], Engine]
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ByCommand:
+    """Served by a command of the engine's own: ``become`` turns this process into it. The controller is attached in there.
+
+    ``become`` raises :class:`InputError` for what cannot be served. ``refuses`` as in :class:`InProcess`. What stands after
+    ``--`` goes to the command.
+    """
+
+    become: Callable[[ToServe], NoReturn]
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedEngine:
+    """What a verb asks of an engine before it loads a model.
+
+    ``name`` as ``--engine`` has it, ``title`` as sentences have it. ``load`` and ``dtypes`` (those that --dtype takes, ``auto``
+    first) may import what takes seconds. ``check`` raises :class:`InputError`, which says what to do, where the engine is not
+    installed. ``limits``: the ceilings that it always has; None: they are known when it has been loaded. ``default_model``: the
+    one that suits a machine, where none is named; None: it must be named. ``takes_arguments``: whether --engine-arg is for it.
+    """
+
+    name: str
+    title: str
+    load: Load
+    serving: InProcess | ByCommand
+    dtypes: Callable[[], Sequence[str]]
+    check: Callable[[], None] = lambda: None
+    limits: KnobLimits | None = None
+    default_model: Callable[[Host], str] | None = None
+    takes_arguments: bool = False
+
+    @property
+    def in_facts(self) -> str:
+        """Its name in facts and profiles."""
+        return _ENGINES[self.name].in_facts
+
+    @property
+    def label(self) -> str:
+        """As messages and file names tell it from the engine that is meant where none is named; empty for that one."""
+        return label(self.name)
+
+
+class _Row(NamedTuple):
+    """What is known of an engine before its module is imported.
+
+    ``in_facts``: its name in facts and profiles. ``about``, ``needs`` and ``served``: what the help of --engine says of it, of
+    what it then needs, and of how it is served. ``module``: where its ``ENGINE`` is.
+    """
+
+    in_facts: str
+    about: str
+    needs: str
+    served: str
+    module: str
+
+
+_ENGINES: Final[dict[str, _Row]] = {
+    "own": _Row(
+        in_facts="autotune-runtime",
+        about="this project's own engine",
+        needs="",
+        served="this project's own engine",
+        module="autotune.engines.own",
+    ),
+    "vllm": _Row(
+        in_facts="vllm",
+        about="vLLM in this process",
+        needs="needs --model",
+        served="a vllm serve that tunes itself",
+        module="autotune.engines.vllm.named",
+    ),
+}
+"""By the name that ``--engine`` has."""
+
+
+def engine_named(name: str) -> NamedEngine:
+    """The engine that ``--engine`` calls ``name``. Raises :class:`InputError` where none is called so."""
+    if name not in _ENGINES:
+        raise InputError(f"--engine is {name}; it must be {either()}")
+    found = import_module(_ENGINES[name].module).ENGINE
+    assert isinstance(found, NamedEngine) and found.name == name
+    return found
 
 
 def named(engine: str) -> str:
     """What ``--engine`` calls the engine that a profile calls ``engine``. Raises :class:`InputError` for one not known here."""
-    try:
-        return _IN_FACTS[engine]
-    except KeyError:
-        raise InputError(f"engine {engine} cannot be started here; --engine takes {' or '.join(NAMES)}") from None
+    found = next((name for name, row in _ENGINES.items() if row.in_facts == engine), None)
+    if found is None:
+        raise InputError(f"engine {engine} cannot be started here; --engine takes {either()}")
+    return found
+
+
+def label(name: str) -> str:
+    """As :attr:`NamedEngine.label`, of the engine that ``--engine`` calls ``name``."""
+    return "" if name == DEFAULT else name
+
+
+def ours(engine: str) -> bool:
+    """Whether what a profile calls ``engine`` is this project's own."""
+    return engine == _ENGINES[DEFAULT].in_facts
 
 
 def engine_identity(source: NamedSource) -> dict[str, object]:
@@ -72,15 +272,42 @@ def engine_identity(source: NamedSource) -> dict[str, object]:
 
     Nothing of our own engine: its version is that of autotune, and studies that are older than ``--engine`` are of it.
     """
-    if _IN_FACTS.get(source.name) == "own":
+    if ours(source.name):
         return {}
     return {"engine": {"name": source.name, "version": source.version, "arguments": dict(source.arguments)}}
 
 
+# -- what the command line says of them -------------------------------------------------------------------------------------
+
+
+def either() -> str:
+    """``own or vllm``."""
+    return " or ".join(_ENGINES)
+
+
+def choices() -> str:
+    """For the help of ``--engine``: each with what it is, and what it then needs."""
+    return "; ".join(
+        f"{name}: {row.about}{row.needs and f', which then {row.needs}'}" for name, row in _ENGINES.items()
+    )
+
+
+def choices_briefly() -> str:
+    """The same without what each needs, and without a word on the one that is meant where none is named."""
+    return ", or ".join(f"{name}: {row.about}" if label(name) else name for name, row in _ENGINES.items())
+
+
+def choices_to_serve() -> str:
+    """For the help of ``--engine`` where engines are served."""
+    return "; ".join(f"{name}: {row.served}" for name, row in _ENGINES.items())
+
+
+# -- what is given to them --------------------------------------------------------------------------------------------------
+
+
 def check_engine(name: str, arguments: Sequence[str] = ()) -> dict[str, str]:
     """``--engine`` and ``--engine-arg``, before anything slow is done: the arguments by name. Raises :class:`InputError`."""
-    if name not in NAMES:
-        raise InputError(f"--engine is {name}; it must be {' or '.join(NAMES)}")
+    engine = engine_named(name)
     given: dict[str, str] = {}
     for text in arguments:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -90,16 +317,36 @@ def check_engine(name: str, arguments: Sequence[str] = ()) -> dict[str, str]:
         if key in given:
             raise InputError(f"--engine-arg: {key} is given twice")
         given[key] = value
-    if name == "own":
-        if given:
-            raise InputError(
-                f"--engine-arg: {next(iter(given))} is given; it goes with --engine vllm: this project's own engine has none"
-            )
-    else:
-        from autotune.engines.vllm.named import check_installed
-
-        check_installed()
+    if given and not engine.takes_arguments:
+        others = _names(lambda other: other.takes_arguments)
+        raise InputError(
+            f"--engine-arg: {next(iter(given))} is given; it goes with --engine {others}: {engine.title} has none"
+        )
+    engine.check()
     return given
+
+
+def check_serving(engine: NamedEngine, given: Mapping[str, bool], more: Sequence[str]) -> None:
+    """Raise :class:`InputError` for an option of ``autotune serve`` that says nothing to ``engine``.
+
+    ``given``: of each of :data:`REFUSABLE`, whether it was given; ``more``: what stood after ``--``.
+    """
+    assert given.keys() == {*REFUSABLE}
+    if more and not isinstance(engine.serving, ByCommand):
+        titles = " or ".join(f"{one.title}'s" for one in _engines() if isinstance(one.serving, ByCommand))
+        others = _names(lambda other: isinstance(other.serving, ByCommand))
+        raise InputError(f"{shlex.join(more)} is of {titles} options; they go with --engine {others}")
+    for option, instead in engine.serving.refuses.items():
+        if given[option]:
+            raise InputError(f"{option} does not go with --engine {engine.name}; {instead}")
+
+
+def _engines() -> list[NamedEngine]:
+    return [engine_named(name) for name in _ENGINES]
+
+
+def _names(have: Callable[[NamedEngine], bool]) -> str:
+    return " or ".join(engine.name for engine in _engines() if have(engine))
 
 
 def load(
@@ -117,12 +364,6 @@ def load(
     ``arguments``: as :func:`check_engine` returns them. Raises :class:`InputError` or
     :class:`~runtime.errors.ModelError` for what cannot be served.
     """
-    if name == "own":
-        from autotune.engines.own import OwnSource
-
-        return OwnSource.load(model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len)
-    from autotune.engines.vllm.named import load_vllm
-
-    return load_vllm(
+    return engine_named(name).load(
         model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len, arguments=arguments or {}
     )

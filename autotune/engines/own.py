@@ -5,14 +5,17 @@ It is an :class:`~autotune.engines.protocol.Engine` as it stands. Torch is loade
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from autotune.engines.defaults import VLLM_DEFAULTS
+from autotune.engines.named import Host, InProcess, NamedEngine, ToServe
+from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.engine import Engine
-from runtime.slo import RequestClass
+from runtime.slo import RequestClass, request_classes
 from runtime.tunable import ModelInfo
 from runtime.version import __version__
 
@@ -52,6 +55,7 @@ class OwnSource:
     version = __version__
     limits = KnobLimits()
     arguments: Mapping[str, str] = MappingProxyType({})
+    introduction: Sequence[str] = ()
 
     @property
     def stock(self) -> Knobs:
@@ -88,8 +92,67 @@ class OwnSource:
         return free_bytes(self._loaded)
 
 
+# -- by name --------------------------------------------------------------------------------------------------------------
+
+GPU_MODEL: Final = "qwen3-0.6b"
+_CORES_FOR_TINY: Final = 8  # with wide vectors; twice as many without
+
+
+def default_model(machine: Host) -> str:
+    """The preset that fills a minute with hundreds of requests on ``machine``: settings are compared by counting them.
+
+    Told by the kind of machine and never by a timing, so that the same command names the same model again.
+    """
+    if machine.kind == "gpu":
+        return GPU_MODEL
+    wide = {"avx512f", "sve", "sve2"} & {*machine.flags}
+    return "tiny" if machine.cores >= (_CORES_FOR_TINY if wide else 2 * _CORES_FOR_TINY) else "nano"
+
+
 def dtypes() -> tuple[str, ...]:
     """Those that a model can be loaded in, ``auto`` first. Loads torch."""
     from runtime.torch_backend.loading import DTYPES
 
     return "auto", *DTYPES
+
+
+def _load(
+    model: str, *, dtype: str, device: str, seed: int, max_model_len: int | None, arguments: Mapping[str, str]
+) -> OwnSource:
+    del arguments  # it takes none
+    return OwnSource.load(model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len)
+
+
+def _start(asked: ToServe) -> Engine:
+    source = OwnSource.load(
+        asked.model,
+        dtype=asked.dtype or "auto",
+        device=asked.device,
+        seed=asked.seed,
+        max_model_len=asked.max_model_len,
+    )
+    try:
+        return source.with_options(
+            slo=asked.slo,
+            classes=request_classes(asked.classes, where="--class"),
+            kv_tokens=asked.kv_tokens,
+            block_size=asked.block_size or BLOCK,
+            prefix_cache=asked.prefix_cache,
+            max_queue=asked.max_queue,
+            ordering=asked.ordering,
+            admission=AdmissionPolicy(late="relegate") if asked.relegate_late else asked.reject_late,
+            threads=asked.threads,
+        ).start(asked.knobs, asked.limits, asked.seed)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+ENGINE: Final = NamedEngine(
+    name="own",
+    title="this project's own engine",
+    load=_load,
+    serving=InProcess(_start),
+    dtypes=dtypes,
+    limits=OwnSource.limits,
+    default_model=default_model,
+)

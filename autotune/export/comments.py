@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import yaml
 
+from autotune.engines.named import ours
 from autotune.export.target import Entry, Fit, Source, Target
 from autotune.profile import Point
 from autotune.profile.fingerprint import describe
@@ -59,12 +60,12 @@ def header(target: Target, source: Source, notes: Sequence[str], command: str) -
 def origin(target: Target, source: Source) -> str:
     """On whose engine the figures were measured, and what follows from that."""
     engine = source.profile.engine
-    if engine.name == target.name:
+    if source.measured_there:
         return (
             f"The figures below were measured on {target.title} {engine.version}. The settings are those that it had then: "
             "EXACT, but where a note says approximate."
         )
-    whose = f"this project's own engine ({engine})" if engine.name == "autotune-runtime" else str(engine)
+    whose = f"this project's own engine ({engine})" if ours(engine.name) else str(engine)
     return (
         f"The figures below were measured on {whose}, not on {target.title}. The settings are a place to start from there; what "
         "they give there is to be measured there."

@@ -126,6 +126,7 @@ def export(
     if setting is None:
         raise InputError(f"--for is {purpose}; {profile_name or profile.name} holds {', '.join(profile.settings)}")
     source = Source(
+        target=target.name,
         profile=profile,
         profile_name=profile_name or profile.name,
         purpose=purpose,

@@ -27,10 +27,12 @@ class Fit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is exported: one setting of a profile, for ``model``. ``model_given``: it was named by the user, and need not
-    be the one that was measured; None: the profile is of a shape that nobody has published, and the user names a model later.
+    """What is exported to ``target``: one setting of a profile, for ``model``. ``model_given``: it was named by the user, and
+    need not be the one that was measured; None: the profile is of a shape that nobody has published, and the user names a model
+    later.
     """
 
+    target: str
     profile: Profile
     profile_name: str
     purpose: str
@@ -39,9 +41,9 @@ class Source:
     model_given: bool
 
     @property
-    def measured_on(self) -> str:
-        """The name of the engine that was measured."""
-        return self.profile.engine.name
+    def measured_there(self) -> bool:
+        """Whether the engine that was measured is the one that it is exported to."""
+        return self.profile.engine.name == self.target
 
     @property
     def max_model_len(self) -> int:

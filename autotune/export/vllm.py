@@ -92,7 +92,7 @@ def _pool_gib(source: Source) -> float:
 
 def _on_vllm(source: Source) -> bool:
     """Whether the pool is one of vLLM's own, measured with this model."""
-    return source.measured_on == "vllm" and not source.model_given
+    return source.measured_there and not source.model_given
 
 
 def _share(source: Source) -> Written:
@@ -180,7 +180,7 @@ VLLM = Target(
             _chunks,
             said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
             harmless=_no_chunk_needed,
-            exact=lambda s: s.measured_on == "vllm" and bool(_no_chunk_needed(s)),
+            exact=lambda s: s.measured_there and bool(_no_chunk_needed(s)),
         ),
     },
     facts={

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from autotune.engines.callable import CallableSource
+from autotune.engines import callable_source
 from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score, score
 from autotune.profile import Machine
@@ -210,7 +210,7 @@ class CallableTarget:
             "strategy": setting.strategy,
             "replicas": self.replicas,
         }
-        engine = CallableSource(self.subject.function, self.subject.inputs, options).start(setting.knobs)
+        engine = callable_source(self.subject.function, self.subject.inputs, options).start(setting.knobs)
         try:
             found = evaluate(
                 engine,

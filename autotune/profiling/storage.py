@@ -22,7 +22,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from runtime.errors import InputError
 
@@ -161,8 +161,6 @@ def journal(path: Path, ours: str, *, fresh: bool = False) -> Iterator[BaseStora
         except OSError:
             raise InputError(f"{path}: another autotune is profiling into it; wait, or use another --out") from None
         try:
-            for leftover in path.parent.glob(f"{path.name}.lock*"):  # Optuna's, of a process that died while it wrote
-                leftover.unlink(missing_ok=True)
             if fresh:
                 os.ftruncate(file, 0)
             whole, checksum, summed = _sound(path)
@@ -185,12 +183,23 @@ def unwritable(path: str | Path, error: OSError) -> InputError:
     return InputError(f"{path}: cannot be written ({error.strerror or error})")
 
 
+class _Held(JournalFileOpenLock):
+    """The journal, locked already: :func:`journal` has locked it as long as it is open, and the kernel lets go of it however the
+    process ends. Optuna's own lock is a file beside it, which a process that is killed while it writes leaves behind."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
 class _Journal(JournalFileBackend):
     """Optuna's file of whole lines: a write that fails leaves none of its line behind. Each begins with a checksum over all so
     far, in a field that Optuna does not look at."""
 
     def __init__(self, path: Path, checksum: int) -> None:
-        super().__init__(str(path))
+        super().__init__(str(path), _Held(str(path)))
         self._path, self._checksum = path, checksum
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:

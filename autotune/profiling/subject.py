@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from autotune.engines.callable import undecorated
+from autotune.engines import undecorated
 from runtime.batching.groupings import Grouping, grouping_of
 from runtime.batching.invoke import kind_of
 from runtime.batching.options import whole_cost

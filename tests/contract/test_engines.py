@@ -1,6 +1,7 @@
 """What every engine keeps that stands behind :class:`autotune.engines.Engine`: ours, the simulated one, a callable, vLLM's.
 
-vLLM's is there where vLLM is: tests/integration/test_vllm_engine.py runs this file in such an environment.
+vLLM's, which steers vLLM's own scheduler, is there where vLLM's Python is; it needs neither a model nor vLLM's kernels.
+tests/integration/test_vllm_agrees.py runs this file there, in every version, and test_vllm_engine.py in a whole vLLM.
 A new engine joins by a line in :data:`ENGINES`. Every check asks ``capabilities``; none asks what kind of engine it has.
 """
 

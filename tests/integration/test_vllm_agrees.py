@@ -1,4 +1,5 @@
 """vLLM's own scheduler, steered, makes the steps that the simulated engine makes: what is simulated is what is served.
+Behind the seam it keeps the contract of every engine.
 
 The scheduler needs vLLM's Python alone, so each version in ``AUTOTUNE_VLLM_VERSIONS`` is tested in a small environment of its
 own: `make test-vllm-versions`.
@@ -24,10 +25,11 @@ PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "
 TOO_OLD = "0.30.0"
 
 
-def ran(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ran(python: Path, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([str(python), *arguments], env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [str(python), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     return done
 
 
@@ -83,6 +85,16 @@ def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
         assert sum(kind in one["load"] and not one["differs"] for one in found) >= 5, kind
     assert sum("max_wait_ms=0" not in one["load"] for one in found) >= 10
     assert all(any(reason in one["reasons"][0] for one in found) for reason in ("cancelled", "timeout", "rejected"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", scheduler_versions())
+def test_it_keeps_the_contract_of_engines(version: str) -> None:
+    """vLLM's own engine around that scheduler, with an executor that computes nothing: no torch operator of vLLM's is called."""
+    words = ("-q", "-p", "no:cacheprovider", "-W", "default", "-k", "vllm", "tests/contract/test_engines.py")
+    done = ran(scheduler_python(version), "-m", "pytest", *words, timeout_s=580)
+    assert "32 passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from autotune.cli.main import app, run
 from autotune.cli.options import seconds
 from autotune.cli.profile_study import stem
 from autotune.cli.profiled import next_steps
-from autotune.cli.target import default_model
+from autotune.engines.own import default_model
 from autotune.profile import save_profile
 from autotune.report.profile_table import rows, show, table
 from runtime.errors import InputError

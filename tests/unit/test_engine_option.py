@@ -16,7 +16,7 @@ import pytest
 from autotune.cli.main import run
 from autotune.cli.options import engine_of
 from autotune.cli.profile_study import Requested, started
-from autotune.cli.target import engine_lines, model_facts
+from autotune.cli.target import model_facts
 from autotune.engines.named import check_engine, load, named
 from autotune.engines.own import OwnSource
 from autotune.engines.vllm import named as vllm_named
@@ -188,7 +188,7 @@ def test_ceilings_are_as_wide_as_the_search_and_the_defaults_are_its_own(vllm: M
     assert source.limits == KnobLimits() and source.stock == Knobs(128, 0, 2048, 2048)
     assert source.options == {"load_format": "dummy", "enforce_eager": True}
     assert source.arguments == {"load_format": "dummy", "enforce_eager": "true"}
-    (line,) = engine_lines(source)
+    (line,) = source.introduction
     assert line.startswith("engine vllm 0.32.0 · ") and "1024 sequences, 8192 tokens" in line and "128 and 2048" in line
     wide = loaded("max_num_batched_tokens=16384", "long_prefill_token_threshold=512")
     assert wide.limits == KnobLimits(token_budget=16384, chunk_size=16384) and wide.stock == Knobs(128, 0, 16384, 512)
@@ -273,6 +273,7 @@ def test_a_study_is_of_one_engine_in_one_version_with_its_arguments(vllm: Module
     mine = loaded("load_format=dummy")
     own = OwnSource(cast(Any, SimpleNamespace(info=mine.model)))
     others = (replace(mine, version="0.33.0"), loaded(), own)
+    assert not own.introduction
     about = requested(mine).identity
     assert about["engine"] == {"name": "vllm", "version": "0.32.0", "arguments": {"load_format": "dummy"}}
     assert all(requested(other).identity != about for other in others)

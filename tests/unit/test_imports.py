@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.engines.named import _ENGINES
+
 ROOT = Path(__file__).parents[2]
 TORCH = {"torch", "torchvision", "transformers", "tokenizers", "safetensors", "triton"}
 HTTP = {"fastapi", "starlette", "uvicorn", "httpx", "aiohttp", "prometheus_client"}
@@ -29,6 +31,15 @@ ENGINES = {
 }  # fmt: skip
 """What is measured and tuned, by name. What simulates a batcher or times its calls takes its parts (core, strategies, calls),
 and is no business of this rule."""
+SEAM = {"protocol", "named", "defaults"}
+"""Modules of ``autotune/engines`` that whoever is above may import, beside the package itself. All others hold an engine each."""
+BEHIND_THE_SEAM = {
+    f"autotune.engines.{path.stem}"
+    for path in (ROOT / "autotune" / "engines").iterdir()
+    if path.suffix == ".py" or (path / "__init__.py").exists()
+} - {f"autotune.engines.{name}" for name in (*SEAM, "__init__")}
+NAMES = {*_ENGINES, *(row.in_facts for row in _ENGINES.values())}
+"""What engines are called on the command line, in facts and in profiles."""
 LEAVES = {"version", "writing"}
 """Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors`` and ``runtime.version``."""
 DEVICES = "runtime.torch_backend"
@@ -70,6 +81,23 @@ def _visit(node: ast.AST, package: str, late: bool) -> Iterator[Import]:
             yield from _visit(child, package, inside)
 
 
+def compared_with(source: str) -> set[str]:
+    """The texts that ``source`` compares anything with: by ``==``, ``in`` and the like, or as a case of ``match``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        else:
+            continue
+        for side in sides:
+            for one in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]:
+                if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                    found.add(one.value)
+    return found
+
+
 def within(module: str, room: str) -> bool:
     return module == room or module.startswith(f"{room}.")
 
@@ -81,8 +109,11 @@ def room(module: str) -> str:
 
 
 def violations(module: str, source: str, *, package: bool = False) -> set[str]:
-    """What ``source``, as the text of ``module``, imports against the rules."""
+    """What ``source``, as the text of ``module``, imports against the rules, and the names of engines that it compares with."""
     found = set()
+    above_engines = within(module, "autotune") and not within(module, "autotune.engines")
+    if above_engines:
+        found |= {f'"{name}" is the name of an engine, and compared with' for name in compared_with(source) & NAMES}
     for imported in imports_of(module, source, package=package):
         target, top = imported.target, imported.target.partition(".")[0]
         if within(module, "runtime") and top == "autotune":
@@ -90,9 +121,9 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         if top in TORCH and not imported.late and not within(module, "runtime.torch_backend"):
             found.add(FREE_OF_TORCH.format(top))
         backend = within(target, "runtime.torch_backend")
-        if backend and within(module, "autotune") and not within(module, "autotune.engines"):
+        if backend and above_engines:
             found.add("only autotune/engines wires autotune to runtime.torch_backend")
-        if within(module, "autotune") and not within(module, "autotune.engines") and target in ENGINES:
+        if above_engines and (target in ENGINES or any(within(target, one) for one in BEHIND_THE_SEAM)):
             found.add(f"{target} is an engine by name, which only autotune/engines knows")
         if backend and within(module, "runtime") and not imported.late and not within(module, "runtime.torch_backend"):
             found.add("runtime.torch_backend is imported where it must be imported late")
@@ -149,6 +180,18 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ),
         ("autotune.cli.serve", "def f():\n    from runtime.llm.engine import Engine", "an engine by name"),
         ("autotune.profiling.calibrate", "from runtime import Batcher", "an engine by name"),
+        ("autotune.cli.serve", "def f():\n    from autotune.engines.own import OwnSource", "an engine by name"),
+        ("autotune.cli.serve", "def f():\n    from autotune.engines.vllm.command import run", "an engine by name"),
+        ("autotune.cli.target", "def f():\n    from autotune.engines import own", "an engine by name"),
+        ("autotune.profiling.callable", "from ..engines.callable import CallableSource", "an engine by name"),
+        ("autotune.cli.serve", "def f(on):\n    return 1 if on == 'vllm' else 2", '"vllm" is the name of an engine'),
+        ("autotune.cli.target", "def f(on):\n    assert 'own' != on", '"own" is the name of an engine'),
+        ("autotune.export.comments", "a = b.name in (c, 'autotune-runtime')", "is the name of an engine"),
+        (
+            "autotune.cli.serve",
+            "def f(on):\n    match on:\n        case 'vllm':\n            pass",
+            "name of an engine",
+        ),
         (
             "autotune.control.controllers.aimd",
             "from runtime.llm.engine import Engine",
@@ -182,6 +225,12 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
             "def f():\n    from runtime.torch_backend import build\n    from runtime import Engine",
         ),
         ("autotune.profiling.callable", "from runtime.batching.core import BatchCore"),
+        ("autotune.engines.named", "def f(name):\n    return name == 'own'"),
+        (
+            "autotune.cli.serve",
+            "from autotune.engines.named import engine_named\nfrom autotune.engines import defaults, adapt",
+        ),
+        ("autotune.export.vllm", "VLLM = Target(name='vllm')\nf = TARGETS['vllm']"),
         ("autotune.cli.main", "from autotune.cli.profile import profile"),
         ("autotune.profiling.study", "import optuna"),
         (

@@ -57,7 +57,7 @@ def test_a_measurement_cut_short_by_death_is_made_again(journal: Path) -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 9
-    journal.with_name("a.journal.lock").symlink_to(journal)  # what Optuna leaves when killed while it appends
+    journal.with_name("a.journal.lock").symlink_to(journal)  # what a version that locked as Optuna does may have left
     with journal.open("ab") as file:
         file.write(b'{"op_code": 8, "half a l')
     log: list[int] = []
@@ -68,6 +68,22 @@ def test_a_measurement_cut_short_by_death_is_made_again(journal: Path) -> None:
     assert log == [1, 2]
     with open_study(journal, IDENTITY) as study:
         assert measured(study) == ["0", "1", "2"]
+
+
+def test_nothing_stands_beside_the_journal_even_while_it_is_written(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed in that moment would leave it there, and the next one would have to wait for it."""
+    seen, sync = set[str](), os.fsync
+
+    def look(file: int) -> None:
+        seen.update(path.name for path in journal.parent.iterdir())
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", look)
+    with open_study(journal, IDENTITY) as study:
+        measure(study, 2)
+    assert seen == {journal.name} == {path.name for path in journal.parent.iterdir()}
 
 
 @pytest.fixture

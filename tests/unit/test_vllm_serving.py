@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from autotune.cli.main import run
-from autotune.cli.serve_vllm import _profiled
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED
 from autotune.engines.vllm.serving import Options
+from autotune.profile import save_profile
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 from runtime.llm.admission import AdmissionPolicy
@@ -152,18 +152,27 @@ def test_without_vllm_it_says_what_to_install(
     assert "it is version 0.99.0, and this was made for" in capsys.readouterr().err
 
 
-def test_it_becomes_vllm_and_prints_what_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(named, "find_spec", lambda name: object())
-    monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
+Ran = list[tuple[str, list[str]]]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    """The programs that this process would have become."""
+    found: Ran = []
 
     def become(program: str, words: list[str]) -> None:
-        ran.append((program, words))
+        found.append((program, words))
         raise SystemExit(0)
 
+    monkeypatch.setattr(named, "find_spec", lambda name: object())
+    monkeypatch.setattr(command, "version", lambda name: "0.32.1+cpu")
     monkeypatch.setattr(command.os, "execv", become)
+    return found
+
+
+def test_it_becomes_vllm_and_prints_what_it_runs(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     log = tmp_path / "d.jsonl"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
@@ -178,18 +187,27 @@ def test_it_becomes_vllm_and_prints_what_it_runs(
         "slo": "ttft=500ms@99%", "classes": ["chat:ttft=300ms"], "log": str(log), "pinned": {"token_budget": 64},
     }  # fmt: skip
     assert words[words.index("--shutdown-timeout") + 1] == "3" and words[words.index("--port") + 1] == "9000"
+    assert not {"--max-num-seqs", "--max-num-batched-tokens", "--dtype", "--seed"} & {*words}, "left to vLLM"
     printed = capsys.readouterr().err
     assert printed.startswith("vllm serve ./m --scheduler-cls") and printed.endswith("--enforce-eager\n")
 
 
-def test_a_profile_of_vllm_starts_it_as_it_was_profiled() -> None:
-    measured = profile()
-    options = {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
-    engine = measured.engine.model_copy(update={"name": "vllm", "options": options})
-    assert _profiled(measured.model_copy(update={"engine": engine})) == [
-        "--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy",
-    ]  # fmt: skip
-    assert _profiled(measured) == _profiled(None) == []
+@pytest.mark.parametrize("name", ["vllm", "autotune-runtime"])
+def test_a_profile_gives_ceilings_and_of_vllm_its_arguments(name: str, ran: Ran, tmp_path: Path) -> None:
+    measured, options = profile(), {"enforce_eager": "true", "enable_prefix_caching": "False", "load_format": "dummy"}
+    engine = measured.engine.model_copy(update={"name": name, "options": options})
+    save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
+    with pytest.raises(SystemExit):
+        run(["serve", "--engine", "vllm", "--profile", str(tmp_path / "p.yaml"), "--anyway"])
+    ((_, words),) = ran
+    at = words.index("serve")
+    assert words[at : at + 2] == ["serve", measured.model.name]
+    assert words[words.index("--max-num-batched-tokens") + 1] == str(measured.engine.limits.token_budget)
+    section = json.loads(words[words.index("--additional-config") + 1])["autotune"]
+    assert section == {"slo": str(measured.slo), "profile": str((tmp_path / "p.yaml").resolve())}
+    assert words[words.index("--dtype") + 1] == measured.model.dtype
+    last = ["--enforce-eager", "--no-enable-prefix-caching", "--load-format", "dummy"]
+    assert words[-4:] == last if name == "vllm" else not {*words} & {*last}
 
 
 # -- the status of a rejection ----------------------------------------------------------------------------------------------

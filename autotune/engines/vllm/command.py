@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, NoReturn
 
+from autotune.engines.named import ToServe
 from autotune.engines.vllm.named import check_installed
 from autotune.engines.vllm.scheduler import unfit_version
 from autotune.engines.vllm.serving import SECTION, Options
@@ -94,3 +95,47 @@ def run(command: ServeCommand) -> NoReturn:
     program = vllm_program()
     print(shlex.join(["vllm", *arguments]), file=sys.stderr, flush=True)
     os.execv(program[0], [*program, *arguments])
+
+
+def serve(asked: ToServe) -> NoReturn:
+    """Become the ``vllm serve`` that ``autotune serve`` was asked for. Raises :class:`InputError`."""
+    if asked.slo is None:
+        raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
+    run(
+        ServeCommand(
+            asked.model,
+            Options(
+                slo=str(asked.slo),
+                profile=None if asked.profile is None else str(asked.profile.resolve()),
+                classes=asked.classes,
+                controller=asked.controller,
+                log=None if asked.decisions is None else str(asked.decisions.resolve()),
+                reject_late=asked.reject_late,
+                relegate_late=asked.relegate_late,
+                off=not asked.controlled,
+                pinned=asked.pinned,
+            ),
+            None if asked.profile is None else asked.limits,
+            asked.prefill_rate,
+            {
+                "--host": asked.host,
+                "--port": asked.port,
+                "--dtype": asked.dtype,
+                "--max-model-len": asked.max_model_len,
+                "--served-model-name": asked.served_model_name,
+                "--seed": asked.seed or None,
+                "--shutdown-timeout": math.ceil(asked.grace_s),
+            },
+            (*as_options(asked.arguments), *asked.more),
+        )
+    )
+
+
+def as_options(arguments: Mapping[str, str]) -> list[str]:
+    """``arguments`` of vLLM's engine, as ``--engine-arg`` has them, as words of its command."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        switch = {"true": [f"--{option}"], "false": [f"--no-{option}"]}.get(value.lower())
+        words += switch or [f"--{option}", value]
+    return words

@@ -6,15 +6,16 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import psutil
 import yaml
 
+from autotune.engines.named import ByCommand, NamedEngine, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
 from autotune.engines.vllm.model import model_of, parameters_of
 from autotune.engines.vllm.scheduler import unfit
@@ -36,6 +37,7 @@ _POOL: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _POOL_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SHARE, _CPU_MOST = 0.3, 4 << 30  # of free memory, and bytes, for the KV pool on a CPU
 _LONGEST = 300  # characters of a complaint
+_DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 
 def check_installed() -> None:
@@ -80,6 +82,16 @@ class NamedVllm:
     classes: tuple[RequestClass, ...] = ()
 
     name = "vllm"
+
+    @property
+    def introduction(self) -> Sequence[str]:
+        """Its version, and the ceilings that it is started with."""
+        wide, stock = self.limits, self.stock
+        return [
+            f"engine {self.name} {self.version} · knobs move below the ceilings it is started with: "
+            f"{wide.max_batch_size} sequences, {wide.token_budget} tokens in a step. Its own would be {stock.max_batch_size} and "
+            f"{stock.token_budget}: the defaults that settings are compared with"
+        ]
 
     @property
     def _pool_is_ours(self) -> bool:
@@ -231,3 +243,27 @@ def _brief(error: Exception) -> str:
         text = str(error) or type(error).__name__
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _become(asked: ToServe) -> NoReturn:
+    from autotune.engines.vllm.command import serve  # which needs this module
+
+    serve(asked)
+
+
+_INSTEAD: Final = "what vLLM has in its place goes after --"
+
+ENGINE: Final = NamedEngine(
+    name="vllm",
+    title="vLLM",
+    load=load_vllm,
+    serving=ByCommand(
+        _become,
+        dict.fromkeys(
+            ("--device", "--kv-tokens", "--max-queue", "--ordering", "--threads", "--records", "--for"), _INSTEAD
+        ),
+    ),
+    dtypes=lambda: _DTYPES,
+    check=check_installed,
+    takes_arguments=True,
+)
