@@ -31,10 +31,11 @@ def run(place: Place, argument: str) -> None:
         sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(_ROOT), "--import-mode=importlib", "-q", "-p",
         "no:cacheprovider", "--tb=short", *(["-k", "norm", "-m", "not slow"] if place.dry else []), *files,
     ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         command,
         cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
