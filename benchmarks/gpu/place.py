@@ -85,6 +85,11 @@ def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 
     for _ in range(3):
         work()
     pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    busy = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    for _ in range(
+        16
+    ):  # some milliseconds, in which all that follows is queued: else small work is timed at the host's pace
+        busy.fill_(0)
     for begin, end in pairs:
         begin.record()
         work()

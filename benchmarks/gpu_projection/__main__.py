@@ -221,6 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"aim of {AIM:.2f} × floor at batch {batch}: {word} ({found.ratio:.2f}; bound {found.bound_s / found.floor_s:.2f})"
         )
+    print(
+        f"aim of {HOST_AIM_US} µs for the host at batch 64: {'met' if host[64] <= HOST_AIM_US else 'MISSED'} ({host[64]:.0f})"
+    )
     if not graphs:
         print(
             f"this tree has no CUDA graphs: the host launches {one.launches} calls a step, and a replay of one is not claimed"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.wheels import LIST, wheels
 from runtime.torch_backend.executor import TorchExecutor
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,38 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path: Path) -> None:
     assert again.returncode == 0 and "1 parts are done, 1 are left" in again.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert [one["state"] for one in found.values()] == ["done", "done"]
+
+
+BARE = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        missing = name.partition(".")[0] in sys.argv[1].split(",")
+        return None if missing else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+import benchmarks.gpu.__main__, benchmarks.gpu.running, benchmarks.gpu.page
+for part in ("fingerprint", "ceilings", "kernels", "graphs", "self_tests", "anatomy", "fault_memory", "fault_sticky"):
+    __import__(f"benchmarks.gpu.parts.{part}")
+"""
+
+
+def test_what_needs_no_server_and_no_profiler_needs_only_torch_triton_transformers_numpy_and_psutil() -> None:
+    given = {wheel.name.replace("-", "_") for wheel in wheels(LIST.read_text(encoding="utf-8"))}
+    brought_along = {"typer", "annotated_doc", "click", "rich", "markdown_it_py", "mdurl", "pygments", "shellingham"}
+    brought_along |= {"h11", "anyio", "idna", "attrs", "psutil"}
+    words = [sys.executable, "-c", BARE, ",".join(sorted(given - brought_along))]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {"TRITON_INTERPRET": "1"}
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_gpu_a_part_is_left_out_and_says_why(tmp_path: Path) -> None:

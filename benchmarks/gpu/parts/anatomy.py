@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu.parts.ceilings import copy_rate
 from benchmarks.gpu.place import Place, synchronized
 from benchmarks.gpu_projection.steps import Step
+from runtime.errors import DeviceError
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import LoadedModel, load_model
@@ -58,11 +59,23 @@ def run(place: Place, model: str) -> None:
         {"max_batch_size": 256} if "max_batch_size" in inspect.signature(TorchExecutor).parameters else {}
     )
     executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
+    failed = []
     for name, step in chosen.items():
         if step.blocks(_BLOCK) > room:
             place.keep(name, {"left_out": f"its {sum(step.context)} tokens of context do not fit beside the weights"})
             continue
-        place.keep(name, measured(executor, loaded, step, rate, flops, 2 if place.dry else 20))
+        try:
+            found = measured(executor, loaded, step, rate, flops, 2 if place.dry else 20)
+        except DeviceError:
+            raise
+        except Exception as error:
+            failed.append(name)
+            found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            del executor  # and with it the pool, before there is another whose state is whole
+            executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
+        place.keep(name, found)
+    if failed:
+        raise RuntimeError(f"{len(failed)} steps failed: {', '.join(failed)}")
 
 
 def measured(
