@@ -45,6 +45,8 @@ def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
     steps = {name: step for name, step in answers["anatomy"].items() if name != "model"}
     assert "left_out" in steps.pop("too large")
     assert all(step["ms"] > 0 and step["over_floor"] > 0 for step in steps.values()) and len(steps) == 5
+    assert len(answers["knob-change"]) == 4
+    assert all(change["steps_with_old_knobs"] <= 1 for change in answers["knob-change"].values())
     memory = answers["fault-memory"]
     assert memory["engine"] == {"lives": True, "same_tokens_as_before": True}
     assert (
@@ -99,7 +101,8 @@ class Without:
 
 sys.meta_path[:] = map(Without, sys.meta_path)
 import benchmarks.gpu.__main__, benchmarks.gpu.running, benchmarks.gpu.page
-for part in ("fingerprint", "ceilings", "kernels", "graphs", "self_tests", "anatomy", "fault_memory", "fault_sticky"):
+parts = "fingerprint ceilings kernels graphs self_tests anatomy knob_change fault_memory fault_sticky"
+for part in parts.split():
     __import__(f"benchmarks.gpu.parts.{part}")
 """
 

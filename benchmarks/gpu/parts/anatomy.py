@@ -6,7 +6,7 @@ import inspect
 import statistics
 import time
 from collections import Counter, deque
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -52,6 +52,7 @@ def run(place: Place, model: str) -> None:
     rate = place.earlier("ceilings", "copy_bytes_per_s") or copy_rate(loaded.device, 4 << 20 if place.dry else 4 << 30)
     flops = place.earlier("ceilings", "matmul_flops")
     place.keep("model", {"name": loaded.name, "bandwidth": rate, "matmul_flops": flops})
+    known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, flops)
     chosen = cases(place.dry)
     room = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
     fit = [step.blocks(_BLOCK) for step in chosen.values() if step.blocks(_BLOCK) <= room]
@@ -65,7 +66,7 @@ def run(place: Place, model: str) -> None:
             place.keep(name, {"left_out": f"its {sum(step.context)} tokens of context do not fit beside the weights"})
             continue
         try:
-            found = measured(executor, loaded, step, rate, flops, 2 if place.dry else 20)
+            found = measured(executor, known, step, 2 if place.dry else 20)
         except DeviceError:
             raise
         except Exception as error:
@@ -78,11 +79,20 @@ def run(place: Place, model: str) -> None:
         raise RuntimeError(f"{len(failed)} steps failed: {', '.join(failed)}")
 
 
-def measured(
-    executor: TorchExecutor, loaded: LoadedModel, step: Step, rate: float, flops: float | None, repeats: int
-) -> dict[str, Any]:
-    """Milliseconds of launching and collecting ``step``, its memory floor at ``rate`` bytes/s, and what it asks of the driver."""
-    plan, device = step.plan(_BLOCK), loaded.device
+class Known(NamedTuple):
+    """Of a model and its device. ``weights``: bytes that a step reads of them; ``layers``: parameters, embedding and head left
+    out; ``kv``: bytes of a token of context; ``rate``: bytes/s of a copy; ``flops``: of products a second, if measured."""
+
+    weights: int
+    layers: int
+    kv: int
+    rate: float
+    flops: float | None
+
+
+def measured(executor: TorchExecutor, known: Known, step: Step, repeats: int) -> dict[str, Any]:
+    """Milliseconds of launching and collecting ``step``, its memory floor, and what it asks of the driver."""
+    plan, device = step.plan(_BLOCK), executor.device
     found: dict[str, Any] = {}
     begun = time.perf_counter()
     _whole(executor, plan)
@@ -101,10 +111,10 @@ def measured(
     found["host_ms"] = round((time.process_time() - host) / repeats * 1e3, 3)
     seconds = statistics.median(all_of_it)
     found["ms"], found["launch_ms"] = round(seconds * 1e3, 3), round(statistics.median(launching) * 1e3, 3)
-    floor = (weight_bytes(loaded) + sum(step.context) * loaded.kv_bytes_per_token) / rate
+    floor = (known.weights + sum(step.context) * known.kv) / known.rate
     found["floor_ms"], found["over_floor"] = round(floor * 1e3, 3), round(seconds / floor, 3)
-    if flops and max(step.new) > 1:
-        found["share_of_matmul_peak"] = round(2 * sum(step.new) * layer_parameters(loaded) / seconds / flops, 3)
+    if known.flops and max(step.new) > 1:
+        found["share_of_matmul_peak"] = round(2 * sum(step.new) * known.layers / seconds / known.flops, 3)
     if device.type == "cuda":
         found |= _waits(executor, plan) | _profiled(executor, plan)
     return found
