@@ -6,6 +6,7 @@ import inspect
 import statistics
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import LoadedModel, load_model
 
 _BLOCK: Final = 16
+_ROOM: Final = 64  # tokens that a sequence may grow by: more than steps that are measured
 _DRIVER: Final = (
     "cudaLaunchKernel",
     "cuLaunchKernel",
@@ -55,14 +57,15 @@ def run(place: Place, model: str) -> None:
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, flops)
     chosen = cases(place.dry)
     room = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
-    fit = [step.blocks(_BLOCK) for step in chosen.values() if step.blocks(_BLOCK) <= room]
+    needed = {name: step.blocks(_BLOCK, _ROOM) for name, step in chosen.items()}
+    fit = [blocks for blocks in needed.values() if blocks <= room]
     recorded: dict[str, Any] = (
         {"max_batch_size": 256} if "max_batch_size" in inspect.signature(TorchExecutor).parameters else {}
     )
     executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
     failed = []
     for name, step in chosen.items():
-        if step.blocks(_BLOCK) > room:
+        if needed[name] > room:
             place.keep(name, {"left_out": f"its {sum(step.context)} tokens of context do not fit beside the weights"})
             continue
         try:
@@ -92,18 +95,19 @@ class Known(NamedTuple):
 
 def measured(executor: TorchExecutor, known: Known, step: Step, repeats: int) -> dict[str, Any]:
     """Milliseconds of launching and collecting ``step``, its memory floor, and what it asks of the driver."""
-    plan, device = step.plan(_BLOCK), executor.device
+    whole, device = step.plan(_BLOCK, _ROOM), executor.device
+    plans = (whole._replace(step=number) for number in range(_ROOM))  # as in service, each step a token further
     found: dict[str, Any] = {}
     begun = time.perf_counter()
-    _whole(executor, plan)
+    _whole(executor, next(plans))
     found["first_ms"] = round((time.perf_counter() - begun) * 1e3, 2)  # compiles its kernels, or captures a graph
     for _ in range(3):
-        _whole(executor, plan)
+        _whole(executor, next(plans))
     launching, all_of_it, host = [], [], time.process_time()
     for _ in range(repeats):
         synchronized(device)
         begun = time.perf_counter()
-        executor.launch(plan)
+        executor.launch(next(plans))
         launched = time.perf_counter()
         executor.collect()
         all_of_it.append(time.perf_counter() - begun)
@@ -116,8 +120,22 @@ def measured(executor: TorchExecutor, known: Known, step: Step, repeats: int) ->
     if known.flops and max(step.new) > 1:
         found["share_of_matmul_peak"] = round(2 * sum(step.new) * known.layers / seconds / known.flops, 3)
     if device.type == "cuda":
-        found |= _waits(executor, plan) | _profiled(executor, plan)
+        found |= _waits(executor, next(plans)) | _profiled(executor, next(plans))
+    if getattr(executor, "overlaps", False):
+        found["overlapped_ms"] = round(_overlapped(executor, plans, repeats) * 1e3, 3)
     return found
+
+
+def _overlapped(executor: TorchExecutor, plans: Iterator[Any], repeats: int) -> float:
+    """Seconds a step where the next one is launched before the last one is collected."""
+    executor.launch(next(plans))
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        executor.launch(next(plans))
+        executor.collect()
+    seconds = (time.perf_counter() - begun) / repeats
+    executor.collect()
+    return seconds
 
 
 def _whole(executor: TorchExecutor, plan: Any) -> None:
