@@ -175,7 +175,12 @@ def test_a_load_is_the_same_for_the_same_seed_and_has_its_rate() -> None:
 def test_the_list_of_wheels_can_be_read_and_says_which_are_compiled() -> None:
     found = {wheel.name: wheel for wheel in wheels(LIST.read_text(encoding="utf-8"))}
     assert {"optuna", "fastapi", "pydantic", "pytest"} < found.keys()
-    assert {name for name, wheel in found.items() if wheel.compiled} == {"pydantic-core", "psutil", "scipy", "hypothesis"}
+    assert {name for name, wheel in found.items() if wheel.compiled} == {
+        "pydantic-core",
+        "psutil",
+        "scipy",
+        "hypothesis",
+    }
     assert not {"torch", "triton", "transformers", "numpy"} & found.keys()
 
 
