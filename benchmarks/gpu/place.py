@@ -1,0 +1,106 @@
+"""Where a part runs, how large its questions are, and where its answers go."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LeftOutError(Exception):
+    """The part cannot run here, and says why; that is no failure."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``dry``: on the CPU, with tiny shapes, to see that all of it runs. ``folder``: of the results."""
+
+    folder: Path
+    file: Path
+    dry: bool
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def model(self, name: str) -> str:
+        """The preset ``name``, or the smallest there is."""
+        return "nano" if self.dry else name
+
+    def dtype(self) -> str:
+        return "float32" if self.dry else "bfloat16"
+
+    def keep(self, name: str, found: object) -> None:
+        """Write an answer at once: what is kept survives whatever ends the part."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "found": found}) + "\n")
+        print(f"> {name}: {_short(found)}", flush=True)
+
+    def earlier(self, part: str, name: str) -> Any:
+        """What another part has found; None if it has not run."""
+        return read(self.folder / f"{part}.jsonl").get(name)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The answers in ``file``, by name; a line that was cut off is left out."""
+    found: dict[str, Any] = {}
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                answer = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            found[answer["name"]] = answer["found"]
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``, whole or not at all."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _short(found: object) -> str:
+    text = json.dumps(found)
+    return text if len(text) <= 150 else f"{text[:147]}..."
+
+
+def seconds_of(device: torch.device, work: Callable[[], object], repeats: int = 20) -> float:
+    """The median of the seconds that ``work`` takes on ``device``, by its events; on a CPU by the clock."""
+    import torch
+
+    cuda: Any = torch.cuda  # whose events have no types
+    if device.type == "cpu":  # once: a kernel that is interpreted takes seconds
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+    for _ in range(3):
+        work()
+    pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    busy = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    for _ in range(
+        16
+    ):  # some milliseconds, in which all that follows is queued: else small work is timed at the host's pace
+        busy.fill_(0)
+    for begin, end in pairs:
+        begin.record()
+        work()
+        end.record()
+    cuda.synchronize()
+    return float(sorted(begin.elapsed_time(end) / 1e3 for begin, end in pairs)[repeats // 2])
+
+
+def synchronized(device: torch.device) -> None:
+    """Wait until ``device`` has done all it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

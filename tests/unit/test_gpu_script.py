@@ -1,0 +1,197 @@
+"""The script for the hour when a GPU is there: how parts end, what is kept, its page, its client, its list of wheels."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.client import Answered, Asked, load, send, summary
+from benchmarks.gpu.page import page
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.place import Place, read, write
+from benchmarks.gpu.running import Ended, ended, results, run_parts
+from benchmarks.gpu.wheels import LIST, fetching, wheels
+from runtime.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+NOTHING = Part("fingerprint", "Nothing in so short a time", "fingerprint", 0.05)
+
+
+def test_every_part_has_its_module_and_a_limit_that_a_call_of_ten_minutes_can_hold() -> None:
+    for part in PARTS:
+        assert (ROOT / "benchmarks" / "gpu" / "parts" / f"{part.module}.py").exists(), part.name
+        assert 0 < part.limit_s < 9.5 * 60
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+def test_what_is_kept_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    place = Place(tmp_path, tmp_path / "x.jsonl", dry=True)
+    place.keep("a", 1)
+    place.keep("a", {"again": 2})
+    with place.file.open("a") as file:
+        file.write('{"name": "b", "fou')
+    assert read(place.file) == {"a": {"again": 2}}
+    assert place.earlier("x", "a") == {"again": 2} and place.earlier("never", "a") is None
+
+
+def test_a_part_that_takes_too_long_is_ended_and_the_next_is_begun(tmp_path: Path) -> None:
+    said: list[str] = []
+    other = NOTHING._replace(name="ceilings", module="ceilings")
+    assert run_parts([NOTHING, other], tmp_path, dry=True, minutes=60, say=said.append) == (False, [])
+    for part in (NOTHING, other):
+        how = ended(tmp_path, part)
+        assert how is not None and how.state == "out of time" and "longer than 0 s" in how.why and how.dry
+
+
+def test_what_may_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
+    said: list[str] = []
+    later = NOTHING._replace(name="served", limit_s=500)
+    assert run_parts([NOTHING, later], tmp_path, dry=True, minutes=2, say=said.append) == (False, [later])
+    assert "--resume goes on here" in said[-1] and ended(tmp_path, later) is None
+
+
+def test_how_a_part_ended_is_none_where_nothing_can_be_read(tmp_path: Path) -> None:
+    assert ended(tmp_path, NOTHING) is None
+    write(tmp_path / "fingerprint.state.json", "{")
+    assert ended(tmp_path, NOTHING) is None
+    write(tmp_path / "fingerprint.state.json", json.dumps(Ended("done", 3.0)._asdict()))
+    assert ended(tmp_path, NOTHING) == Ended("done", 3.0)
+
+
+def test_the_page_has_every_part_and_its_answers(tmp_path: Path) -> None:
+    first, second = PARTS[0], PARTS[2]
+    place = Place(tmp_path, tmp_path / f"{second.name}.jsonl", dry=False)
+    for name in ("attention", "norm"):
+        place.keep(name, {"error": 0.00123456, "us": 3.0})
+    place.keep("alone", [1, "a | b"])
+    write(tmp_path / f"{first.name}.state.json", json.dumps(Ended("left out", 1.0, "no GPU")._asdict()))
+    write(tmp_path / f"{second.name}.state.json", json.dumps(Ended("failed", 2.0, "it broke")._asdict()))
+    text = page(results(PARTS, tmp_path))
+    assert (
+        f"| {first.name} | left out | 1 | no GPU |" in text
+        and f"## {second.title}" in text
+        and "**failed**: it broke" in text
+    )
+    assert "| |error|us|" in text and "| attention | 0.001235 | 3 |" in text and "- **alone**: 1, a \\| b" in text
+    assert "dry run" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--part", "all"], "--part is all; it must be one of fingerprint, ceilings, "),
+        (["--minutes", "0"], "0; it must be 1 to 1440 minutes"),
+        (["--minutes", "soon"], "soon; it must be 1 to 1440 minutes"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as error:  # argparse's own
+        code = int(error.code or 0)
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["--out", str(tmp_path / "file" / "x")]) == 2
+    assert "error: --out is " in capsys.readouterr().err
+
+
+# -- the client -------------------------------------------------------------------------------------------------------
+
+
+class Canned(BaseHTTPRequestHandler):
+    """Answers as a server of completions does; a prompt that begins with 13 is refused, and one with 14 is cut short."""
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        first = body["prompt"][0]
+        if first == 13:
+            self._send(429, b"too late")
+            return
+        count = body["max_tokens"] - (first == 14)
+        events: list[dict[str, Any]] = [{"choices": [{"text": ""}]} for _ in range(count)]
+        events.append({"choices": [], "usage": {"completion_tokens": count}})
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self._send(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def _send(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_answers_are_those_of_their_requests(url: str) -> None:
+    asked = [Asked(0.0, [1, 2], 3), Asked(0.0, [13], 3), Asked(0.02, [14], 3), Asked(0.0, [5], 7)]
+    answers, seconds = send(url, asked)
+    assert [a.tokens for a in answers] == [3, 0, 2, 7] and seconds >= 0.02
+    assert [a.error for a in answers] == ["", "429: too late", "2 of 3 tokens came", ""]
+    assert 0 < answers[0].first_s <= answers[0].last_s
+    told = summary(answers, 2.0)
+    assert told["requests"] == 4 and told["failed"] == 2 and told["tokens_per_s"] == 5.0
+
+
+def test_latencies_are_of_those_that_were_answered() -> None:
+    told = summary([Answered(0.1, 0.5, 5), Answered(0.3, 0.3, 1), Answered(9.0, 9.0, 0, "lost")], 1.0)
+    assert told["ttft_ms"] == {"p50": 200.0, "p99": 300.0} and told["tpot_ms"] == {"p50": 100.0, "p99": 100.0}
+
+
+def test_a_load_is_the_same_for_the_same_seed_and_has_its_rate() -> None:
+    drawn = load(400, 10.0, prompt=20, output=8, vocabulary=1000, seed=3)
+    assert drawn == load(400, 10.0, prompt=20, output=8, vocabulary=1000, seed=3)
+    assert 30 < drawn[-1].at < 50 and {len(a.prompt) for a in drawn} == set(range(10, 31))
+    assert {a.output for a in drawn} == set(range(4, 13))
+    assert {a.at for a in load(3, None, prompt=4, output=4, vocabulary=400, seed=1)} == {0.0}
+
+
+# -- wheels -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_wheels_can_be_read_and_says_which_are_compiled() -> None:
+    found = {wheel.name: wheel for wheel in wheels(LIST.read_text(encoding="utf-8"))}
+    assert {"optuna", "fastapi", "pydantic", "pytest"} < found.keys()
+    assert {name for name, wheel in found.items() if wheel.compiled} == {
+        "pydantic-core",
+        "psutil",
+        "scipy",
+        "hypothesis",
+    }
+    assert not {"torch", "triton", "transformers", "numpy"} & found.keys()
+
+
+def test_a_compiled_wheel_is_fetched_for_its_python(tmp_path: Path) -> None:
+    pure, compiled = wheels("a==1.0\nb-c==2.1 compiled\n")
+    assert "any" in fetching(pure, tmp_path, "3.12") and "py" in fetching(pure, tmp_path, "3.12")
+    words = fetching(compiled, tmp_path, "3.12")
+    assert words[-1] == "b-c==2.1" and "cp" in words and "3.12" in words and "manylinux2014_x86_64" in words
+
+
+@pytest.mark.parametrize("line", ["anyio", "anyio==4\nanyio==5", "anyio>=4", "Anyio == 4"])
+def test_a_line_that_is_none_is_named(line: str) -> None:
+    with pytest.raises(InputError, match=r"wheels.txt, line [12]: .*it must be NAME==VERSION"):
+        wheels(line)
