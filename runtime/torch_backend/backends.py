@@ -17,6 +17,7 @@ from runtime.torch_backend.cpu.linear import pack_linears
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.padded import PaddedAttention
+from runtime.torch_backend.sampling import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,13 @@ _MIN_CACHE_BYTES = 64 << 20
 
 class Backend(NamedTuple):
     """``operations``: of fused layers. ``attention``: makes what attends over a pool. ``lay_out``: brings the weights of a model
-    whose layers are fused into the layout that suits the device."""
+    whose layers are fused into the layout that suits the device. ``sampler``: makes what samples, of the size of the vocabulary,
+    the device and a seed."""
 
     operations: Operations
     attention: Callable[[KVPool, Loaded], AttentionBackend]
     lay_out: Callable[[nn.Module], object]
+    sampler: Callable[[int, torch.device, int], Sampler] = Sampler
 
 
 def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:

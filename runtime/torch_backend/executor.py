@@ -24,7 +24,7 @@ from runtime.torch_backend.inputs import DecodeRows, Ints, PackedBatch, chunk_sl
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
-from runtime.torch_backend.sampling import Drawn, Sampler
+from runtime.torch_backend.sampling import Drawn
 from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
 from runtime.torch_backend.transfer import Readback, to_device
@@ -121,13 +121,13 @@ class TorchExecutor:
         self.loaded = loaded
         self.device = loaded.device
         self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device)
-        self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
+        backend = backend or backend_for(loaded.device)
+        self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
         self._clock = clock or MonotonicClock()
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
-        backend = backend or backend_for(loaded.device)
         fuse_norms(loaded.model)
         fuse_layers(loaded.model, backend.operations)
         backend.lay_out(loaded.model)

@@ -86,20 +86,25 @@ class Sampler:
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
         if not sequences:
             return Drawn(sequences, [], [])
-        ids = _argmax(logits)
         params = [sequence.request.params for sequence in sequences]
-        changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
-        if changed:
-            at = _indices(changed, logits.device)
-            drawn = self._draw(_rows(logits, changed, at).float(), [sequences[row] for row in changed])
-            ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
+        ids = self._choose(logits, sequences, params)
         scored = [row for row, p in enumerate(params) if p.logprobs is not None]
         return Drawn(sequences, [ids, *_logprobs(logits, scored, ids, params)], scored)
+
+    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams]) -> torch.Tensor:
+        """A token id for each row [n], −1 where the row is unsound. ``logits`` stay as they are."""
+        ids = _argmax(logits)
+        changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
+        if changed:
+            at = row_indices(changed, logits.device)
+            drawn = self._draw(_rows(logits, changed, at).float(), [sequences[row] for row in changed])
+            ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
+        return ids
 
     def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         """Token ids for rows [m, vocab] (float32, ours to overwrite) that are penalised, or not greedy, or both."""
         params = [sequence.request.params for sequence in sequences]
-        _penalise(logits, sequences)
+        penalise(logits, sequences)
         rows = [row for row, p in enumerate(params) if p.temperature]
         if not rows:
             return _argmax(logits)
@@ -107,7 +112,7 @@ class Sampler:
         uniform = [self._uniform(sequences[row]) for row in rows]
         if len(rows) == len(params):
             return _invert(_filter(logits, hot), uniform)
-        at = _indices(rows, logits.device)
+        at = row_indices(rows, logits.device)
         drawn = _invert(_filter(_rows(logits, rows, at), hot), uniform)
         return _argmax(logits).index_copy(0, at, drawn)
 
@@ -124,7 +129,8 @@ def _nan_error(sequence: Sequence) -> StepFailedError:
     return StepFailedError(f"request {sequence.request.id}: NaN logits (or infinite ones) at output token {at}")
 
 
-def _indices(rows: list[int], device: torch.device) -> torch.Tensor:
+def row_indices(rows: list[int], device: torch.device) -> torch.Tensor:
+    """``rows`` on ``device``."""
     return to_device([np.array(rows, np.int64)], device)[0]
 
 
@@ -169,7 +175,7 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return to_device([np.array(values, np.float32)], like.device)[0].unsqueeze(-1)
 
 
-def _penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+def penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
     """Divide the positive and multiply the negative logits of tokens already seen, in place (Keskar et al. 2019)."""
     flat, penalties = [], []
     for row, sequence in enumerate(sequences):
@@ -192,7 +198,7 @@ def _filter(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     vocab = logits.shape[1]
     cut = [row for row, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1]
     if cut:
-        at = _indices(cut, logits.device)
+        at = row_indices(cut, logits.device)
         lowest = _lowest_kept(_sorted(_rows(logits, cut, at)), [params[row] for row in cut])
         if len(cut) < len(params):
             every = torch.full((len(params), 1), -torch.inf, device=logits.device)
@@ -208,7 +214,7 @@ def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.
     """The smallest logit that top-k and then top-p keep, [m, 1], from sorted rows [m, vocab] (overwritten)."""
     vocab = ascending.shape[1]
     first = [vocab - p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    lowest = ascending.gather(-1, _indices(first, ascending.device).unsqueeze(-1))
+    lowest = ascending.gather(-1, row_indices(first, ascending.device).unsqueeze(-1))
     if all(p.top_p == 1 for p in params):
         return lowest
     ascending.masked_fill_(ascending < lowest, -torch.inf)
@@ -239,7 +245,7 @@ def _logprobs(
     there are none."""
     if not rows:
         return []
-    at = _indices(rows, logits.device)
+    at = row_indices(rows, logits.device)
     log_p = _rows(logits, rows, at).float().log_softmax(-1)
     picked = ids.index_select(0, at).clamp(min=0).unsqueeze(-1)  # an unsound row's are nobody's
     most = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])

@@ -15,6 +15,7 @@ from runtime.torch_backend.cuda.attention import paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, plan_sizes
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write
+from runtime.torch_backend.cuda.sampler import KernelSampler
 from runtime.torch_backend.cuda.tiles import multiprocessors_of, next_power_of_2
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
@@ -144,4 +145,9 @@ class PagedAttention:
         )  # fmt: skip
 
 
-CUDA = Backend(CUDAOperations(), lambda pool, loaded: PagedAttention(pool, loaded.device), lambda model: None)
+CUDA = Backend(
+    CUDAOperations(),
+    lambda pool, loaded: PagedAttention(pool, loaded.device),
+    lambda model: None,
+    sampler=KernelSampler,
+)
