@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +53,35 @@ class Drawn:
         return out
 
 
+class Columns(NamedTuple):
+    """Sampling parameters on the device, ``[rows]`` each: ``temperature``, ``top_p`` and ``min_p`` float32, ``top_k`` int32,
+    ``seed`` and ``position`` (how many tokens the request has put out) int64."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+
+
+@runtime_checkable
+class FixedSampler(Protocol):
+    """A sampler that needs nothing of a row but its logits and its :class:`Columns`, so that a step can be recorded."""
+
+    def choose_from(self, logits: torch.Tensor, columns: Columns, out: torch.Tensor) -> torch.Tensor:
+        """Write a token id for each row of ``logits [rows, vocab]`` to ``out [rows]`` (int64), −1 where the row is unsound."""
+        ...
+
+    def seed_of(self, sequence: Sequence) -> int:
+        """The key of all draws of ``sequence``: 64 bits, signed."""
+        ...
+
+    def top_k_of(self, params: SamplingParams) -> int:
+        """``params.top_k``, or 0 where that keeps all."""
+        ...
+
+
 class Sampler:
     """Chooses the next token of every row.
 
@@ -80,28 +111,33 @@ class Sampler:
         return drawn.tokens(Readback(drawn.tensors).wait())
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-        """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing."""
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Container[Sequence] = ()) -> Drawn:
+        """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing. ``ahead``: of whom one token
+        more has been sampled than the host knows."""
         if logits.shape != (len(sequences), self.vocab_size):
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
         if not sequences:
             return Drawn(sequences, [], [])
         params = [sequence.request.params for sequence in sequences]
-        ids = self._choose(logits, sequences, params)
+        ids = self._choose(logits, sequences, params, [len(s.output) + (s in ahead) for s in sequences])
         scored = [row for row, p in enumerate(params) if p.logprobs is not None]
         return Drawn(sequences, [ids, *_logprobs(logits, scored, ids, params)], scored)
 
-    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams]) -> torch.Tensor:
-        """A token id for each row [n], −1 where the row is unsound. ``logits`` stay as they are."""
+    def _choose(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], positions: list[int]
+    ) -> torch.Tensor:
+        """A token id for each row [n], −1 where the row is unsound. ``logits`` stay as they are. ``positions``: how many tokens
+        each has put out."""
         ids = _argmax(logits)
         changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
         if changed:
             at = row_indices(changed, logits.device)
-            drawn = self._draw(_rows(logits, changed, at).float(), [sequences[row] for row in changed])
+            rows, places = [sequences[row] for row in changed], [positions[row] for row in changed]
+            drawn = self._draw(_rows(logits, changed, at).float(), rows, places)
             ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
         return ids
 
-    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence], positions: list[int]) -> torch.Tensor:
         """Token ids for rows [m, vocab] (float32, ours to overwrite) that are penalised, or not greedy, or both."""
         params = [sequence.request.params for sequence in sequences]
         penalise(logits, sequences)
@@ -109,18 +145,18 @@ class Sampler:
         if not rows:
             return _argmax(logits)
         hot = [params[row] for row in rows]
-        uniform = [self._uniform(sequences[row]) for row in rows]
+        uniform = [self._uniform(sequences[row], positions[row]) for row in rows]
         if len(rows) == len(params):
             return _invert(_filter(logits, hot), uniform)
         at = row_indices(rows, logits.device)
         drawn = _invert(_filter(_rows(logits, rows, at), hot), uniform)
         return _argmax(logits).index_copy(0, at, drawn)
 
-    def _uniform(self, sequence: Sequence) -> float:
+    def _uniform(self, sequence: Sequence, position: int) -> float:
         """The draw of this request at this position: uniform in [0, 1), 53 bits."""
         seed = sequence.request.params.seed
         name = f"seed {seed}" if seed is not None else f"id {self.seed} {sequence.request.id}"
-        digest = blake2b(f"{name} {len(sequence.output)}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{name} {position}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 

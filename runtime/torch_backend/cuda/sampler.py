@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.request import SamplingParams, Sequence
 from runtime.torch_backend.cuda.sampling import greedy, sample
-from runtime.torch_backend.sampling import Sampler, penalise, row_indices
+from runtime.torch_backend.sampling import Columns, Sampler, penalise, row_indices
 from runtime.torch_backend.transfer import to_device
 
 
@@ -22,11 +22,13 @@ class KernelSampler(Sampler):
     Without a seed of its own a request has a hash of (the sampler's seed, the request's id).
     """
 
-    def _choose(self, logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams]) -> Tensor:
+    def _choose(
+        self, logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], positions: list[int]
+    ) -> Tensor:
         penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
         if not penalised and not any(p.temperature for p in params):
             return greedy(logits)
-        columns = self._columns(sequences, params)
+        columns = self._columns(sequences, params, positions)
         ids = sample(logits, *columns)
         if penalised:  # which reads tokens that only the host lists; in float32, as a penalty would be rounded in less
             at = row_indices(penalised, logits.device)
@@ -36,13 +38,16 @@ class KernelSampler(Sampler):
             ids.index_copy_(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
         return ids
 
-    def _columns(self, sequences: Seq[Sequence], params: Seq[SamplingParams]) -> list[Tensor]:
-        """What :func:`~runtime.torch_backend.cuda.sampling.sample` takes besides logits, each ``[n]`` on the device."""
+    def choose_from(self, logits: Tensor, columns: Columns, out: Tensor) -> Tensor:
+        """As :class:`~runtime.torch_backend.sampling.FixedSampler` says: one launch."""
+        return sample(logits, *columns, out=out)
+
+    def _columns(self, sequences: Seq[Sequence], params: Seq[SamplingParams], positions: list[int]) -> Columns:
         count = len(params)
         wide = -(-count // 4) * 4  # columns begin at 16 bytes: Triton compiles others apart
         whole = np.zeros((2, wide), np.int64)
         whole[0, :count] = [self.seed_of(sequence) for sequence in sequences]
-        whole[1, :count] = [len(sequence.output) for sequence in sequences]
+        whole[1, :count] = positions
         real = np.zeros((4, wide), np.float32)
         real[0, :count] = [p.temperature for p in params]
         real[1, :count] = [p.top_p for p in params]
@@ -52,7 +57,7 @@ class KernelSampler(Sampler):
         [rest] = to_device([real], self.device)
         seed, position = (column[:count] for column in seed_position)
         temperature, top_p, min_p, top_k = (column[:count] for column in rest)
-        return [temperature, top_k.view(torch.int32), top_p, min_p, seed, position]
+        return Columns(temperature, top_k.view(torch.int32), top_p, min_p, seed, position)
 
     def top_k_of(self, params: SamplingParams) -> int:
         """0 where it keeps all."""
