@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from math import isfinite
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, RejectedError
 from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.ordering import ORDERINGS
 from runtime.records import FinishReason
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
 from tests.examples import examples
 from tests.unit.late_executor import POISON, LateWorld
 
@@ -32,7 +36,35 @@ events = st.one_of(
         st.builds(Knobs, st.integers(1, 12), st.sampled_from([0, 0, 15]), st.integers(1, 40), st.integers(1, 20)),
     ),
     st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("timeout"), prompts, st.integers(1, 18), st.floats(0, 0.2)),
+    st.tuples(st.just("budget"), st.sampled_from([None, 0, 3, 12])),
+    st.tuples(st.just("admission"), st.sampled_from([None, "reject", "relegate"])),
 )
+
+
+class Budget:
+    """A step policy, which has to have its view."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def budget(self, view: SchedulerView) -> int:
+        assert view.running + view.waiting > 0
+        assert all(isfinite(left) for _, left in view.token_deadlines)
+        return self.tokens
+
+
+class Rate:
+    prefill_rate = 400.0
+
+
+def add(world: LateWorld, *args: Any, **fields: Any) -> None:
+    name = f"r{len(world.sequences)}"
+    try:
+        world.add(*args, **fields)
+    except RejectedError:
+        assert name not in world.sequences
 
 
 def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
@@ -40,7 +72,16 @@ def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
         if what == "add":
             prompt, max_tokens, penalty = rest
             if len(prompt) + max_tokens <= world.scheduler.most_request_tokens:
-                world.add(prompt, max_tokens, penalty)
+                add(world, prompt, max_tokens, penalty)
+        elif what == "timeout":
+            prompt, max_tokens, seconds = rest
+            if len(prompt) + max_tokens <= world.scheduler.most_request_tokens:
+                add(world, prompt, max_tokens, expires=world.now + seconds)
+        elif what == "budget":
+            world.core.policy = None if rest[0] is None else Budget(rest[0])
+        elif what == "admission":
+            policy = None if rest[0] is None else AdmissionPolicy(late=rest[0])
+            world.core.set_admission(policy, source=Rate())
         elif what == "cancel" and world.live:
             world.cancel(world.live[rest[0] % len(world.live)])
         elif what == "knobs":
@@ -53,9 +94,9 @@ def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
     return world
 
 
-@settings(max_examples=examples(1), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(3), suppress_health_check=list(HealthCheck))
 @given(
-    script=st.lists(events, max_size=40),
+    script=st.lists(events, min_size=10, max_size=60),
     blocks=st.integers(10, 26),
     ordering=st.sampled_from(sorted(ORDERINGS)),
     prefix=st.booleans(),
@@ -65,7 +106,9 @@ def test_outputs_are_the_same_with_and_without(
 ) -> None:
     """Each run is held against what had to come of each request; so both gave the same."""
     for overlaps in (False, True):
-        play(LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix), script)
+        world = LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix)
+        world.scheduler.slack.slos["default"] = SLO(ttft_ms=80, tpot_ms=25, itl_ms=40)
+        play(world, script)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
