@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sized
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from runtime.ceilings import Load, MemoryCeilings
 from runtime.errors import DeviceError
 from runtime.expiries import Expiries
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import Admission, AdmissionPolicy
-from runtime.llm.plan import Executor, StepPlan, StepResult
+from runtime.llm.plan import Executor, OverlappingExecutor, StepPlan, StepResult
 from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Finished, Scheduler
 from runtime.llm.slack import SlackTracker
@@ -49,6 +49,15 @@ class StepOutcome(NamedTuple):
     finished: Seq[Finished]
     wake_at: float
     end: float
+
+
+class _Flight(NamedTuple):
+    """A step that the device has been given at ``start``. ``rows``: what decoded then. ``error``: what launching it raised."""
+
+    plan: StepPlan
+    rows: tuple[Sequence, ...]
+    start: float
+    error: Exception | None
 
 
 class Adjustable(Protocol):
@@ -110,6 +119,11 @@ class EngineCore:
         self._expiries: Expiries[Sequence] = Expiries(_ended)
         self._own_ordering: Ordering = scheduler.waiting.ordering
         self._unordered: list[tuple[Sequence, Exception]] = []  # an ordering raised for them: they are to end
+        self._overlapping: OverlappingExecutor | None = None
+        if getattr(executor, "overlaps", False):
+            self._overlapping = cast(OverlappingExecutor, executor)
+        self._flight: _Flight | None = None
+        self._last_end = -inf
 
     @property
     def limits(self) -> KnobLimits:
@@ -146,7 +160,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     @property
     def next_expiry(self) -> float:
@@ -220,21 +234,18 @@ class EngineCore:
 
     def step(self, now: float, until: float = inf) -> StepOutcome:
         """Run one step that starts at ``now``. ``until`` bounds a fast-forwarded one (next arrival or control tick), as do a
-        timeout and the end of a wait window."""
+        timeout and the end of a wait window.
+
+        Where the executor overlaps steps, the step whose outcome is returned was launched by the call before, and another one is
+        in flight when it returns, if there is one to run."""
         finished: list[Finished] = []
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
-        settings, scheduler = self.settings, self.scheduler
-        epoch, knobs = settings.current
+        scheduler = self.scheduler
         if self._unordered:
             self._end_unordered(now, finished)
-        budget = None
-        if settings.policy is not None:
-            budget = self._policy_budget(now)
-        elif scheduler.slack.following:
-            scheduler.slack.stop()
-        plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
-        if scheduler.rejected:
-            finished += self._rejected()
+        if self._overlapping is not None:
+            return self._overlapped(self._overlapping, now, expiry, finished)
+        plan = self._schedule(now, finished)
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
         try:
@@ -260,6 +271,71 @@ class EngineCore:
             scheduler.admission.observe(record)
         scheduler.waiting.stepped(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
+
+    def _schedule(self, now: float, finished: list[Finished]) -> StepPlan:
+        settings, scheduler = self.settings, self.scheduler
+        epoch, knobs = settings.current
+        budget = None
+        if settings.policy is not None:
+            budget = self._policy_budget(now)
+        elif scheduler.slack.following:
+            scheduler.slack.stop()
+        plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
+        if scheduler.rejected:
+            finished += self._rejected()
+        return plan
+
+    def _overlapped(
+        self, executor: OverlappingExecutor, now: float, expiry: float, finished: list[Finished]
+    ) -> StepOutcome:
+        """:meth:`step`, one step deep: the next step is planned and launched, then the one in flight collected.
+
+        Who reaches max_tokens is known before; who stops otherwise, fails or has been cancelled has a row in the next step for
+        nothing, whose token is dropped. Nothing is launched ahead that would preempt, or behind a step in trouble; a step that
+        needs the tokens of the last one is launched as soon as they are there.
+        """
+        scheduler, flight = self.scheduler, self._flight
+        if flight is None:
+            plan = self._schedule(now, finished)
+            if plan.empty:
+                return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
+            flight = _launched(executor, plan, now)
+        unsettled = scheduler.commit(flight.plan, now)
+        ahead = None if flight.error is not None else self._ahead(executor, now, finished)
+        late = ahead is not None and executor.needs_tokens(ahead)
+        follower = None if ahead is None or late else _launched(executor, ahead, now)
+        result = _of_those_alive(_collected(executor, flight, max(now, self._last_end)))
+        if self._output is not None:
+            stopped = self._output.process(result)
+            if stopped:
+                result = result._replace(stopped=[*result.stopped, *stopped])
+        if ahead is not None and late:
+            follower = _launched(executor, ahead, now)
+        self._flight = follower
+        ended = scheduler.settle(unsettled, result)
+        for sequence, _ in ended:
+            self.executor.release(sequence)
+        finished += ended
+        start, self._last_end = max(flight.start, self._last_end), result.ends[-1]
+        record = self._record(flight.plan, result, start)
+        running, waiting, tokens, free = unsettled.after
+        record = record._replace(
+            running=running, waiting=waiting, waiting_tokens=tokens, kv_free_blocks=free,
+            sampled=len(result.tokens), failed=len(result.failed),
+        )  # fmt: skip
+        if result.oom or self.memory.lowered:
+            self._learn_memory(flight.plan, result)
+        if scheduler.admission is not None:
+            scheduler.admission.observe(record)
+        scheduler.waiting.stepped(record)
+        return StepOutcome(record, result, finished, flight.plan.wake_at, result.ends[-1])
+
+    def _ahead(self, executor: OverlappingExecutor, now: float, finished: list[Finished]) -> StepPlan | None:
+        """The plan of the step behind the one in flight, if there is one and it may be made now."""
+        if executor.in_trouble or self.memory.lowered or not self.scheduler.can_plan_ahead:
+            return None
+        plan = self._schedule(now, finished)
+        return None if plan.empty else plan
 
     def _expire(self, now: float, finished: list[Finished]) -> float:
         """End what has timed out; returns when the next one will."""
@@ -312,7 +388,8 @@ class EngineCore:
         if changed:
             self.settings.limit(self.memory.effective)
         ceilings = self.effective_limits
-        self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
+        if self._flight is None:  # else behind it: while ceilings are lowered, nothing is launched ahead
+            self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler, n_decode = self.scheduler, plan.n_decode
@@ -329,6 +406,42 @@ class EngineCore:
             scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
             plan.limited_by, failed,
         )  # fmt: skip
+
+
+def _launched(executor: OverlappingExecutor, plan: StepPlan, now: float) -> _Flight:
+    rows = plan.decode_rows()
+    error: Exception | None = None
+    try:
+        executor.launch(plan)
+    except DeviceError:  # no step will succeed any more
+        raise
+    except Exception as raised:  # as when a step is collected
+        error = raised
+    return _Flight(plan, rows, now, error)
+
+
+def _collected(executor: OverlappingExecutor, flight: _Flight, now: float) -> StepResult:
+    """What the step in ``flight`` did. If the executor did not contain what went wrong, it failed as a whole, at ``now``."""
+    error = flight.error
+    if error is None:
+        try:
+            return executor.collect()
+        except DeviceError:
+            raise
+        except Exception as raised:
+            error = raised
+    sequences = [*flight.rows, *(chunk.sequence for chunk in flight.plan.chunks)]
+    log.error("a step of %d sequences failed", len(sequences), exc_info=error)
+    return StepResult(ends=(now,), failed=[(sequence, error) for sequence in sequences])
+
+
+def _of_those_alive(result: StepResult) -> StepResult:
+    """``result`` without the sequences that have ended since the step was launched."""
+    return result._replace(
+        tokens=[token for token in result.tokens if token.sequence.state != "finished"],
+        stopped=[(s, reason) for s, reason in result.stopped if s.state != "finished"],
+        failed=[(s, error) for s, error in result.failed if s.state != "finished"],
+    )
 
 
 def _ended(sequence: Sequence) -> bool:

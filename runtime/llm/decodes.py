@@ -21,7 +21,7 @@ _KEEP_ENDS = 1 << 13
 class Decodes(DecodeSet):
     """A :class:`~runtime.llm.plan.DecodeSet` that keeps time, context and KV growth."""
 
-    __slots__ = ("_due", "_ends", "_ends_base", "_joins", "_kv", "_wheel", "context", "step")
+    __slots__ = ("_due", "_ends", "_ends_base", "_joins", "_kv", "_wheel", "context", "grown", "step")
 
     def __init__(self, kv: KVBlocks) -> None:
         super().__init__()
@@ -29,6 +29,8 @@ class Decodes(DecodeSet):
         """Decode steps done so far."""
         self.context = 0
         """KV tokens of all members, before the coming step."""
+        self.grown = False
+        """Whether the members have the blocks of the coming step."""
         self._kv = kv
         self._ends: list[float] = []  # end times of steps, from number _ends_base on
         self._ends_base = 0
@@ -75,12 +77,18 @@ class Decodes(DecodeSet):
     def grow(self) -> bool:
         """Hand out the blocks that the coming step begins to fill. False, and none, if there are not enough."""
         bucket = self._wheel[self.step % self._kv.block_size]
+        self.grown = bool(self.members)
         if bucket:
             if len(bucket) > self._kv.free:
                 return False
             for sequence, block in zip(bucket, self._kv.take(len(bucket)), strict=True):
                 sequence.blocks.append(block)
         return True
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether there are blocks enough for :meth:`grow`."""
+        return len(self._wheel[self.step % self._kv.block_size]) <= self._kv.free
 
     def steps_alike(self) -> int:
         """How many coming steps are certain to be alike: nobody ends before the last, and the blocks suffice.
@@ -106,6 +114,7 @@ class Decodes(DecodeSet):
             for sequence, block in zip(growing, self._kv.take(len(growing)), strict=True):
                 sequence.blocks.append(block)
         self.step += len(ends)
+        self.grown = False
         self.context += len(self.members) * len(ends)
         self._ends += ends
         if len(self._ends) > 2 * _KEEP_ENDS:
@@ -113,6 +122,10 @@ class Decodes(DecodeSet):
             if oldest - self._ends_base > _KEEP_ENDS:
                 del self._ends[: oldest - self._ends_base]
                 self._ends_base = oldest
+
+    def ended_at(self, step: int, end: float) -> None:
+        """The decode step number ``step``, advanced over before its end was known, ended at ``end``."""
+        self._ends[step - self._ends_base] = end
 
     def take_ended(self) -> Seq[Sequence]:
         """Those that have reached ``max_tokens``; each is reported once, and is to leave."""
@@ -132,7 +145,7 @@ class Decodes(DecodeSet):
         for s in self.members:
             tokens = s.computed + self.step - s.joined
             assert s.state == "decode" and 0 <= s.joined <= self.step, s
-            assert len(s.blocks) == self._kv.blocks_for(tokens), s
+            assert len(s.blocks) == self._kv.blocks_for(tokens + self.grown), s
             assert s in self._wheel[(s.joined - s.computed) % self._kv.block_size], s
             assert s.generated + self.step - s.joined < s.request.max_tokens, s
         assert sum(map(len, self._wheel)) == len(self.members)

@@ -41,11 +41,13 @@ def parts_of(
     seed: int,
     threads: int | None,
     clock: Clock,
+    max_batch_size: int,
 ) -> Parts:
     """Load ``model`` if it is a name, prove that it can be served, and size its pool.
 
     With an ``executor`` nothing of torch is touched: ``model`` then only says what prompts may be. ``kv_tokens`` None
-    takes the memory that is left, by the rule of :func:`runtime.torch_backend.kv_pool.default_kv_blocks`.
+    takes the memory that is left, by the rule of :func:`runtime.torch_backend.kv_pool.default_kv_blocks`. ``max_batch_size``: the
+    knob's ceiling, up to which a GPU's decode steps are recorded.
     """
     if executor is not None:
         if isinstance(model, str) or kv_tokens is None:
@@ -76,7 +78,14 @@ def parts_of(
     return Parts(
         loaded,
         loaded.info,
-        TorchExecutor(loaded, kv_blocks=kv_blocks, block_size=block_size, seed=seed, clock=clock),
+        TorchExecutor(
+            loaded,
+            kv_blocks=kv_blocks,
+            block_size=block_size,
+            seed=seed,
+            clock=clock,
+            max_batch_size=max_batch_size,
+        ),
         kv_blocks,
     )
 

@@ -126,3 +126,32 @@ class Executor(Protocol):
     def release(self, sequence: Sequence) -> None:
         """Forget what is kept for ``sequence``: it has ended."""
         ...
+
+
+class OverlappingExecutor(Executor, Protocol):
+    """An executor that can be given a step while it has another: ``launch``, ``launch``, then ``collect`` and ``launch`` in turn.
+
+    A row whose last token has not been collected is fed what the step before sampled.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether that is worth while. A fact of the start."""
+        ...
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a step in flight has failed as a whole, and no other may be launched before it is collected."""
+        ...
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` may be launched only when the tokens of the step in flight are in the sequences' ``output``."""
+        ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue ``plan`` without waiting for anything."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the step launched first, and tell what it did."""
+        ...

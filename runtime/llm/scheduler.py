@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf
+from typing import NamedTuple
 
 from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
@@ -29,10 +30,24 @@ from runtime.slo import SLO
 Finished = tuple[Sequence, RequestRecord]
 
 
+class Unsettled(NamedTuple):
+    """What is known of a step before its result: the prompt ``chunks`` it computes, the sequences it brings to max_tokens
+    (``ending``), its number among the decode steps (−1: nothing decodes). ``after``: sequences that run, requests and prompt
+    tokens that wait, and free KV blocks, behind it."""
+
+    chunks: list[Chunk]
+    ending: dict[Sequence, None]
+    step: int
+    after: tuple[int, int, int, int]
+
+
 class Scheduler:
     """``schedule(now, knobs) -> StepPlan``; then ``update(plan, result)`` before the next ``schedule``.
 
-    Between a plan that is not empty and its update nothing may be added or finished. ``slos`` (class -> SLO) feed
+    Between a plan that is not empty and its update nothing may be added or finished. Where steps overlap, an update is in two
+    parts: ``commit(plan)`` moves on to the state behind the step, as far as it is certain before its result is, so that the next
+    step can be planned (if :attr:`can_plan_ahead`); ``settle(unsettled, result)`` takes the result in. Between the plan and
+    ``commit``, requests may be added and finished. ``slos`` (class -> SLO) feed
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
     a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
@@ -64,6 +79,9 @@ class Scheduler:
         self.growth_reserve = growth_reserve
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
+        self._unsettled: dict[
+            Sequence, int
+        ] = {}  # prompts in progress -> where the chunk that is committed, not settled, begins
 
     @property
     def running(self) -> int:
@@ -115,6 +133,7 @@ class Scheduler:
             self.decodes.leave(sequence)
         elif state == "prefill":
             del self.prefills[sequence]
+            sequence.computed = self._unsettled.get(sequence, sequence.computed)
         sequence.state = "finished"
         if state == "waiting":
             self.waiting.removed(sequence)
@@ -317,11 +336,82 @@ class Scheduler:
         if sequence.hashes:
             self.holdings.publish(sequence, chunk.start)
         if chunk.samples:
-            sequence.generated += 1
-            sequence.token_times.append(now)
-            del self.prefills[sequence]
-            self.decodes.join(sequence)
-            self.slack.decoding(sequence)
+            self._sampled(sequence, now)
+
+    def _sampled(self, sequence: Sequence, now: float) -> None:
+        """The prompt of ``sequence`` is done, and its first token, or its next, is sampled."""
+        sequence.generated += 1
+        sequence.token_times.append(now)
+        del self.prefills[sequence]
+        self.decodes.join(sequence)
+        self.slack.decoding(sequence)
+
+    # -- the same in two parts ----------------------------------------------------------------------------------------
+
+    @property
+    def can_plan_ahead(self) -> bool:
+        """Whether the step behind the one committed can be planned before that is settled: nobody would be preempted for it,
+        whose last token is on its way."""
+        return self.decodes.can_grow
+
+    def commit(self, plan: StepPlan, now: float) -> Unsettled:
+        """The step of ``plan`` will be done. It is taken to end ``now``, to yield a token for every row that samples, and to stop
+        nobody but who reaches max_tokens; :meth:`settle` puts right what came otherwise."""
+        step = -1
+        if plan.n_decode and self.decodes.members:
+            step = self.decodes.step
+            self.decodes.advance((now,))
+        self.decodes.grown = False
+        chunks = [chunk for chunk in plan.chunks if chunk.sequence.state == "prefill"]
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.start + chunk.count
+            self._unsettled[chunk.sequence] = chunk.start
+            if chunk.samples:
+                self._sampled(chunk.sequence, now)
+        ending: dict[Sequence, None] = {}
+        for sequence in self.decodes.take_ended():
+            self.decodes.leave(sequence)
+            self.slack.left(sequence)
+            sequence.state = "left"
+            ending[sequence] = None
+        after = self.running, self.waiting.count, self.waiting.tokens, self.kv.free
+        return Unsettled(chunks, ending, step, after)
+
+    def settle(self, done: Unsettled, result: StepResult) -> list[Finished]:
+        """Take in what the committed step did, in which ``result`` names only sequences that have not ended meanwhile; returns
+        the requests that ended with it. The step behind it may be planned already, and is not committed."""
+        now = result.ends[-1]
+        finished: list[Finished] = []
+        ending = done.ending
+        self._unsettled.clear()
+        if done.step >= 0:
+            self.decodes.ended_at(done.step, now)
+        new = {chunk.sequence for chunk in done.chunks if chunk.samples}
+        for sequence in (*ending, *(s for s in new if s.state == "decode")):
+            sequence.token_times[-1] = now  # of all others the time belongs to the step
+        for sequence, error in result.failed:
+            counted = sequence in ending or sequence in new  # as if its token had come
+            if sequence.state == "decode":
+                self.decodes.leave(sequence, failed=not counted)
+                sequence.state = "left"
+            if counted:
+                ending.pop(sequence, None)
+                sequence.generated -= 1
+                sequence.token_times.pop()
+            self._end(sequence, FinishReason.ERROR, now, finished, f"{type(error).__name__}: {error}")
+        for chunk in done.chunks:  # not before: others would share what may not be finite
+            sequence = chunk.sequence
+            if sequence.hashes and sequence.state != "finished":
+                self.holdings.publish(sequence, chunk.start)
+            if self.slack.following and sequence in new and sequence.state == "decode":
+                self.slack.left(sequence)
+                self.slack.decoding(sequence)
+        for sequence, reason in result.stopped:
+            ending.pop(sequence, None)
+            self._end(sequence, reason, now, finished)
+        for sequence in ending:
+            self._end(sequence, FinishReason.LENGTH, now, finished)
+        return finished
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, now: float, finished: list[Finished], cause: str = ""

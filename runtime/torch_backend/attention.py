@@ -15,14 +15,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.contract import KVLayer
-from runtime.torch_backend.inputs import PackedBatch
+from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
 from runtime.torch_backend.operations import Operations
 
@@ -63,6 +63,22 @@ class AttentionBackend(Protocol):
         ``query [tokens, heads, dim]``, and the new ``key [tokens, kv_heads, dim]`` and ``value [tokens, kv_heads, value_dim]``,
         which ``layer`` holds already, with any strides; returns ``[tokens, heads, value_dim]``, contiguous.
         """
+        ...
+
+
+@runtime_checkable
+class FixedAttention(Protocol):
+    """An :class:`AttentionBackend` for which decode rows may lie in tensors that stay where they are, so that a step of them
+    can be recorded. Neither call makes the host wait for the device."""
+
+    def fixed(self, table: Tensor, positions: Tensor) -> Any:
+        """What :meth:`AttentionBackend.run` is handed for decode rows, one new token each at ``positions [rows]``, with block
+        tables ``table [rows, blocks]``. It reads both whenever it runs."""
+        ...
+
+    def refresh(self, state: Any, context: Ints) -> None:
+        """The coming run of ``state`` is of ``context [n]``: positions that the first n rows see, their new token included. The
+        other rows are nobody's."""
         ...
 
 

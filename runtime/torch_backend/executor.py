@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +19,7 @@ from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
-from runtime.torch_backend.attention import PackedModel, StepInputs
+from runtime.torch_backend.attention import FixedAttention, PackedModel, StepInputs
 from runtime.torch_backend.backends import Backend, backend_for
 from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.faults import device_error
@@ -24,10 +28,13 @@ from runtime.torch_backend.inputs import DecodeRows, Ints, PackedBatch, chunk_sl
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.norm import fuse_norms
-from runtime.torch_backend.sampling import Drawn, Sampler
+from runtime.torch_backend.resident import Graphs, InFlight, ResidentDecode, ResidentRows
+from runtime.torch_backend.sampling import Drawn, FixedSampler
 from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
 from runtime.torch_backend.transfer import Readback, to_device
+
+log = logging.getLogger(__name__)
 
 Work = Sequence | Chunk
 
@@ -78,12 +85,14 @@ class _Begun(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible."""
+    """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible. ``spoiled``: it
+    was fed by a step that failed, so what it computed is worth nothing."""
 
     work: tuple[tuple[Sequence, ...], tuple[Chunk, ...]]
     step: int
     begun: _Begun | None
     cause: Exception | None
+    spoiled: bool = False
 
 
 def _owner(work: Work) -> Sequence:
@@ -104,6 +113,12 @@ class TorchExecutor:
     memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their own row only.
     A device that is lost raises DeviceError.
 
+    Steps may overlap one deep: with ``overlaps``, the next step may be launched before the last one is collected. Rows take the
+    token that the host has not read from where it was sampled. If the last one then fails, the next is run again as well.
+
+    Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
+    ``graph_sizes``. What cannot be recorded, and rows with a repetition penalty or log-probabilities, run as they do elsewhere.
+
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
     """
@@ -117,17 +132,22 @@ class TorchExecutor:
         seed: int = 0,
         clock: Clock | None = None,
         backend: Backend | None = None,
+        max_batch_size: int | None = None,
+        overlaps: bool | None = None,
     ) -> None:
         self.loaded = loaded
         self.device = loaded.device
-        self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device)
-        self.sampler = Sampler(loaded.vocab_size, loaded.device, seed)
+        backend = backend or backend_for(loaded.device)
+        recorded = max_batch_size is not None and backend.record is not None
+        self.pool = KVPool(kv_blocks, block_size, loaded.kv_layers, loaded.device, scratch=recorded)
+        self.overlaps = backend.overlaps if overlaps is None else overlaps
+        """Whether a step may be launched while another is in flight, and gains by it."""
+        self.sampler = backend.sampler(loaded.vocab_size, loaded.device, seed)
         self.timers, self.hook_calls = Timers(), 0  # calls of our attention in the last forward
         self._clock = clock or MonotonicClock()
         self._model = PackedModel(loaded.model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         self._rows = DecodeRows(block_size, self.pool.pad_block)
-        backend = backend or backend_for(loaded.device)
         fuse_norms(loaded.model)
         fuse_layers(loaded.model, backend.operations)
         backend.lay_out(loaded.model)
@@ -137,7 +157,32 @@ class TorchExecutor:
         self._chain: StraightModel | None = straight(loaded.model)
         self._serial = 0
         self._tainted: set[int] = set()  # blocks that may hold values that are not finite
-        self._launched: _Launched | None = None
+        self._launched: deque[_Launched] = deque()
+        self._penalised: tuple[object, int, bool] = (
+            None,
+            -1,
+            False,
+        )  # of a decode set at a version: whether a row needs its tokens
+        self._resident = self._record(backend, max_batch_size) if max_batch_size is not None else None
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """For how many rows decode steps are recorded."""
+        return () if self._resident is None else self._resident.sizes
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether a step in flight is to be run again in parts: none may be launched before it is collected."""
+        return any(launched.cause is not None or launched.spoiled for launched in self._launched)
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` can only be launched when the host has read the tokens of all steps before: a repetition penalty lists
+        them."""
+        decodes, version, found = self._penalised
+        if decodes is not plan.decodes or version != plan.version:
+            found = any(s.request.params.repetition_penalty != 1 for s in plan.decode_rows())
+            self._penalised = (plan.decodes, plan.version, found)
+        return found
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         """Compute ``plan`` once (``repeat`` is for simulations) and sample."""
@@ -145,29 +190,34 @@ class TorchExecutor:
         return self.collect()
 
     def launch(self, plan: StepPlan) -> None:
-        """Queue the forward of ``plan`` and its sampling on the device, without waiting for it. :meth:`collect` comes next, and
-        tells what went wrong here, too."""
-        if self._launched is not None:
+        """Queue the forward of ``plan`` and its sampling on the device, without waiting for it. :meth:`collect` tells what went
+        wrong here, too; it comes next, or after one more launch if steps overlap."""
+        if len(self._launched) > self.overlaps:
             raise RuntimeError("a step was launched before the last one was collected")
         begun: _Begun | None = None
         cause: Exception | None = None
         rows = plan.decode_rows()
+        before = self._launched[-1].begun if self._launched else None
         if not plan.empty:
             try:
                 with torch.inference_mode():
-                    left, taken = self._rows.advance(plan)
-                    begun = self._begin(PackedBatch(self._rows, plan.chunks, left, taken, followed=True))
+                    flight = None
+                    if before is not None and before.drawn.tensors:
+                        flight = InFlight(before.drawn.sequences, before.drawn.tensors[0])
+                    if self._resident is not None and self._resident.fits(plan) and self._plain_model:
+                        begun = self._begin_recorded(self._resident, plan, flight)
+                    else:
+                        left, taken = self._rows.advance(plan)
+                        begun = self._begin(PackedBatch(self._rows, plan.chunks, left, taken, followed=True), flight)
             except Exception as error:
                 cause = error
-        self._launched = _Launched((rows, plan.chunks), plan.step, begun, cause)
+        self._launched.append(_Launched((rows, plan.chunks), plan.step, begun, cause))
 
     def collect(self) -> StepResult:
-        """What the launched step yields; waits for the device."""
-        launched, self._launched = self._launched, None
-        if launched is None:
+        """What the step launched first yields; waits for the device, but not for a step launched since."""
+        if not self._launched:
             raise RuntimeError("no step was launched")
-        (rows, chunks), step, begun, cause = launched
-        del launched
+        (rows, chunks), step, begun, cause, spoiled = self._launched.popleft()
         outcome = _Outcome()
         if begun is not None:
             try:
@@ -175,9 +225,15 @@ class TorchExecutor:
             except Exception as error:
                 cause = error
             begun = None
-        if cause is not None:  # out of the except block, so that the frames that raised can be freed
-            self._rows.forget()  # and with them the cache, which misses the tokens that the parts write
-            self._divide([*rows, *chunks], step, cause, outcome)
+        if cause is not None or spoiled:  # out of the except block, so that the frames that raised can be freed
+            self._forget()
+            self._launched = deque(later._replace(begun=None, spoiled=True) for later in self._launched)
+            work: list[Work] = [*rows, *chunks]
+            work = [w for w in work if _owner(w).state != "finished"]  # whose blocks may be others'
+            if spoiled and work:
+                self._attempt(work, step, outcome)
+            elif cause is not None and work:
+                self._divide(work, step, cause, outcome)
         if rows or chunks:
             for sequence, _ in outcome.failed:
                 self._tainted.update(sequence.blocks)
@@ -207,14 +263,75 @@ class TorchExecutor:
             self._rows.forget()
             raise
 
-    def _begin(self, batch: PackedBatch) -> _Begun:
-        """Everything of ``batch`` that the device does."""
+    def _forget(self) -> None:
+        """What is kept of the rows from step to step misses what the parts of a failed step write."""
+        self._rows.forget()
+        if self._resident is not None:
+            self._resident.rows.forget()
+
+    def _record(self, backend: Backend, most: int) -> ResidentDecode | None:
+        """Decode steps of up to ``most`` rows, recorded; None where that is not possible."""
+        attention, sampler, record = self.attention, self.sampler, backend.record
+        scratch = self.pool.scratch_block
+        if record is None or scratch is None:
+            return None
+        if not isinstance(attention, FixedAttention) or not isinstance(sampler, FixedSampler):
+            return None
+        size = self.pool.block_size
+        rows = ResidentRows(
+            most,
+            min(self.pool.block_count, -(-self.loaded.max_model_len // size)),
+            block_size=size,
+            pad_block=self.pool.pad_block,
+            scratch_block=scratch,
+            sampler=sampler,
+            device=self.device,
+        )
+
+        def recorded(most: int, step: Callable[[int], None]) -> Graphs:
+            return record(most, step, self.device)
+
+        try:
+            return ResidentDecode(rows, self._forward_fixed, attention=attention, sampler=sampler, record=recorded)
+        except Exception as error:  # whatever a model raises that waits for the device, or has no memory left
+            if (lost := device_error(error, self.device)) is not None:
+                raise lost from error
+            log.warning("decode steps of %s are not recorded and cost more of the host: %s", self.loaded.name, error)
+            return None
+
+    @property
+    def _plain_model(self) -> bool:
+        """Whether the model is still what was recorded: nobody has hooked into it."""
+        return self._chain is None or self._chain.applies
+
+    def _forward_fixed(self, ids: Tensor, positions: Tensor, slots: Tensor, state: Any) -> Tensor:
+        """Logits ``[rows, vocab]`` of ``ids`` at ``positions`` and ``slots [rows]``."""
+        self._serial += 1
+        step = StepInputs(self._serial, self.pool, slots, self._operations, self.attention, state)
+        return self._logits(ids, positions, step, None)
+
+    def _begin_recorded(self, resident: ResidentDecode, plan: StepPlan, flight: InFlight | None) -> _Begun:
+        """As :meth:`_begin`, by one call."""
         timers, started = self.timers, time.process_time()
-        prepared = self._prepare(batch)
+        if self._tainted:
+            self._scrub(resident.rows.sequences, resident.rows.positions_at(plan.step), ())
+        sequences, ids = resident.launch(plan, flight)
+        drawn = Drawn(sequences, [ids], ())
+        values = Readback(drawn.tensors)
+        timers.forward_s += time.process_time() - started
+        return _Begun(drawn, [], values)
+
+    def _begin(self, batch: PackedBatch, flight: InFlight | None = None) -> _Begun:
+        """Everything of ``batch`` that the device does. Tokens that the host does not know come from ``flight``."""
+        timers, started = self.timers, time.process_time()
+        prepared = self._prepare(batch, flight)
         ready = time.process_time()
         logits = self._forward(prepared)
         computed = time.process_time()
-        drawn = self.sampler.draw(logits, prepared.sampling)
+        if flight is None:
+            drawn = self.sampler.draw(logits, prepared.sampling)
+        else:
+            drawn = self.sampler.draw(logits, prepared.sampling, flight.rows)
         chunks, sound = sound_chunks(batch, prepared.step)
         values = Readback(drawn.tensors if sound is None else [*drawn.tensors, sound])
         timers.prepare_s += ready - started
@@ -235,12 +352,16 @@ class TorchExecutor:
         self.timers.sample_s += time.process_time() - started
         return tokens, failed
 
-    def _prepare(self, batch: PackedBatch) -> _Prepared:
+    def _prepare(self, batch: PackedBatch, flight: InFlight | None = None) -> _Prepared:
         state = self.attention.plan(batch)  # first, since it may order the rows
         rows, size = batch.rows, self.pool.block_size
         positions = rows.positions
         slots = rows.slots(positions)
-        ids = [s.output[-1] for s in rows.sequences]
+        flying: dict[Sequence, int] = {} if flight is None else flight.rows
+        fed = [row for row, s in enumerate(rows.sequences) if s in flying] if flying else []
+        ids = [
+            s.output[-1] if s.output and s not in flying else 0 for s in rows.sequences
+        ]  # without: failed at its first
         sampling, at = list(rows.sequences), len(ids)
         all_positions, all_slots = [positions], [slots]
         keep = list(range(at))
@@ -253,23 +374,28 @@ class TorchExecutor:
                 keep.append(at - 1)
                 sampling.append(chunk.sequence)
         if self._tainted:
-            self._scrub(batch, positions)
+            self._scrub(rows.sequences, positions, batch.chunks)
         if batch.chunks:
             positions, slots = np.concatenate(all_positions), np.concatenate(all_slots)
         arrays = [np.stack([np.array(ids, np.int64), positions]), slots]
         if len(keep) < at:  # one row at least goes through the head, to spare models an empty input
             arrays.append(np.array(keep or [0], np.int64))
+        if fed:
+            arrays += [np.array(fed, np.int64), np.array([flying[rows.sequences[row]] for row in fed], np.int64)]
         tokens, places, *wanted = to_device(arrays, self.device)
+        if fed and flight is not None:
+            source, to = wanted.pop(), wanted.pop()
+            tokens[0].index_copy_(0, to, flight.take(source))
         self._serial += 1
         step = StepInputs(self._serial, self.pool, places, self._operations, self.attention, state)
         return _Prepared(tokens, wanted[0] if wanted else None, step, sampling)
 
-    def _scrub(self, batch: PackedBatch, positions: Ints) -> None:
+    def _scrub(self, sequences: Seq[Sequence], positions: Ints, chunks: Seq[Chunk]) -> None:
         """Zero the tainted blocks whose first slot this step writes: they have a new owner, who will not fill them at once."""
         size = self.pool.block_size
-        rows = zip(batch.rows.sequences, positions.tolist(), strict=True)
+        rows = zip(sequences, positions.tolist(), strict=True)
         fresh = [s.blocks[p // size] for s, p in rows if p % size == 0]
-        for chunk in batch.chunks:
+        for chunk in chunks:
             end = chunk.start + chunk.count
             fresh += chunk.sequence.blocks[-(-chunk.start // size) : -(-end // size)]
         found = self._tainted.intersection(fresh)
@@ -279,19 +405,23 @@ class TorchExecutor:
 
     def _forward(self, prepared: _Prepared) -> Tensor:
         """Logits of the rows that sample."""
-        tokens, wanted, step = prepared.tokens, prepared.wanted, prepared.step
+        ids, positions = prepared.tokens[0], prepared.tokens[1]
+        return self._logits(ids, positions, prepared.step, prepared.wanted)[: len(prepared.sampling)]
+
+    def _logits(self, ids: Tensor, positions: Tensor, step: StepInputs, wanted: Tensor | None) -> Tensor:
+        """Logits of the rows that are ``wanted`` (None: all) of ``ids`` at ``positions [tokens]``."""
         chain = self._chain if self._chain is not None and self._chain.applies else None
         if self._prunes and (chain is not None or self._chain is None):
             step.wanted, wanted = wanted, None  # the last layer leaves out the others
         with self._model.running(step):
             if chain is not None:
-                logits = chain(tokens[0], tokens[1], step, wanted)
+                logits = chain(ids, positions, step, wanted)
             else:
                 extra = {"logits_to_keep": wanted} if wanted is not None and self._keeps_logits else {}
-                out = self.loaded.model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, **extra)
+                out = self.loaded.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)
                 logits = out.logits[0] if self._keeps_logits or wanted is None else out.logits[0][wanted]
         self.hook_calls = step.calls
-        return logits[: len(prepared.sampling)]
+        return logits
 
     def _divide(self, work: list[Work], step: int, error: Exception, outcome: _Outcome) -> None:
         """``work`` failed as a whole with ``error``: run it in parts. Raises DeviceError if the device is lost."""

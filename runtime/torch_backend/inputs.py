@@ -80,7 +80,7 @@ class DecodeRows:
                 homes[sequence] = home
                 self._by_home[home] = sequence
                 self._joined[home] = sequence.joined
-                self._position[home] = sequence.computed + step - sequence.joined
+                self._position[home] = position_of(sequence, step)
                 self._known[home] = 0
                 self._table[home] = self.pad_block
                 taken.append(home)
@@ -159,6 +159,14 @@ class DecodeRows:
         self._by_home = [None] * len(self._by_home)
         self.order = np.zeros(0, np.int64)
         self.sequences = ()
+
+
+def position_of(sequence: Sequence, step: int) -> int:
+    """Where the new token of ``sequence`` at decode index ``step`` stands. One that has left the decode set since, with this
+    token as its last, counts it already."""
+    if sequence.state == "left":
+        return sequence.computed - 1
+    return sequence.computed + step - sequence.joined
 
 
 def chunk_tokens(chunk: Chunk) -> Seq[int]:

@@ -50,20 +50,28 @@ class LayerKV:
 
 
 class KVPool:
-    """``blocks`` blocks for each layer, and one more, always zero, that pads block tables.
+    """``blocks`` blocks for each layer, and one more, always zero, that pads block tables. With ``scratch`` another one,
+    ``scratch_block``, which rows that are nobody's write.
 
     ``layers`` are allocated now, on ``device``; layers that are not among them at their first call. Raises ``ValueError`` where
     they do not fit.
     """
 
     def __init__(
-        self, blocks: int, block_size: int, layers: Sequence[KVLayer] = (), device: torch.device | None = None
+        self,
+        blocks: int,
+        block_size: int,
+        layers: Sequence[KVLayer] = (),
+        device: torch.device | None = None,
+        *,
+        scratch: bool = False,
     ) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"kv_blocks is {blocks} and block_size {block_size}; both must be at least 1")
         self.block_count = blocks
         self.block_size = block_size
         self.pad_block = blocks
+        self.scratch_block = blocks + 1 if scratch else None
         self.layers: dict[nn.Module, LayerKV] = {}
         self._unclaimed: list[tuple[KVLayer, LayerKV]] = []  # allocated, of no module yet
         place = device or torch.device("cpu")
@@ -80,7 +88,7 @@ class KVPool:
             ) from error
 
     def _allocate(self, layer: KVLayer, device: torch.device) -> LayerKV:
-        slots = (self.block_count + 1) * self.block_size
+        slots = (self.block_count + 1 + (self.scratch_block is not None)) * self.block_size
         return LayerKV(_zeros(layer.dtype, device, slots, *layer.key), _zeros(layer.dtype, device, slots, *layer.value))
 
     def layer(self, module: nn.Module, kept: KVLayer, device: torch.device) -> LayerKV:

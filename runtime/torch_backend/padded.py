@@ -94,6 +94,19 @@ class PaddedDecode:
         return out.reshape(rows, heads, -1)
 
 
+class FixedDecode:
+    """Decode rows over a padded copy of all that ``table [rows, blocks]`` may hold, at ``positions [rows]``; both are read
+    when it runs."""
+
+    def __init__(self, table: Tensor, positions: Tensor, block_size: int) -> None:
+        self.count = table.shape[0]
+        self._table, self._positions, self._block_size = table, positions, block_size
+
+    def attend(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+        rows = PaddedDecode(self._table, self._positions + 1, self._block_size)
+        return rows.attend(layer, query, key, value, terms)
+
+
 class PaddedStep(NamedTuple):
     """What :class:`PaddedAttention` plans."""
 
@@ -118,6 +131,12 @@ class PaddedAttention:
                 for chunk, (begin, end) in zip(batch.chunks, batch.spans(), strict=True)
             ],
         )
+
+    def fixed(self, table: Tensor, positions: Tensor) -> PaddedStep:
+        return PaddedStep(FixedDecode(table, positions, self.pool.block_size), [])
+
+    def refresh(self, state: PaddedStep, context: Ints) -> None:
+        """Nothing: all that a run needs is on the device."""
 
     def _decode(self, batch: PackedBatch) -> DecodeInputs | None:
         rows = batch.rows

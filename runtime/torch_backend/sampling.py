@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +53,35 @@ class Drawn:
         return out
 
 
+class Columns(NamedTuple):
+    """Sampling parameters on the device, ``[rows]`` each: ``temperature``, ``top_p`` and ``min_p`` float32, ``top_k`` int32,
+    ``seed`` and ``position`` (how many tokens the request has put out) int64."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+
+
+@runtime_checkable
+class FixedSampler(Protocol):
+    """A sampler that needs nothing of a row but its logits and its :class:`Columns`, so that a step can be recorded."""
+
+    def choose_from(self, logits: torch.Tensor, columns: Columns, out: torch.Tensor) -> torch.Tensor:
+        """Write a token id for each row of ``logits [rows, vocab]`` to ``out [rows]`` (int64), −1 where the row is unsound."""
+        ...
+
+    def seed_of(self, sequence: Sequence) -> int:
+        """The key of all draws of ``sequence``: 64 bits, signed."""
+        ...
+
+    def top_k_of(self, params: SamplingParams) -> int:
+        """``params.top_k``, or 0 where that keeps all."""
+        ...
+
+
 class Sampler:
     """Chooses the next token of every row.
 
@@ -80,42 +111,52 @@ class Sampler:
         return drawn.tokens(Readback(drawn.tensors).wait())
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-        """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing."""
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Container[Sequence] = ()) -> Drawn:
+        """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing. ``ahead``: of whom one token
+        more has been sampled than the host knows."""
         if logits.shape != (len(sequences), self.vocab_size):
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
         if not sequences:
             return Drawn(sequences, [], [])
-        ids = _argmax(logits)
         params = [sequence.request.params for sequence in sequences]
-        changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
-        if changed:
-            at = _indices(changed, logits.device)
-            drawn = self._draw(_rows(logits, changed, at).float(), [sequences[row] for row in changed])
-            ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
+        ids = self._choose(logits, sequences, params, [len(s.output) + (s in ahead) for s in sequences])
         scored = [row for row, p in enumerate(params) if p.logprobs is not None]
         return Drawn(sequences, [ids, *_logprobs(logits, scored, ids, params)], scored)
 
-    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    def _choose(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], positions: list[int]
+    ) -> torch.Tensor:
+        """A token id for each row [n], −1 where the row is unsound. ``logits`` stay as they are. ``positions``: how many tokens
+        each has put out."""
+        ids = _argmax(logits)
+        changed = [row for row, p in enumerate(params) if p.temperature or p.repetition_penalty != 1]
+        if changed:
+            at = row_indices(changed, logits.device)
+            rows, places = [sequences[row] for row in changed], [positions[row] for row in changed]
+            drawn = self._draw(_rows(logits, changed, at).float(), rows, places)
+            ids = ids.index_copy(0, at, torch.where(ids.index_select(0, at) < 0, -1, drawn))
+        return ids
+
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence], positions: list[int]) -> torch.Tensor:
         """Token ids for rows [m, vocab] (float32, ours to overwrite) that are penalised, or not greedy, or both."""
         params = [sequence.request.params for sequence in sequences]
-        _penalise(logits, sequences)
+        penalise(logits, sequences)
         rows = [row for row, p in enumerate(params) if p.temperature]
         if not rows:
             return _argmax(logits)
         hot = [params[row] for row in rows]
-        uniform = [self._uniform(sequences[row]) for row in rows]
+        uniform = [self._uniform(sequences[row], positions[row]) for row in rows]
         if len(rows) == len(params):
             return _invert(_filter(logits, hot), uniform)
-        at = _indices(rows, logits.device)
+        at = row_indices(rows, logits.device)
         drawn = _invert(_filter(_rows(logits, rows, at), hot), uniform)
         return _argmax(logits).index_copy(0, at, drawn)
 
-    def _uniform(self, sequence: Sequence) -> float:
+    def _uniform(self, sequence: Sequence, position: int) -> float:
         """The draw of this request at this position: uniform in [0, 1), 53 bits."""
         seed = sequence.request.params.seed
         name = f"seed {seed}" if seed is not None else f"id {self.seed} {sequence.request.id}"
-        digest = blake2b(f"{name} {len(sequence.output)}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{name} {position}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -124,7 +165,8 @@ def _nan_error(sequence: Sequence) -> StepFailedError:
     return StepFailedError(f"request {sequence.request.id}: NaN logits (or infinite ones) at output token {at}")
 
 
-def _indices(rows: list[int], device: torch.device) -> torch.Tensor:
+def row_indices(rows: list[int], device: torch.device) -> torch.Tensor:
+    """``rows`` on ``device``."""
     return to_device([np.array(rows, np.int64)], device)[0]
 
 
@@ -169,7 +211,7 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return to_device([np.array(values, np.float32)], like.device)[0].unsqueeze(-1)
 
 
-def _penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+def penalise(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
     """Divide the positive and multiply the negative logits of tokens already seen, in place (Keskar et al. 2019)."""
     flat, penalties = [], []
     for row, sequence in enumerate(sequences):
@@ -192,7 +234,7 @@ def _filter(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     vocab = logits.shape[1]
     cut = [row for row, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1]
     if cut:
-        at = _indices(cut, logits.device)
+        at = row_indices(cut, logits.device)
         lowest = _lowest_kept(_sorted(_rows(logits, cut, at)), [params[row] for row in cut])
         if len(cut) < len(params):
             every = torch.full((len(params), 1), -torch.inf, device=logits.device)
@@ -208,7 +250,7 @@ def _lowest_kept(ascending: torch.Tensor, params: Seq[SamplingParams]) -> torch.
     """The smallest logit that top-k and then top-p keep, [m, 1], from sorted rows [m, vocab] (overwritten)."""
     vocab = ascending.shape[1]
     first = [vocab - p.top_k if 0 < p.top_k < vocab else 0 for p in params]
-    lowest = ascending.gather(-1, _indices(first, ascending.device).unsqueeze(-1))
+    lowest = ascending.gather(-1, row_indices(first, ascending.device).unsqueeze(-1))
     if all(p.top_p == 1 for p in params):
         return lowest
     ascending.masked_fill_(ascending < lowest, -torch.inf)
@@ -239,7 +281,7 @@ def _logprobs(
     there are none."""
     if not rows:
         return []
-    at = _indices(rows, logits.device)
+    at = row_indices(rows, logits.device)
     log_p = _rows(logits, rows, at).float().log_softmax(-1)
     picked = ids.index_select(0, at).clamp(min=0).unsqueeze(-1)  # an unsound row's are nobody's
     most = min(max(params[row].logprobs or 0 for row in rows), logits.shape[1])

@@ -6,14 +6,32 @@ needs goes over in one copy from pinned memory, and what it yields comes back in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Mark(Protocol):
+    """A place in what a device has queued."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come there."""
+        ...
+
+
+def _event(device: torch.device) -> Mark:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+MARKS: dict[str, Callable[[torch.device], Mark]] = {"cuda": _event}
+"""What marks the end of what is queued now, by kind of device; those of other kinds copy when their values are asked for."""
 
 _ALIGNED = 16  # bytes: GPU kernels load more at once from addresses that are a multiple of it
 
@@ -34,22 +52,33 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 class Readback:
-    """Tensors of one device that the host is going to read, put together where they are."""
+    """Tensors of one device that the host is going to read, put together where they are.
+
+    Where the device has events, the copy to pinned memory is queued at once, and so runs before whatever is queued next; to read
+    is then to wait for this copy, not for all that the device has been given since.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         self._here: list[Tensor] | None = None
         self._bytes: Tensor | None = None
+        self._done: Mark | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._here = list(tensors)
-        else:
-            self._bytes = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+            return
+        self._bytes = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        if (mark := MARKS.get(tensors[0].device.type)) is not None:
+            there, self._bytes = self._bytes, torch.empty(self._bytes.shape, dtype=torch.uint8).pin_memory()
+            self._bytes.copy_(there, non_blocking=True)
+            self._done = mark(there.device)
 
     def wait(self) -> list[Tensor]:
         """The tensors in the host's memory; waits until the device has computed them, and copies once."""
         if self._here is not None:
             return self._here
         assert self._bytes is not None
+        if self._done is not None:
+            self._done.synchronize()
         found, at, host = [], 0, self._bytes.cpu()
         for dtype, shape in self._kinds:
             end = at + shape.numel() * dtype.itemsize

@@ -21,14 +21,14 @@ from transformers import (
 from runtime.errors import StepFailedError
 from runtime.request import Sequence
 from runtime.torch_backend import sampling
-from runtime.torch_backend.sampling import Sampler, _filter, _penalise
+from runtime.torch_backend.sampling import Sampler, _filter, penalise
 from tests.unit.sampled_rows import VOCAB, logits_of, reference, sample, sequence
 
 
 def filtered(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
     """Probabilities from which the sampler draws."""
     rows = logits.clone()
-    _penalise(rows, sequences)
+    penalise(rows, sequences)
     return _filter(rows, [s.request.params for s in sequences]).softmax(-1)
 
 

@@ -137,13 +137,40 @@ def test_launch_waits_for_nothing_and_collect_copies_once(
     made = plan(**params)
     with launching:
         engine.launch(made)
-    assert engine._launched is not None and engine._launched.cause is None, engine._launched.cause
+    assert engine._launched[-1].cause is None, engine._launched[-1].cause
     assert launching.waits == []
     with collecting:
         result = engine.collect()
     assert collecting.copies == 1 and len(collecting.waits) == 1
     assert len(result.tokens) == made.n_decode + sum(chunk.samples for chunk in made.chunks)
     assert all((token.logprob is not None) == ("logprobs" in params) for token in result.tokens)
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 2, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_a_step_behind_one_in_flight_waits_for_nothing_either(
+    model_type: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is fed tokens that only the device knows."""
+    loaded = tiny(model_type)
+    engine = TorchExecutor(loaded, kv_blocks=40, block_size=4, backend=PLAIN, overlaps=True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    put_elsewhere(engine)
+    a, b, c, d = sequences(4, **params)
+    first = plan_of([a, b], [Chunk(c, 0, 17, True)])
+    engine.launch(first)
+    c.computed, c.joined = 17, 0
+    second = plan_of([a, b, c], [Chunk(d, 0, 17, True)])._replace(step=1)
+    for sequence in (a, b, c):
+        sequence.output.pop()
+    with Counted() as count:
+        engine.launch(second)
+    assert not engine.in_trouble and count.waits == []
+    for made in (first, second):
+        with Counted() as count:
+            result = engine.collect()
+        assert count.copies == 1 and len(count.waits) == 1
+        assert len(result.tokens) == made.n_decode + 1
 
 
 def test_a_wait_is_seen() -> None:

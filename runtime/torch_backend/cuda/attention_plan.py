@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from runtime.torch_backend.cuda.tiles import FEW_ROWS, MANY_ROWS, next_power_of_2
 
@@ -113,23 +114,29 @@ class AttentionPlan:
         self.device = torch.device(device)
         counts = (sizes.items * ITEM, sizes.splits * MERGE, sizes.sequences + 1, sizes.sequences)
         room = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
-        self._host = torch.zeros(sum(room), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._buffer = torch.zeros(sum(room), dtype=torch.int32, device=self.device)
         items, merges, self.starts, self.lengths = (
             part[:count] for part, count in zip(self._buffer.split(room), counts, strict=True)
         )
         self.items, self.merges = items.view(-1, ITEM), merges.view(-1, MERGE)
-        self._arrays = [part[:count].numpy() for part, count in zip(self._host.split(room), counts, strict=True)]
-        self._arrays[0].reshape(-1, ITEM)[:, 0] = -1
-        self._arrays[1].reshape(-1, MERGE)[:, 0] = -1
-        self._buffer.copy_(self._host)
+        self._turn = 0
+        self._hosts: list[
+            tuple[Tensor, list[Ints]]
+        ] = []  # two in turn: the copy of the update before may still read its own
+        for _ in range(2):
+            host = torch.zeros(sum(room), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            arrays = [part[:count].numpy() for part, count in zip(host.split(room), counts, strict=True)]
+            arrays[0].reshape(-1, ITEM)[:, 0] = -1
+            arrays[1].reshape(-1, MERGE)[:, 0] = -1
+            self._hosts.append((host, arrays))
+        self._buffer.copy_(host)
 
     def update(self, query_lengths: ArrayLike, lengths: ArrayLike, window: int | None = None) -> None:
         """Plan a step: new tokens and context (new tokens included) of each sequence, in the order of the packed batch.
 
         ``window``: balance the parts for layers with that sliding window; a plan made without one is right for them as well,
-        only less even. The copy to the device is asynchronous: don't call it again before the work queued so far has read
-        it (an event, or two plans in turn). Raises ``ValueError`` for what does not fit the sizes.
+        only less even. The copy to the device is asynchronous, in the order of what is queued there: that of the last update
+        but one must be done, as it is where steps overlap one deep. Raises ``ValueError`` for what does not fit the sizes.
         """
         new, context = _whole("query_lengths", query_lengths), _whole("lengths", lengths)
         sizes = self.sizes
@@ -151,7 +158,8 @@ class AttentionPlan:
                 "and the context no shorter"
             )
         items, merges = work_list(new, context, sizes, window)
-        flat_items, flat_merges, starts, kept = self._arrays
+        self._turn ^= 1
+        host, (flat_items, flat_merges, starts, kept) = self._hosts[self._turn]
         for array, rows in ((flat_items.reshape(-1, ITEM), items), (flat_merges.reshape(-1, MERGE), merges)):
             array[: len(rows)] = rows
             array[len(rows) :, 0] = -1
@@ -160,7 +168,7 @@ class AttentionPlan:
         starts[len(new) + 1 :] = starts[len(new)]
         kept[: len(new)] = context
         kept[len(new) :] = 0
-        self._buffer.copy_(self._host, non_blocking=True)
+        self._buffer.copy_(host, non_blocking=True)
 
 
 def work_list(new: Ints, context: Ints, sizes: PlanSizes, window: int | None = None) -> tuple[Ints, Ints]:

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.errors import UnsupportedModelError
 from runtime.torch_backend.attention import Terms
 from runtime.torch_backend.backends import Backend
 from runtime.torch_backend.cuda.activation import gated
 from runtime.torch_backend.cuda.attention import paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, plan_sizes
+from runtime.torch_backend.cuda.graphs import record_decode
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write
+from runtime.torch_backend.cuda.sampler import KernelSampler
 from runtime.torch_backend.cuda.tiles import multiprocessors_of, next_power_of_2
 from runtime.torch_backend.inputs import Ints, PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, LayerKV
@@ -90,6 +93,36 @@ class PagedStep:
         return self._padded
 
 
+class FixedRows:
+    """Decode rows in tensors that stay where they are, and a work list for each shape of heads, which stays as well.
+
+    Rows that are nobody's have one token of context, their own."""
+
+    def __init__(self, owner: PagedAttention, table: Tensor) -> None:
+        self.table = table
+        self._owner = owner
+        self._new: Ints = np.ones(len(table), np.int64)
+        self._context: Ints = np.ones(len(table), np.int64)
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+
+    def plan(self, heads: int, kv_heads: int) -> AttentionPlan:
+        found = self._plans.get((heads, kv_heads))
+        if found is None:
+            found = self._plans[heads, kv_heads] = AttentionPlan(
+                self._owner.sizes(len(self.table), len(self.table), 1, heads, kv_heads), self._owner.device
+            )
+            found.update(self._new, self._context)
+        return found
+
+    def refresh(self, context: Ints) -> None:
+        self._context[: len(context)], self._context[len(context) :] = context, 1
+        for plan in self._plans.values():
+            plan.update(self._new, self._context)
+
+    def padded(self) -> PaddedStep:
+        raise UnsupportedModelError("a head that the attention kernel does not take attends in no recorded step")
+
+
 class PagedAttention:
     """An :class:`~runtime.torch_backend.attention.AttentionBackend` of one launch for any mixture of decode rows and chunks.
 
@@ -115,15 +148,7 @@ class PagedAttention:
 
     def work_list(self, step: PagedStep, heads: int, kv_heads: int) -> AttentionPlan:
         self._shapes[heads, kv_heads] = None
-        sizes = plan_sizes(
-            step.sequences,
-            step.tokens,
-            heads,
-            kv_heads,
-            multiprocessors_of(self.device),
-            each=step.each,
-            splits=self._splits,
-        )
+        sizes = self.sizes(step.sequences, step.tokens, step.each, heads, kv_heads)
         kept = self._kept.get(sizes)
         if kept is None:
             kept = self._kept[sizes] = AttentionPlan(sizes, self.device), AttentionPlan(sizes, self.device)
@@ -131,7 +156,19 @@ class PagedAttention:
         found.update(step.new, step.context)
         return found
 
-    def run(self, state: PagedStep, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+    def sizes(self, sequences: int, tokens: int, each: int, heads: int, kv_heads: int) -> PlanSizes:
+        processors = multiprocessors_of(self.device)
+        return plan_sizes(sequences, tokens, heads, kv_heads, processors, each=each, splits=self._splits)
+
+    def fixed(self, table: Tensor, positions: Tensor) -> FixedRows:
+        return FixedRows(self, table)
+
+    def refresh(self, state: FixedRows, context: Ints) -> None:
+        state.refresh(context)
+
+    def run(
+        self, state: PagedStep | FixedRows, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, terms: Terms
+    ) -> Tensor:
         _, heads, dim = query.shape
         _, kv_heads, value_dim = layer.values.shape
         if max(dim, value_dim) > _MAX_DIM or heads // kv_heads > _MAX_GROUP:
@@ -144,4 +181,11 @@ class PagedAttention:
         )  # fmt: skip
 
 
-CUDA = Backend(CUDAOperations(), lambda pool, loaded: PagedAttention(pool, loaded.device), lambda model: None)
+CUDA = Backend(
+    CUDAOperations(),
+    lambda pool, loaded: PagedAttention(pool, loaded.device),
+    lambda model: None,
+    sampler=KernelSampler,
+    record=record_decode,
+    overlaps=True,
+)

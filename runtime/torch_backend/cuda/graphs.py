@@ -1,0 +1,77 @@
+"""CUDA graphs: a decode step is recorded once for each size of a ladder, and from then on queued by one call.
+
+Launching some ten kernels a layer takes the host longer than a small batch takes the device. A graph holds all launches of
+a step, logits and sampling included, with the addresses they were recorded with; so everything that changes lies in tensors
+that stay where they are (:mod:`runtime.torch_backend.resident`). Larger graphs are recorded first and all share one memory
+pool, so that the smaller ones find room in what the largest has taken. Recording is part of the start: no knob, batch size
+or request triggers one later. Steps with prompts are never recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+
+def batch_ladder(most: int) -> tuple[int, ...]:
+    """The batch sizes that graphs are recorded for: powers of two up to 8, multiples of 8, and ``most`` itself.
+
+    So at most 7 rows of a step, or half of it, are dummies. Raises ``ValueError`` below 1.
+    """
+    if most < 1:
+        raise ValueError(f"max_batch_size is {most}; it must be at least 1")
+    return tuple(sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}))
+
+
+class Capture(Protocol):
+    """What records a call: the piece of CUDA that this module needs."""
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Run ``call`` as often as it takes to record it, and return what queues again all that it queued."""
+        ...
+
+
+class CUDACapture:
+    """A :class:`Capture` of ``device``, whose recordings share one memory pool."""
+
+    WARM_UP = 2
+    """Calls before the recording: kernels are compiled and libraries take their workspaces, which cannot be recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # recordings are not made on the default one
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(self.WARM_UP):
+                    call()
+            graph = torch.cuda.CUDAGraph()
+            # what other threads do on the device meanwhile is no part of it, and no fault
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                call()
+            current.wait_stream(self._stream)
+        return graph.replay
+
+
+class DecodeGraphs:
+    """``step(size)``, recorded for each of ``sizes`` by ``capture``, largest first, here and never again."""
+
+    def __init__(self, sizes: tuple[int, ...], step: Callable[[int], None], capture: Capture) -> None:
+        self.sizes = tuple(sorted(sizes))
+        self._replays = {size: capture.record(partial(step, size)) for size in reversed(self.sizes)}
+
+    def replay(self, size: int) -> None:
+        """Queue the step of ``size`` rows, one of :attr:`sizes`."""
+        self._replays[size]()
+
+
+def record_decode(most: int, step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
+    """Graphs of ``step`` on ``device`` for :func:`batch_ladder` up to ``most`` rows."""
+    return DecodeGraphs(batch_ladder(most), step, CUDACapture(device))

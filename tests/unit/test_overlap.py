@@ -1,0 +1,264 @@
+"""Steps that overlap one deep: the same outputs and records as without, whatever happens in mid-flight."""
+
+from __future__ import annotations
+
+import random
+from math import isfinite
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import DeviceError, RejectedError
+from runtime.knobs import Knobs
+from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.plan import StepPlan, StepResult
+from runtime.ordering import ORDERINGS
+from runtime.records import FinishReason
+from runtime.slo import SLO
+from runtime.tunable import SchedulerView
+from tests.examples import examples
+from tests.unit.late_executor import POISON, LateWorld
+
+_STEMS = [[1] * 9, [1] * 9 + [2] * 7, [2, 1] * 6, []]
+prompts = st.builds(
+    lambda stem, tail: [*stem, *tail] or [3],
+    st.sampled_from(_STEMS),
+    st.lists(st.sampled_from([1, 2, 3, POISON]), max_size=9),
+)
+events = st.one_of(
+    st.tuples(st.just("add"), prompts, st.integers(1, 18), st.sampled_from([1.0, 1.0, 1.0, 1.3])),
+    st.tuples(st.just("add"), prompts, st.integers(1, 18), st.just(1.0)),
+    st.tuples(st.just("cancel"), st.integers(0, 99)),
+    st.tuples(
+        st.just("knobs"),
+        st.builds(Knobs, st.integers(1, 12), st.sampled_from([0, 0, 15]), st.integers(1, 40), st.integers(1, 20)),
+    ),
+    st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("timeout"), prompts, st.integers(1, 18), st.floats(0, 0.2)),
+    st.tuples(st.just("budget"), st.sampled_from([None, 0, 3, 12])),
+    st.tuples(st.just("admission"), st.sampled_from([None, "reject", "relegate"])),
+)
+
+
+class Budget:
+    """A step policy, which has to have its view."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def budget(self, view: SchedulerView) -> int:
+        assert view.running + view.waiting > 0
+        assert all(isfinite(left) for _, left in view.token_deadlines)
+        return self.tokens
+
+
+class Rate:
+    prefill_rate = 400.0
+
+
+def add(world: LateWorld, *args: Any, **fields: Any) -> None:
+    name = f"r{len(world.sequences)}"
+    try:
+        world.add(*args, **fields)
+    except RejectedError:
+        assert name not in world.sequences
+
+
+def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
+    for what, *rest in script:
+        if what == "add":
+            prompt, max_tokens, penalty = rest
+            if len(prompt) + max_tokens <= world.scheduler.most_request_tokens:
+                add(world, prompt, max_tokens, penalty)
+        elif what == "timeout":
+            prompt, max_tokens, seconds = rest
+            if len(prompt) + max_tokens <= world.scheduler.most_request_tokens:
+                add(world, prompt, max_tokens, expires=world.now + seconds)
+        elif what == "budget":
+            world.core.policy = None if rest[0] is None else Budget(rest[0])
+        elif what == "admission":
+            policy = None if rest[0] is None else AdmissionPolicy(late=rest[0])
+            world.core.set_admission(policy, source=Rate())
+        elif what == "cancel" and world.live:
+            world.cancel(world.live[rest[0] % len(world.live)])
+        elif what == "knobs":
+            world.set_knobs(rest[0])
+        elif what == "step":
+            for _ in range(rest[0]):
+                if world.step().record is None:
+                    world.executor.now += 0.01
+    world.drain()
+    return world
+
+
+@settings(max_examples=examples(3), suppress_health_check=list(HealthCheck))
+@given(
+    script=st.lists(events, min_size=10, max_size=60),
+    blocks=st.integers(10, 26),
+    ordering=st.sampled_from(sorted(ORDERINGS)),
+    prefix=st.booleans(),
+)
+def test_outputs_are_the_same_with_and_without(
+    script: list[tuple[Any, ...]], blocks: int, ordering: str, prefix: bool
+) -> None:
+    """Each run is held against what had to come of each request; so both gave the same."""
+    for overlaps in (False, True):
+        world = LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix)
+        world.scheduler.slack.slos["default"] = SLO(ttft_ms=80, tpot_ms=25, itl_ms=40)
+        play(world, script)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_long_life_under_pressure(overlaps: bool) -> None:
+    dice = random.Random(5)
+    world = LateWorld(overlaps, kv_blocks=13)
+    script: list[tuple[Any, ...]] = []
+    for _ in range(900):
+        roll = dice.random()
+        if roll < 0.5:
+            tail = [dice.choice([1, 2, *[3] * 30, POISON]) for _ in range(dice.randrange(1, 9))]
+            penalty = 1.3 if dice.random() < 0.05 else 1.0
+            script.append(("add", [*dice.choice(_STEMS), *tail], dice.randrange(4, 28), penalty))
+        elif roll < 0.56:
+            script.append(("cancel", dice.randrange(99)))
+        elif roll < 0.6:
+            script.append(("knobs", Knobs(dice.randrange(1, 14), 0, dice.randrange(2, 48), dice.randrange(1, 24))))
+        else:
+            script.append(("step", dice.randrange(1, 12)))
+    play(world, script)
+    reasons = {record.reason for record in world.records.values()}
+    assert reasons == {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR, FinishReason.CANCELLED}
+    assert world.scheduler.preemptions > 5, "the pool was never tight"
+    assert sum(record.cached_tokens for record in world.records.values()) > 50, "prefixes were never shared"
+    assert (world.executor.fed_on_device > 500) is overlaps
+    assert (world.wasted > 20) is overlaps, "no stop was found late"
+    if overlaps:
+        assert world.executor.held_back > 5
+
+
+def test_the_next_step_is_launched_before_the_last_is_collected() -> None:
+    world = LateWorld(True, kv_blocks=20)
+    world.add([1, 2, 3], 6)
+    order: list[str] = []
+    launch, collect = world.executor.launch, world.executor.collect
+
+    def launched(plan: StepPlan) -> None:
+        order.append(f"launch {plan.step}")
+        launch(plan)
+
+    def collected() -> StepResult:
+        order.append(f"collect {world.executor.steps[0].plan.step}")
+        return collect()
+
+    world.executor.launch, world.executor.collect = launched, collected  # type: ignore[method-assign]
+    assert world.step().record is not None
+    assert order == ["launch 0", "launch 0", "collect 0"]  # the prompt, and the first decode step
+    world.step()
+    assert order[3:] == ["launch 1", "collect 0"]
+    world.drain()
+
+
+def test_a_finish_by_length_is_known_ahead_and_wastes_nothing() -> None:
+    world = LateWorld(True, kv_blocks=40)
+    lengths = [1, 2, 3, 5, 8]
+    for at, length in enumerate(lengths):
+        world.add([2, 2, at + 1], length)
+    world.drain()
+    stopped_early = sum(record.reason is FinishReason.STOP for record in world.records.values())
+    ended_by_length = len(lengths) - stopped_early
+    assert ended_by_length >= 3
+    assert world.wasted <= stopped_early
+
+
+def test_a_stop_found_late_wastes_one_row() -> None:
+    """And its token is nobody's: neither in the output nor counted as sampled."""
+    for seed in range(1, 60):
+        world = LateWorld(True, kv_blocks=40)
+        world.add([seed, 2], 30)
+        world.drain()
+        [record] = world.records.values()
+        if record.reason is FinishReason.STOP:
+            assert world.wasted == 1
+            assert [step.decodes for step in world.steps][-1] == 1 and world.steps[-1].sampled == 0
+            return
+    raise AssertionError("nothing stopped early")
+
+
+def test_a_request_cancelled_in_mid_flight_gets_no_token_more() -> None:
+    world = LateWorld(True, kv_blocks=40)
+    first, second = world.add([3, 3, 3], 20), world.add([3, 3], 20)
+    for _ in range(3):
+        world.step()
+    assert world.executor.steps, "nothing is in flight"
+    had = list(first.output)
+    world.cancel(first)
+    before = len(world.steps)
+    world.step()
+    assert first.output == had and world.steps[before].decodes == 2 and world.steps[before].sampled == 1
+    assert world.records["r0"].output_tokens == len(had)
+    assert second.state != "finished" or second.request.id in world.records
+    world.drain()
+
+
+def test_a_prompt_cancelled_in_mid_flight_gives_its_blocks_back() -> None:
+    world = LateWorld(True, kv_blocks=40)
+    world.set_knobs(Knobs(8, 0, 8, 4))
+    sequence = world.add([3] * 30, 4)
+    world.step()
+    assert world.executor.steps and sequence.state == "prefill"
+    world.cancel(sequence)
+    assert world.scheduler.kv.free == world.scheduler.kv.total
+    world.add([3] * 30, 4)  # finds what was collected of it, and no more
+    world.drain()
+    assert world.records["r1"].cached_tokens <= 8
+
+
+def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
+    for where in ("launch", "collect"):
+        world = LateWorld(True, kv_blocks=40)
+        world.add([3, 3], 5)
+        world.step()
+        plainly = getattr(world.executor, where)
+
+        def broken(*args: Any, plainly: Any = plainly, where: str = where, world: LateWorld = world) -> Any:
+            setattr(world.executor, where, plainly)
+            if where == "collect":
+                plainly()
+            raise RuntimeError("the device is out of sorts")
+
+        setattr(world.executor, where, broken)
+        while world.core.has_work:
+            world.step()
+        assert world.records["r0"].reason is FinishReason.ERROR
+        assert "out of sorts" in world.records["r0"].cause
+        sequence = world.add([1, 1], 2)
+        while world.core.has_work:
+            world.step()
+        assert world.records["r1"].reason is not FinishReason.ERROR and sequence.output
+
+
+def test_a_lost_device_is_not_contained() -> None:
+    world = LateWorld(True, kv_blocks=40)
+    world.add([3, 3], 5)
+
+    def lost() -> StepResult:
+        raise DeviceError("cuda:0 cannot be used any more")
+
+    world.executor.collect = lost  # type: ignore[method-assign]
+    with pytest.raises(DeviceError):
+        world.core.step(0.0)
+
+
+def test_nothing_is_launched_behind_a_step_in_trouble() -> None:
+    world = LateWorld(True, kv_blocks=40)
+    world.add([3, 3], 6)
+    world.executor.in_trouble = True
+    world.step()
+    assert not world.executor.steps
+    world.executor.in_trouble = False
+    world.step()
+    assert len(world.executor.steps) <= 1
+    world.drain()
