@@ -327,34 +327,31 @@ def items(load: Load, costs: Sequence[int]) -> list[Item]:
 
 
 class Plan(NamedTuple):
-    """What is measured. ``each_s``: what a run takes in all. ``tried``: settings simulated to come to it."""
+    """What is measured, in windows of which length."""
 
     settings: Sequence[BatcherSetting]
     window_s: float
     warmup_s: float
-    each_s: float
-    tried: int
 
     @classmethod
-    def of(cls, chosen: Sequence[BatcherSetting], left_s: float, tried: int) -> Plan:
+    def of(cls, chosen: Sequence[BatcherSetting], left_s: float) -> Plan:
         """Rounds over ``chosen`` in ``left_s`` seconds."""
         each = left_s / (_ROUNDS * len(chosen))
         warmup = min(2.0, each / 5)
-        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
-        return cls(chosen, window, warmup, each, tried)
+        return cls(chosen, min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2)), warmup)
 
-    def keep(self, study: SweepStudy) -> None:
+    def store(self, study: SweepStudy) -> None:
         settings = [{"strategy": s.strategy, "knobs": s.knobs.as_dict()} for s in self.settings]
         study.put(_PLAN, {**self._asdict(), "settings": settings})
 
     @classmethod
-    def kept(cls, study: SweepStudy) -> Plan | None:
+    def stored(cls, study: SweepStudy) -> Plan | None:
         """That of an earlier session of the same study."""
         known: dict[str, Any] | None = study.get(_PLAN)
         if known is None:
             return None
         settings = [BatcherSetting(s["strategy"], Knobs(**s["knobs"])) for s in known["settings"]]
-        return cls(**{**known, "settings": settings})
+        return cls(settings, known["window_s"], known["warmup_s"])
 
 
 class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
@@ -376,7 +373,7 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         stop: Callable[[], bool] | None = None,
         host: Clock | None = None,
     ) -> None:
-        budget, plan = question.budget_s, Plan.kept(study)
+        budget, plan = question.budget_s, Plan.stored(study)
         schedule = Schedule(
             budget,
             window_s=plan.window_s if plan else 0.0,
@@ -400,10 +397,10 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         context = self._context
         context.check()
         context.reporter.stage("measuring")
-        plan = Plan.kept(context.study)
+        plan = Plan.stored(context.study)
         if plan is None:
             plan = self._planned()
-            plan.keep(context.study)
+            plan.store(context.study)
         setup = setup.model_copy(update={"window_s": plan.window_s, "warmup_s": plan.warmup_s})
         context.found.setup = setup
         first = context.question.seed + _MEASURED_SEED
@@ -418,7 +415,7 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
             left = max(0.0, question.budget_s - context.meter.spent_s - _SHORTEST_S)
             count = min(count, max(2, int(left / 5)))
         chosen = choose([point.setting for point in ranked(found)], count)
-        return Plan.of(chosen, left, len(found.simulated) + len(found.failures))
+        return Plan.of(chosen, left)
 
 
 def _digest(paths: Sequence[Path]) -> str:
