@@ -21,7 +21,7 @@ from autotune.profile.text import dump_yaml, read_yaml
 from autotune.profile.versions import version_of
 from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS, Knobs
+from runtime.knobs import KNOBS
 
 SCHEMA_VERSION = 1
 StrategyName = Literal["adaptive", "dynamic"]
@@ -31,7 +31,7 @@ class BatcherSetting(NamedTuple):
     """What is tried: a strategy with knobs."""
 
     strategy: StrategyName
-    knobs: Knobs
+    knobs: KnobsField
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.knobs}"

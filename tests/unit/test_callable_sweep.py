@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,7 @@ def test_of_equals_the_faster_and_of_those_the_first() -> None:
     assert ranked([_point(small, 900, 10), b])[0] is b
     assert choose([large, AS_IT_COMES, small], 2) == [large, AS_IT_COMES]
     assert choose([ONE_AT_A_TIME, large, AS_IT_COMES, small], 3) == [large, AS_IT_COMES, small]
+    assert choose([ONE_AT_A_TIME], 3) == [ONE_AT_A_TIME], "there was time to simulate nothing else"
 
 
 def test_stopped_at_once_nothing_was_tried() -> None:
@@ -209,13 +211,30 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 4
     target.tried.clear()
     ticking.sizes.clear()
-    study.put("plan", study.get("plan") | {"each_s": 1.0, "tried": 9})  # as the version before stored it
     again = Notes()
     second = CallableSession(target, asked, study, again, host=still).run()
     assert again.begun == ["simulating", "measuring"] and "resuming the study of an earlier run" in again.told[0]
     assert target.tried == [] and ticking.sizes == []
     assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
     assert ranked(second) == ranked(first)
+
+
+def test_a_study_of_the_version_before_is_gone_on_with() -> None:
+    """Its plan was a fact, not a result; what it measured is under the same keys."""
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    target, before, still = Tireless(ticking), new_study(), VirtualClock()
+    first = CallableSession(target, asked, study, Silent(), host=still).run()
+    for key, result in study.measurements.results():
+        if key != "plan":
+            before.measured(key, partial(dict, result))
+    for fact in ("calibrated", "spent"):
+        before.put(fact, study.get(fact))
+    before.put("plan", {"settings": [], "window_s": 1.0, "warmup_s": 0.1, "each_s": 2.0, "tried": 9})
+    target.tried.clear()
+    ticking.sizes.clear()
+    second = CallableSession(target, asked, before, Silent(), host=still).run()
+    assert target.tried == [] and ticking.sizes == []
+    assert (second.setup, second.runs) == (first.setup, first.runs)
 
 
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:

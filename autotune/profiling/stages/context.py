@@ -14,7 +14,6 @@ from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Setup
 from autotune.profiling.study import SweepStudy, measured_run
 from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
@@ -75,14 +74,14 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         assert self.found.cost is not None
         return cost_name(self.found.cost)
 
-    def stored(self: Context, key: str, find: Callable[[], Setup]) -> Setup:
-        """What ``find`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
+    def stored(self, key: str, setup: SetupT, find: Callable[[], SetupT]) -> SetupT:
+        """What ``find`` makes of ``setup``, kept under ``key`` from then on: another time it might not come as far."""
 
         def simulated() -> dict[str, Any]:
             with self.meter.simulating():
                 return find().model_dump(mode="json")
 
-        found = Setup.model_validate(self.study.measured(key, simulated, stop=self.stop))
+        found = type(setup).model_validate(self.study.measured(key, simulated, stop=self.stop))
         self.keep_time()
         return found
 

@@ -55,14 +55,14 @@ def find_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
         seeded = _with_simulated_seeds(context, setup, space)
         return _at_best(context, seeded, around_guess(space, seeded.fitted), RATE, space)
 
-    return context.stored(FOUND, find)
+    return context.stored(FOUND, setup, find)
 
 
 def raise_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     """The same once the trials are known: the best of them may serve a higher rate."""
     around = None if context.question.rate is None else space
     return context.stored(
-        "rate after trials", lambda: _at_best(context, setup, _best(context, setup), RATE_AGAIN, around)
+        "rate after trials", setup, lambda: _at_best(context, setup, _best(context, setup), RATE_AGAIN, around)
     )
 
 
@@ -79,14 +79,14 @@ def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
             moved = moved.model_copy(update={"rate": rate})
         return _again(context, moved)
 
-    return context.stored(moved_key(context, setup, speed), find)
+    return context.stored(moved_key(context, setup, speed), setup, find)
 
 
 def with_candidates(context: Context, setup: Setup, speed: float) -> Setup:
     """``setup`` at its rate and another ``speed``, with the settings that now serve the most at it."""
     moved = setup.model_copy(update={"speed": speed})
     key = f"near the best/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
-    return context.stored(key, lambda: _again(context, moved, fixed=True))
+    return context.stored(key, setup, lambda: _again(context, moved, fixed=True))
 
 
 def moved_key(context: Context, setup: Setup, speed: float) -> str:
