@@ -255,6 +255,8 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
         slo_from=slo_from,
         window_s=schedule.window_s,
         warmup_s=schedule.warmup_s,
+        validation_seeds=tuple(question.seed + _MEASURED_SEED + n for n in range(_ROUNDS)),
+        simulated_seeds=(question.seed + _SIMULATED_SEED,),
         capacity=capacity,
         capacity_size=size,
     )
@@ -366,16 +368,12 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         planned = self._context.study.measurements.find(_PLAN)
         return setup if planned is None else CallableSetup.model_validate(planned)
 
-    def _simulated_seed(self, setup: CallableSetup) -> int:
-        return self._context.question.seed + _SIMULATED_SEED
-
     def _measure(self, setup: CallableSetup) -> None:
         context = self._context
         context.check()
         context.reporter.stage("measuring")
         setup = context.found.setup = context.stored(_PLAN, setup, lambda: self._planned(setup))
-        first = context.question.seed + _MEASURED_SEED
-        measure_in_rounds(context, setup, setup.chosen, range(first, first + _ROUNDS))
+        measure_in_rounds(context, setup, setup.chosen)
 
     def _planned(self, setup: CallableSetup) -> CallableSetup:
         """``setup`` with as many settings as were asked for, or as there is time for, and how long each is measured."""

@@ -11,18 +11,18 @@ from autotune.profiling.stages.context import Context, Request
 
 
 def measure_in_rounds(
-    context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, settings: Sequence[SettingT], seeds: Sequence[int]
+    context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, settings: Sequence[SettingT]
 ) -> None:
-    """Every setting once under each of ``seeds``, a round a seed, every second one backwards; into ``context.found.measured``.
+    """Every setting once under each seed, a round a seed, every second one backwards; into ``context.found.measured``.
 
     The first round is made however late it is, another only if all but the last of it ends within the budget. A setting that
     fails is left out. Raises :class:`EvaluationError` if all of them do.
     """
     meter, reporter, budget = context.meter, context.reporter, context.question.budget_s
-    left, planned = list(settings), len(seeds) * len(settings)
+    left, planned = list(settings), len(setup.validation_seeds) * len(settings)
     runs: list[Run] = []
     each = setup.window_s + setup.warmup_s
-    for number, seed in enumerate(seeds):
+    for number, seed in enumerate(setup.validation_seeds):
         turn = left if number % 2 == 0 else left[::-1]
         requests = [Request("validation", setting, setup.rate, seed, None) for setting in turn]
         missing = sum(not context.study.measurements.known(request.key) for request in requests)

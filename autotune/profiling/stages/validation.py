@@ -286,7 +286,7 @@ class Validation:
         known = self._candidates
         if self._time_for(_TO_COMPARE, simulating=True, searching=True):
             setup = self._setup.model_copy(update={"speed": speed})
-            simulate_again(context, setup, setup.simulated_seeds[0], f"{speed:.6f}/{context.cost_name}")
+            simulate_again(context, setup, f"{speed:.6f}/{context.cost_name}")
         self._setup = found.setup = with_candidates(context, self._setup, speed)
         self._candidates = candidates(context, self._setup)
         with context.meter.simulating():
