@@ -126,9 +126,9 @@ def _sweep(
     """Work on the study, write what was found, and say how it went; the exit code."""
     from autotune.cli.display import Display
     from autotune.measure.evaluate import EvaluationError
-    from autotune.profile.callable import save_callable_profile
+    from autotune.profile.callable import CallableProfile, save_callable_profile
     from autotune.profile.fingerprint import machine, software
-    from autotune.profiling.assemble import assemble_callable
+    from autotune.profiling.assemble import assemble, of_callable
     from autotune.profiling.callable import CallableSession, CallableTarget
     from autotune.report.callable_table import show
 
@@ -148,10 +148,10 @@ def _sweep(
         )
         return INTERRUPTED
     torch = sys.modules.get("torch")
-    made = assemble_callable(
+    made = assemble(
+        CallableProfile,
         found,
-        subject,
-        question,
+        of_callable(found, question, subject),
         name=place.stem,
         command=command,
         machine=machine(gpu=torch is not None and torch.cuda.is_initialized()),

@@ -12,7 +12,7 @@ from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.export import TARGETS, export
 from autotune.profile import EngineFacts, KvPool, Machine, ModelFacts, Profile, profile_text
 from autotune.profile.fingerprint import software
-from autotune.profiling.assemble import assemble, sidecar
+from autotune.profiling.assemble import assemble, of_engine, sidecar
 from autotune.profiling.findings import Findings, Question
 from autotune.report.profile_table import show
 from autotune.writing import writable, write_together
@@ -86,14 +86,10 @@ def finish(
 ) -> int:
     """Write the profile and its sidecar, show the table, and say how it went."""
     engine, facts = subject.engine, subject.engine.facts
-    made = assemble(
+    parts = of_engine(
         found,
         question,
-        name=files.profile.stem,
-        command=command,
         spec=subject.spec,
-        machine=subject.machine,
-        software=software(),
         engine=EngineFacts(
             name=facts.engine,
             version=facts.version,
@@ -108,6 +104,9 @@ def finish(
         baseline=question.space.baseline,
         points_file=files.points,
         price_per_hour=subject.price,
+    )
+    made = assemble(
+        Profile, found, parts, name=files.profile.stem, command=command, machine=subject.machine, software=software()
     )
     write_together({files.points: sidecar(found), files.profile: profile_text(made, files.profile)})
     if as_json:

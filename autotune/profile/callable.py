@@ -6,21 +6,22 @@ A schema of its own, told from that of a language model by ``kind: callable``; d
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from autotune.cost.fields import AboveZero, Amount, Count, Positive, Share, Text, check_order
+from autotune.cost.fields import AboveZero, Amount, Count, Positive, Text
 from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
-from autotune.profile.complaints import explain
+from autotune.profile.complaints import checked
 from autotune.profile.fields import Moment, shortened
+from autotune.profile.parts import Tally
 from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
+from autotune.profile.versions import version_of
 from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS, Knobs
+from runtime.knobs import KNOBS
 
 SCHEMA_VERSION = 1
 StrategyName = Literal["adaptive", "dynamic"]
@@ -30,7 +31,7 @@ class BatcherSetting(NamedTuple):
     """What is tried: a strategy with knobs."""
 
     strategy: StrategyName
-    knobs: Knobs
+    knobs: KnobsField
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.knobs}"
@@ -82,17 +83,17 @@ class CallableLoad(Part):
     seed: Count
 
 
-class CallablePoint(Part):
-    """What one setting did."""
+class _Tried(Part):
+    """What a point is of: its first fields in the file."""
 
     source: Literal["measured", "simulated"]
     strategy: StrategyName
     knobs: KnobsField
-    offered: Count
-    met: Count
-    attainment: Share
-    attainment_low: Share
-    attainment_high: Share
+
+
+class CallablePoint(Tally, _Tried):
+    """All runs of one setting of a batcher; its requests are items."""
+
     goodput: Amount = Field(description="items/s on time")
     e2e_p50_ms: Amount | None
     e2e_p99_ms: Amount | None
@@ -104,11 +105,6 @@ class CallablePoint(Part):
     @property
     def setting(self) -> BatcherSetting:
         return BatcherSetting(self.strategy, self.knobs)
-
-    @model_validator(mode="after")
-    def _possible(self) -> CallablePoint:
-        check_order(self, ("met", "offered"))
-        return self
 
 
 class CallableProfile(Part):
@@ -172,15 +168,8 @@ def load_callable_profile(path: str | Path) -> CallableProfile:
         raise InputError(
             f"{path}: is not the profile of a callable (kind is {kind}); `autotune profile --callable` makes one"
         )
-    version = data.get("schema_version")
-    if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
-        raise InputError(
-            f"{path}: schema_version is {version}: made by a newer autotune (this one reads {SCHEMA_VERSION}); upgrade autotune"
-        )
-    try:
-        return CallableProfile.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        raise InputError(f"{path}: {' '.join(explain(error, data, callable_schema()).split())}") from None
+    version_of(data, path, SCHEMA_VERSION)
+    return checked(CallableProfile, data, path, callable_schema())
 
 
 def load_either(path: str | Path) -> Profile | CallableProfile:

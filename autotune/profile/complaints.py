@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from autotune.profile.fields import shortened
+from runtime.errors import InputError
 from runtime.knobs import KNOBS
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _MUST_BE = {
     "int_type": "a whole number",
@@ -31,6 +36,14 @@ _MUST_BE = {
 }
 
 _Location = tuple[int | str, ...]
+
+
+def checked(kind: type[ModelT], data: Mapping[str, Any], path: str | Path, schema: Mapping[str, Any]) -> ModelT:
+    """The profile of ``kind`` in ``data``, which came from ``path``. Raises :class:`InputError` with the first complaint."""
+    try:  # as JSON, in which a list may become a tuple though no type is converted into another
+        return kind.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{path}: {' '.join(explain(error, data, schema).split())}") from None
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], schema: Mapping[str, Any]) -> str:

@@ -6,15 +6,14 @@ names the file, the field, the value and what is allowed. docs/reference/profile
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from autotune.cost.fields import AboveZero, Count, Text
-from autotune.profile.complaints import explain
+from autotune.profile.complaints import checked
 from autotune.profile.fields import FileName, Moment, shortened
 from autotune.profile.parts import (
     Calibration,
@@ -154,11 +153,7 @@ def load_profile(path: str | Path) -> Profile:
             f"{path}: is the profile of a callable ({shortened(data.get('function'))}), not of a language model; "
             "`autotune show` prints it, and autotune.control(batcher, profile=…) takes it"
         )
-    data = migrated(data, path)
-    try:  # as JSON, in which a list may become a tuple though no type is converted into another
-        return Profile.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        raise InputError(f"{path}: {' '.join(explain(error, data, profile_schema()).split())}") from None
+    return checked(Profile, migrated(data, path), path, profile_schema())
 
 
 def find_profile(name: str | Path) -> Path:

@@ -43,6 +43,7 @@ __all__ = [
     "Software",
     "Spread",
     "StepPoint",
+    "Tally",
 ]
 
 
@@ -188,8 +189,26 @@ class ClassPoint(Part):
     e2e_p99_ms: Amount | None
 
 
-class Point(Part):
-    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar file has every run."""
+class Tally(Part):
+    """Requests offered to one setting, and those that met the SLO: of every point, an engine's or a callable's."""
+
+    offered: Count = Field(description="requests due in the windows, those cancelled by the client left out")
+    met: Count = Field(description="of them, those that met every target")
+    attainment: Share = Field(description="met / offered")
+    attainment_low: Share = Field(description="lower end of its 95% interval")
+    attainment_high: Share = Field(description="upper end of its 95% interval")
+
+    @model_validator(mode="after")
+    def _counted(self) -> Tally:
+        check_order(self, ("met", "offered"), ("attainment_low", "attainment_high"))
+        if self.offered and abs(self.attainment - self.met / self.offered) > 0.001:
+            counted = f"{self.met} of {self.offered}"
+            raise ValueError(f".attainment is {self.attainment:g}; it must be met / offered ({counted})")
+        return self
+
+
+class _Compared(Part):
+    """What a point is of: its first fields in the file."""
 
     knobs: KnobsField
     stage: Literal["simulation", "search", "validation", "capacity"]
@@ -197,11 +216,11 @@ class Point(Part):
     rate: Rate = Field(description="the workload's mean, requests/s")
     offered_rate: Amount = Field(description="requests/s that came in the windows")
     seeds: tuple[Count, ...] = Field(description="of the load, one a run")
-    offered: Count = Field(description="requests due in the windows, those cancelled by the client left out")
-    met: Count = Field(description="of them, those that met every target")
-    attainment: Share = Field(description="met / offered")
-    attainment_low: Share = Field(description="lower end of its 95% interval")
-    attainment_high: Share = Field(description="upper end of its 95% interval")
+
+
+class Point(Tally, _Compared):
+    """All runs of one setting at one rate. Percentiles are medians over the runs; the sidecar file has every run."""
+
     goodput: Spread = Field(description="requests/s that met every target, each counted by the weight of its class")
     throughput: Spread = Field(description="output tokens/s")
     ttft_p50_ms: Amount | None
@@ -216,16 +235,7 @@ class Point(Part):
 
     @model_validator(mode="after")
     def _possible(self) -> Point:
-        check_order(
-            self,
-            ("met", "offered"),
-            ("attainment_low", "attainment_high"),
-            ("ttft_p50_ms", "ttft_p99_ms"),
-            ("tpot_p50_ms", "tpot_p99_ms"),
-        )
-        if self.offered and abs(self.attainment - self.met / self.offered) > 0.001:
-            counted = f"{self.met} of {self.offered}"
-            raise ValueError(f".attainment is {self.attainment:g}; it must be met / offered ({counted})")
+        check_order(self, ("ttft_p50_ms", "ttft_p99_ms"), ("tpot_p50_ms", "tpot_p99_ms"))
         return self
 
     @model_serializer(mode="wrap")

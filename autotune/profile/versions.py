@@ -42,23 +42,26 @@ STEPS: Mapping[int, Callable[[Fields], Fields]] = {1: from_1, 2: from_2}
 SCHEMA_VERSION = max(STEPS) + 1
 
 
-def migrated(data: Mapping[str, Any], path: str | Path) -> Fields:
-    """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
+def version_of(data: Mapping[str, Any], path: str | Path, newest: int) -> int:
+    """The version of the profile in ``data``. Raises :class:`InputError` for one that is not from 1 to ``newest``."""
     if "schema_version" not in data:
-        raise InputError(
-            f"{path}: schema_version is missing; `autotune profile` writes it, {SCHEMA_VERSION} at present"
-        )
-    version = data["schema_version"]
+        raise InputError(f"{path}: schema_version is missing; `autotune profile` writes it, {newest} at present")
+    version, known = data["schema_version"], "1" if newest == 1 else f"1 to {newest}"
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise InputError(
-            f"{path}: schema_version is {shortened(version)}; it must be a whole number from 1 to {SCHEMA_VERSION}"
+            f"{path}: schema_version is {shortened(version)}; it must be a whole number from 1 to {newest}"
         )
-    if version > SCHEMA_VERSION:
+    if version > newest:
         raise InputError(
             f"{path}: schema_version is {shortened(version)}: made by a newer autotune "
-            f"(this one reads 1 to {SCHEMA_VERSION}); upgrade autotune to read it"
+            f"(this one reads {known}); upgrade autotune to read it"
         )
+    return version
+
+
+def migrated(data: Mapping[str, Any], path: str | Path) -> Fields:
+    """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
     present = dict(data)
-    for number in range(version, SCHEMA_VERSION):
+    for number in range(version_of(data, path, SCHEMA_VERSION), SCHEMA_VERSION):
         present = STEPS[number](present) | {"schema_version": number + 1}
     return present

@@ -5,27 +5,31 @@ from __future__ import annotations
 import datetime as dt
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from autotune.profile import (
+    SCHEMA_VERSION,
     Confidence,
     EngineFacts,
     Gain,
     LoadFacts,
     Machine,
     ModelFacts,
+    Part,
     Point,
-    Profile,
     SimulationFacts,
     Software,
 )
-from autotune.profile.callable import CallableLoad, CallablePoint, CallableProfile, Group, Inputs, ServiceTime
+from autotune.profile.callable import SCHEMA_VERSION as CALLABLE_VERSION
+from autotune.profile.callable import CallableLoad, CallablePoint, Group, Inputs, ServiceTime
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.callable import CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import callable_points, gain, pareto, points
-from autotune.profiling.setup import Setup
+from autotune.profiling.setup import Comparison, Setup
 from autotune.profiling.subject import Subject
 from autotune.profiling.warnings import unseen, warnings
 from runtime.knobs import Knobs
@@ -34,92 +38,94 @@ _MOST_PARETO = 24
 _MOST_SIMULATED = 10  # settings of a callable, when a run was stopped while simulating
 _LONGER = "a longer --budget tells more"
 
+PartT = TypeVar("PartT", bound=Part)
+
 
 def assemble(
-    findings: Findings,
-    question: Question,
+    kind: type[PartT],
+    findings: Findings[Any, Any, Any, Any],
+    parts: Mapping[str, Any],
     *,
     name: str,
     command: str,
-    spec: str,
     machine: Machine,
     software: Software,
+) -> PartT:
+    """A profile of ``kind``: what every kind says of a run, and the ``parts`` that only this one has (:func:`of_engine`,
+    :func:`of_callable`)."""
+    assert findings.setup is not None
+    return _with_setup(
+        kind,
+        findings.setup,
+        **parts,
+        name=name,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        command=command,
+        status="stopped" if findings.stopped else "complete",
+        machine=machine,
+        software=software,
+    )
+
+
+def _with_setup(kind: type[PartT], setup: Comparison, /, **more: Any) -> PartT:
+    """A part of ``kind``: what ``setup`` has under the same names, and ``more``."""
+    names = kind.model_fields.keys() & type(setup).model_fields.keys()
+    return kind(**{name: getattr(setup, name) for name in names} | more)
+
+
+def of_engine(
+    findings: Findings,
+    question: Question,
+    *,
+    spec: str,
     engine: EngineFacts,
     model: ModelFacts,
     baseline: Knobs,
     points_file: Path,
     price_per_hour: float | None = None,
-) -> Profile:
-    """The profile. ``findings`` must hold at least one run."""
-    setup = findings.setup
-    comparable = findings.comparable()
-    settings = findings.settings()
+) -> dict[str, Any]:
+    """What only the profile of an LLM engine has. ``findings`` must hold at least one run."""
+    setup, settings = findings.setup, findings.settings()
     if setup is None or not settings:
         raise ValueError("nothing was measured, so there is nothing to recommend")
-    met, verdict = judge(findings, settings["balanced"].point)
+    balanced = settings["balanced"]
+    met, verdict = judge(findings, balanced.point)
     validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
-    return Profile(
-        schema_version=3,
-        name=name,
-        created=_now(),
-        command=command,
-        status="stopped" if findings.stopped else "complete",
-        machine=machine,
-        software=software,
-        engine=engine,
-        model=model,
-        workload=LoadFacts(
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "engine": engine,
+        "model": model,
+        "workload": _with_setup(
+            LoadFacts,
+            setup,
             spec=spec,
             description=question.workload.description,
-            length_scale=setup.length_scale,
-            cap_prompt=setup.cap_prompt,
-            cap_output=setup.cap_output,
-            mean_prompt=setup.mean_prompt,
-            mean_output=setup.mean_output,
-            rate=setup.rate,
-            offered_rate=settings["balanced"].point.offered_rate,
-            rate_from=setup.rate_from,
-            window_s=setup.window_s,
-            warmup_s=setup.warmup_s,
+            offered_rate=balanced.point.offered_rate,
             search_seed=question.seed,
             validation_seeds=tuple(sorted(validated)),
         ),
-        slo=setup.slo,
-        slo_from=setup.slo_from,
-        classes=setup.classes,
-        objective=setup.objective,
-        calibration=setup.calibration,
-        knobs=settings["balanced"].knobs,
-        settings=settings,
-        baseline=next((p for p in comparable if p.knobs == baseline), None),
-        capacity=findings.capacity,
-        verdict=verdict,
-        slo_met=met,
-        seed=question.seed,
-        points=tuple(points(findings.runs)),
-        points_file=points_file.name,
-        cost_model=None if findings.cost is None else findings.cost.facts,
-        simulation=simulation_facts(findings),
-        simulated=(*paired_points(findings), *pareto_points(findings)),
-        gain=gain_of(findings, settings["balanced"].knobs, baseline),
-        confidence=sure_of(findings),
-        price_per_hour=price_per_hour,
-        warnings=warnings(findings),
-    )
+        "knobs": balanced.knobs,
+        "settings": settings,
+        "baseline": next((p for p in findings.comparable() if p.knobs == baseline), None),
+        "capacity": findings.capacity,
+        "verdict": verdict,
+        "slo_met": met,
+        "seed": question.seed,
+        "points": tuple(points(findings.runs)),
+        "points_file": points_file.name,
+        "cost_model": None if findings.cost is None else findings.cost.facts,
+        "simulation": simulation_facts(findings),
+        "simulated": (*paired_points(findings), *pareto_points(findings)),
+        "gain": gain_of(findings, balanced.knobs, baseline),
+        "confidence": sure_of(findings),
+        "price_per_hour": price_per_hour,
+        "warnings": warnings(findings),
+    }
 
 
-def assemble_callable(
-    found: CallableFindings,
-    subject: Subject,
-    question: CallableQuestion,
-    *,
-    name: str,
-    command: str,
-    machine: Machine,
-    software: Software,
-) -> CallableProfile:
-    """The profile of a callable. ``found`` must hold at least one setting."""
-    setup, cost, measured = found.setup, found.cost, bool(found.runs)
+def of_callable(found: CallableFindings, question: CallableQuestion, subject: Subject) -> dict[str, Any]:
+    """What only the profile of a callable has. ``found`` must hold at least one setting."""
+    setup, cost = found.setup, found.cost
     if setup is None or cost is None or not (best_first := ranked(found)):
         raise ValueError("nothing was tried, so there is nothing to recommend")
     best = best_first[0]
@@ -128,25 +134,18 @@ def assemble_callable(
     shown = best_first[:_MOST_SIMULATED]
     shown += [p for p in baselines if p.setting not in [r.setting for r in shown]]
     slo_met = not Objective.under(setup).refuted(best)
-    return CallableProfile(
-        kind="callable",
-        schema_version=1,
-        name=name,
-        created=_now(),
-        command=command,
-        status="stopped" if found.stopped else "complete",
-        function=subject.name,
-        inputs=Inputs(
+    unmeasured = {} if found.runs else {"window_s": 0.0, "warmup_s": 0.0}
+    return {
+        "kind": "callable",
+        "schema_version": CALLABLE_VERSION,
+        "function": subject.name,
+        "inputs": Inputs(
             file=subject.inputs_name, items=len(subject.inputs), cost=subject.cost_name, mean_cost=subject.mean_cost
         ),
-        machine=machine,
-        software=software,
-        slo=setup.slo,
-        slo_from=setup.slo_from,
-        strategy=best.strategy,
-        knobs=best.knobs,
-        replicas=cost.workers,
-        service=ServiceTime(
+        "strategy": best.strategy,
+        "knobs": best.knobs,
+        "replicas": cost.workers,
+        "service": ServiceTime(
             fixed_ms=cost.price.fixed * 1e3,
             per_item_ms=cost.price.per_item * 1e3,
             per_cost_ms=cost.price.per_cost * 1e3,
@@ -156,20 +155,12 @@ def assemble_callable(
             largest=cost.largest,
             ended=cost.ended,
         ),
-        load=CallableLoad(
-            rate=setup.rate,
-            rate_from=setup.rate_from,
-            capacity=setup.capacity,
-            capacity_size=setup.capacity_size,
-            window_s=setup.window_s if measured else 0.0,
-            warmup_s=setup.warmup_s if measured else 0.0,
-            seed=question.seed,
-        ),
-        points=tuple(shown),
-        simulated=len(found.simulated),
-        verdict=_callable_verdict(setup, best, slo_met),
-        slo_met=slo_met,
-    )
+        "load": _with_setup(CallableLoad, setup, seed=question.seed, **unmeasured),
+        "points": tuple(shown),
+        "simulated": len(found.simulated),
+        "verdict": _callable_verdict(setup, best, slo_met),
+        "slo_met": slo_met,
+    }
 
 
 def gain_of(findings: Findings, recommended: Knobs, baseline: Knobs) -> Gain | None:
@@ -321,7 +312,3 @@ def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> s
     if not Objective.under(setup).confirmed(best):
         return f"too short to tell whether the SLO is met: {at}, the target is {target}; a longer --budget tells more"
     return f"meets the SLO ({target}): {at}"
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")

@@ -71,9 +71,9 @@ def _windows(strategy: StrategyName, waits: Sequence[float], workers: int) -> Se
 
 def choose(ranked: Sequence[BatcherSetting], count: int) -> list[BatcherSetting]:
     """Which of the settings ``ranked`` by simulation to measure: the best, the batcher as it comes, and the next best unlike
-    those before it."""
-    ranked = [setting for setting in ranked if setting != ONE_AT_A_TIME]
-    chosen = ranked[:1]
+    those before it. No batching only if there is nothing else."""
+    ranked = [setting for setting in ranked if setting != ONE_AT_A_TIME] or ranked
+    chosen = list(ranked[:1])
     if AS_IT_COMES in ranked and AS_IT_COMES not in chosen:
         chosen.append(AS_IT_COMES)
     for setting in ranked:

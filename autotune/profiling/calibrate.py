@@ -105,9 +105,10 @@ def draw_setup(
         prompt, output = _means(natural)
         wanted = max(TARGET_RATE, REQUESTS / window_s)
         scale = length_scale(prompt, output, alone.ttft / alone.prompt_tokens, alone.tpot, wanted)
-    room = min(model.max_model_len, engine.facts.kv_tokens)
-    cap_output = max(1, room // 4)
-    scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=room - cap_output, cap_output=cap_output)
+    longest = min(model.max_model_len, engine.facts.kv_tokens)
+    cap_output = max(1, longest // 4)
+    cap_prompt = longest - cap_output
+    scaled = workload.scaled(length=scale / workload.length_scale, cap_prompt=cap_prompt, cap_output=cap_output)
     lengths = sample(scaled, seed)
     mean_prompt, mean_output = _means(lengths)
     context = mean_prompt + mean_output / 2
@@ -124,7 +125,7 @@ def draw_setup(
     most = most_rate(scaled, seed, warmup_s + window_s)
     return Setup(
         length_scale=scale,
-        cap_prompt=room - cap_output,
+        cap_prompt=cap_prompt,
         cap_output=cap_output,
         mean_prompt=round(mean_prompt, 1),
         mean_output=round(mean_output, 1),

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from autotune.engines import callable_source
 from autotune.measure.evaluate import Interrupted, evaluate
@@ -44,7 +44,6 @@ from runtime.batching.item import Call, Item
 from runtime.batching.strategies import strategy_of
 from runtime.batching.virtual import serve
 from runtime.clock import Clock, MonotonicClock
-from runtime.knobs import Knobs
 from runtime.slo import SLO
 
 ITEMS: Workload = parse_workload("poisson:rate=1,prompt=1,output=1")
@@ -66,14 +65,18 @@ _SIMULATED_SEED, _MEASURED_SEED, _UNSEEN = (
     2_000_003,
     1 << 16,
 )  # to the seed of the question, the latter to a load's
-_PLAN = "plan"  # a fact of the study
+_PLAN = "plan"
 
 
 class CallableSetup(Comparison):
-    """What the calibration of a callable decided. ``capacity``: items/s in calls of ``capacity_size``."""
+    """What the calibration of a callable decided, and what to measure after simulating.
+
+    ``capacity``: items/s in calls of ``capacity_size``; ``chosen``: the settings to measure.
+    """
 
     capacity: float
     capacity_size: int
+    chosen: tuple[BatcherSetting, ...] = ()
 
     @property
     def e2e_ms(self) -> float:
@@ -252,6 +255,8 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
         slo_from=slo_from,
         window_s=schedule.window_s,
         warmup_s=schedule.warmup_s,
+        validation_seeds=tuple(question.seed + _MEASURED_SEED + n for n in range(_ROUNDS)),
+        simulated_seeds=(question.seed + _SIMULATED_SEED,),
         capacity=capacity,
         capacity_size=size,
     )
@@ -326,37 +331,6 @@ def items(load: Load, costs: Sequence[int]) -> list[Item]:
 # -- the session ----------------------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
-    """What is measured. ``each_s``: what a run takes in all. ``tried``: settings simulated to come to it."""
-
-    settings: Sequence[BatcherSetting]
-    window_s: float
-    warmup_s: float
-    each_s: float
-    tried: int
-
-    @classmethod
-    def of(cls, chosen: Sequence[BatcherSetting], left_s: float, tried: int) -> Plan:
-        """Rounds over ``chosen`` in ``left_s`` seconds."""
-        each = left_s / (_ROUNDS * len(chosen))
-        warmup = min(2.0, each / 5)
-        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
-        return cls(chosen, window, warmup, each, tried)
-
-    def keep(self, study: SweepStudy) -> None:
-        settings = [{"strategy": s.strategy, "knobs": s.knobs.as_dict()} for s in self.settings]
-        study.put(_PLAN, {**self._asdict(), "settings": settings})
-
-    @classmethod
-    def kept(cls, study: SweepStudy) -> Plan | None:
-        """That of an earlier session of the same study."""
-        known: dict[str, Any] | None = study.get(_PLAN)
-        if known is None:
-            return None
-        settings = [BatcherSetting(s["strategy"], Knobs(**s["knobs"])) for s in known["settings"]]
-        return cls(**{**known, "settings": settings})
-
-
 class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
     """Profiles a callable. Its rate follows from the calibration. The best few settings by simulation, and the batcher as it
     comes, are measured in rounds, each under a seed of its own.
@@ -376,41 +350,33 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         stop: Callable[[], bool] | None = None,
         host: Clock | None = None,
     ) -> None:
-        budget, plan = question.budget_s, Plan.kept(study)
+        budget = question.budget_s
         schedule = Schedule(
             budget,
-            window_s=plan.window_s if plan else 0.0,
-            warmup_s=plan.warmup_s if plan else 0.0,
+            window_s=0.0,  # of what time is left after simulating
+            warmup_s=0.0,
             calibrate_s=CALIBRATE_S if budget is None else _CALIBRATING * budget,
             simulate_s=None if budget is None else _SIMULATING * budget,
         )
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: CallableSetup) -> CallableSetup:
-        """The one it has; no other is looked for."""
+        """The one it has; no other is looked for. As an earlier session planned to measure at it, if one came as far."""
         self._context.reporter.note(
             f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({setup.rate_from})"
         )
-        return setup
-
-    def _simulated_seed(self, setup: CallableSetup) -> int:
-        return self._context.question.seed + _SIMULATED_SEED
+        planned = self._context.study.measurements.find(_PLAN)
+        return setup if planned is None else CallableSetup.model_validate(planned)
 
     def _measure(self, setup: CallableSetup) -> None:
         context = self._context
         context.check()
         context.reporter.stage("measuring")
-        plan = Plan.kept(context.study)
-        if plan is None:
-            plan = self._planned()
-            plan.keep(context.study)
-        setup = setup.model_copy(update={"window_s": plan.window_s, "warmup_s": plan.warmup_s})
-        context.found.setup = setup
-        first = context.question.seed + _MEASURED_SEED
-        measure_in_rounds(context, setup, plan.settings, range(first, first + _ROUNDS))
+        setup = context.found.setup = context.stored(_PLAN, setup, lambda: self._planned(setup))
+        measure_in_rounds(context, setup, setup.chosen)
 
-    def _planned(self) -> Plan:
-        """As many settings as were asked for, or as there is time for."""
+    def _planned(self, setup: CallableSetup) -> CallableSetup:
+        """``setup`` with as many settings as were asked for, or as there is time for, and how long each is measured."""
         context, found, question = self._context, self._context.found, self._context.question
         left = _ROUNDS * _MEASURED * _UNBOUNDED_S
         count = question.trials or _MEASURED
@@ -418,7 +384,10 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
             left = max(0.0, question.budget_s - context.meter.spent_s - _SHORTEST_S)
             count = min(count, max(2, int(left / 5)))
         chosen = choose([point.setting for point in ranked(found)], count)
-        return Plan.of(chosen, left, len(found.simulated) + len(found.failures))
+        each = left / (_ROUNDS * len(chosen))
+        warmup = min(2.0, each / 5)
+        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
+        return setup.model_copy(update={"chosen": tuple(chosen), "window_s": window, "warmup_s": warmup})
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -150,7 +150,7 @@ def measure_calls(
 
 
 def fitted(timed: Sequence[Timed]) -> Price:
-    """The price of a call by the batcher's own model, shown the medians until it has settled."""
+    """The price of a call by the batcher's own model, shown the medians until it has converged."""
     model = ServiceModel(forgetting=0.999)
     for round_ in range(ROUNDS):
         for index, t in enumerate(timed):

@@ -41,7 +41,7 @@ from autotune.profile.parts import CostFacts, ModelFacts
 from autotune.profiling.calls import OutOfMemory, TimedCalls
 from autotune.profiling.step_driver import Sample, StepDriver
 from autotune.profiling.step_plan import Pilot, StepPlan
-from autotune.profiling.steps import region_of, room_of
+from autotune.profiling.steps import most_tokens, region_of
 from autotune.profiling.subject import Subject
 from runtime.step_model import StepFeatures
 
@@ -193,7 +193,7 @@ def check_steps(
     :class:`Interrupted` on ``stop``. The engine is left idle, its knobs changed.
     """
     cost = CostModel.from_facts(facts.planned or facts)
-    driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
+    driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
     token = cost.predict(StepFeatures(0, 0, 256, 256, 256 * 257 // 2, 1)) / 256
     expected = Pilot(token, token, cost.predict(StepFeatures(8, 512, 0, 0, 0)))

@@ -102,7 +102,7 @@ class Objective:
         """Money per million output tokens; None without a price, or where no tokens come out."""
         return None if self.price_per_hour is None else per_million(self.price_per_hour, tokens_per_s)
 
-    def refuted(self, point: Point | CallablePoint) -> bool:
+    def refuted(self, point: Counted) -> bool:
         """Whether this point shows that the SLO's attainment is not met, of any class by its own.
 
         By the binomial tail: were it met, so many misses would be seen less than once in twenty times. (Of 14 requests one
@@ -110,7 +110,7 @@ class Objective:
         """
         return not point.offered or any(_refuted(seen, share) for seen, share in self._judged(point))
 
-    def confirmed(self, point: Point | CallablePoint) -> bool:
+    def confirmed(self, point: Counted) -> bool:
         """Whether this point met the SLO's attainment, with requests enough to say so.
 
         Enough: an attainment that is just met brings one miss among them. If none came, three times as many misses as
@@ -120,11 +120,11 @@ class Objective:
             seen.offered * max(1 - share, 0.01) >= 1 - 1e-9 for seen, share in self._judged(point)
         )
 
-    def attained(self, point: Point | CallablePoint) -> bool:
+    def attained(self, point: Counted) -> bool:
         """Whether this point measured the SLO's attainment, of every class its own."""
         return all(seen.attainment >= share for seen, share in self._judged(point))
 
-    def _judged(self, point: Point | CallablePoint) -> list[tuple[Counted, float]]:
+    def _judged(self, point: Counted) -> list[tuple[Counted, float]]:
         """What is judged by itself, and the attainment it must have: every class that was offered, or all there is."""
         targets = {one.name: one.slo.attainment for one in self.classes}
         by_class = point.classes if isinstance(point, Point) else {}

@@ -57,12 +57,17 @@ class Run(Part):
         return Knobs.from_mapping(self.score.setting)
 
     @property
-    def batcher_setting(self) -> BatcherSetting:
-        """The strategy with the knobs. Raises ``ValueError`` for the run of an LLM engine."""
+    def setting(self) -> Knobs | BatcherSetting:
+        """What was tried: the knobs, of a batcher with their strategy."""
         strategy = self.strategy or self.label.partition(" ")[0]
-        for known in get_args(StrategyName):
-            if strategy == known:
-                return BatcherSetting(known, self.knobs)
+        known = next((one for one in get_args(StrategyName) if one == strategy), None)
+        return self.knobs if known is None else BatcherSetting(known, self.knobs)
+
+    @property
+    def batcher_setting(self) -> BatcherSetting:
+        """The same of a batcher's run. Raises ``ValueError`` for that of an LLM engine."""
+        if isinstance(setting := self.setting, BatcherSetting):
+            return setting
         raise ValueError(f"{self.label}: is no run of a batcher")
 
     @model_serializer(mode="wrap")
@@ -76,50 +81,84 @@ class Run(Part):
 
 def points(runs: Iterable[Run]) -> list[Point]:
     """One point for each (stage, setting, rate), in order of first appearance."""
-    groups: dict[tuple[Stage, Knobs, float], list[Run]] = {}
+    return [point(group) for group in _grouped(runs)]
+
+
+def callable_points(runs: Iterable[Run]) -> list[CallablePoint]:
+    """The same of the runs of a batcher."""
+    return [callable_point(group) for group in _grouped(runs)]
+
+
+def _grouped(runs: Iterable[Run]) -> Iterable[list[Run]]:
+    groups: dict[tuple[Stage, object, float], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.stage, run.knobs, run.score.rate), []).append(run)
-    return [point(group) for group in groups.values()]
+        groups.setdefault((run.stage, run.setting, run.score.rate), []).append(run)
+    return groups.values()
 
 
-def point(runs: Sequence[Run]) -> Point:
-    """Runs of one setting at one rate. Shares are pooled; percentiles are the median of each run's own.
+def _pooled(runs: Sequence[Run]) -> tuple[list[list[Score]], float, dict[str, Any]]:
+    """Of runs of one setting at one rate the scores by seed, the seconds of all their windows, and what every point says.
 
-    Runs of one seed met the same requests: together they count once, by their mean, as 55 requests met twice are not
-    110 requests met.
+    Shares are pooled; percentiles are the median of each run's own. Runs of one seed met the same requests: together they
+    count once, by their mean, as 55 requests met twice are not 110 requests met.
     """
     scores = [run.score for run in runs]
     seeds: dict[int, list[Score]] = {}
     for score in scores:
         seeds.setdefault(score.seed, []).append(score)
-    offered = round(sum(_mean(same, lambda s: s.offered) for same in seeds.values()))
-    met = min(offered, round(sum(_mean(same, lambda s: s.met) for same in seeds.values())))
-    window = sum(_mean(same, lambda s: s.window_s) for same in seeds.values())
+    by_seed = list(seeds.values())
+    offered = round(sum(_mean(same, lambda s: s.offered) for same in by_seed))
+    met = min(offered, round(sum(_mean(same, lambda s: s.met) for same in by_seed)))
     low, high = wilson_interval(met, offered)
-    blocks = [(_mean(same, lambda s: s.window_s), _mean_blocks(same)) for same in seeds.values()]
+    known = {
+        "knobs": runs[0].knobs,
+        "seeds": tuple(s.seed for s in scores),
+        "offered": offered,
+        "met": met,
+        "attainment": _round(met / offered if offered else 0.0),
+        "attainment_low": _round(low),
+        "attainment_high": _round(high),
+        "e2e_p99_ms": _median(scores, lambda s: s.e2e_ms.p99),
+        "lateness_p99_ms": _round(max(s.lateness_p99_ms for s in scores)),
+    }
+    return by_seed, sum(_mean(same, lambda s: s.window_s) for same in by_seed), known
+
+
+def point(runs: Sequence[Run]) -> Point:
+    """Runs of one setting of an engine at one rate."""
+    scores, (by_seed, window, known) = [run.score for run in runs], _pooled(runs)
+    blocks = [(_mean(same, lambda s: s.window_s), _mean_blocks(same)) for same in by_seed]
     return Point(
-        knobs=runs[0].knobs,
+        **known,
         stage=runs[0].stage,
         label=runs[0].label,
         rate=scores[0].rate,
-        offered_rate=_round(offered / window),
-        seeds=tuple(s.seed for s in scores),
-        offered=offered,
-        met=met,
-        attainment=_round(met / offered if offered else 0.0),
-        attainment_low=_round(low),
-        attainment_high=_round(high),
+        offered_rate=_round(known["offered"] / window),
         goodput=goodput_spread(blocks, tuple(s.goodput for s in scores)),
         throughput=mean_spread(tuple(s.throughput for s in scores)),
         ttft_p50_ms=_median(scores, lambda s: s.ttft_ms.p50),
         ttft_p99_ms=_median(scores, lambda s: s.ttft_ms.p99),
         tpot_p50_ms=_median(scores, lambda s: s.tpot_ms.p50),
         tpot_p99_ms=_median(scores, lambda s: s.tpot_ms.p99),
-        e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
         preemptions=sum(s.steps.preemptions for s in scores),
-        lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
         e2e_mean_ms=_average(s.e2e_mean_ms for s in scores),
-        classes=_by_class(list(seeds.values())),
+        classes=_by_class(by_seed),
+    )
+
+
+def callable_point(runs: Sequence[Run]) -> CallablePoint:
+    """Runs of one setting of a batcher at one rate."""
+    by_seed, window, known = _pooled(runs)
+    calls = sum(_mean(same, lambda s: s.steps.steps) for same in by_seed)
+    called = sum(_mean(same, lambda s: s.steps.steps * s.steps.mean_running) for same in by_seed)
+    return CallablePoint(
+        **known,
+        source="simulated" if runs[0].stage == "simulation" else "measured",
+        strategy=runs[0].batcher_setting.strategy,
+        goodput=_round(known["met"] / window),
+        e2e_p50_ms=_median([run.score for run in runs], lambda s: s.e2e_ms.p50),
+        items_per_call=_round(called / max(1, calls)),
+        calls_per_s=_round(calls / window),
     )
 
 
@@ -149,40 +188,6 @@ def _average(values: Iterable[float | None]) -> float | None:
 def _middle(latencies: Iterable[Latency | None]) -> float | None:
     known = [one.p99 for one in latencies if one is not None and one.p99 is not None]
     return _round(statistics.median(known)) if known else None
-
-
-def callable_points(runs: Iterable[Run]) -> list[CallablePoint]:
-    """One point for each setting of a batcher, in order of first appearance."""
-    groups: dict[BatcherSetting, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.batcher_setting, []).append(run)
-    return [callable_point(group) for group in groups.values()]
-
-
-def callable_point(runs: Sequence[Run]) -> CallablePoint:
-    """Runs of one setting of a batcher, each under a seed of its own. Shares are pooled, percentiles the median of the runs'."""
-    setting, scores = runs[0].batcher_setting, [run.score for run in runs]
-    offered, met = sum(s.offered for s in scores), sum(s.met for s in scores)
-    calls = sum(s.steps.steps for s in scores)
-    window = sum(s.window_s for s in scores)
-    low, high = wilson_interval(met, offered)
-    return CallablePoint(
-        source="simulated" if runs[0].stage == "simulation" else "measured",
-        strategy=setting.strategy,
-        knobs=setting.knobs,
-        offered=offered,
-        met=met,
-        attainment=met / offered if offered else 0.0,
-        attainment_low=low,
-        attainment_high=high,
-        goodput=met / window,
-        e2e_p50_ms=_median(scores, lambda s: s.e2e_ms.p50),
-        e2e_p99_ms=_median(scores, lambda s: s.e2e_ms.p99),
-        items_per_call=sum(s.steps.steps * s.steps.mean_running for s in scores) / max(1, calls),
-        calls_per_s=calls / window,
-        lateness_p99_ms=_round(max(s.lateness_p99_ms for s in scores)),
-        seeds=tuple(s.seed for s in scores),
-    )
 
 
 def goodput_spread(blocks: Sequence[tuple[float, Sequence[tuple[float, float]]]], runs: tuple[float, ...]) -> Spread:
@@ -235,7 +240,7 @@ def clearly_better(mine: Sequence[Run], base: Sequence[Run], noise: float) -> bo
     """Whether ``mine`` measured more goodput than ``base`` under the same requests, beyond chance.
 
     The 95% interval of the ratio lies above 1, and attainments differ by more than runs of one setting do in 95 of 100 cases,
-    whose coefficient of variation is ``noise``: a slow spell of the machine lasts longer than the seconds that are drawn.
+    whose coefficient of variation is ``noise``: a slow minute of the machine outlasts the seconds that are drawn.
     """
     found = gain(mine, base)
     if found is None:

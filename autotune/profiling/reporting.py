@@ -15,7 +15,7 @@ class Reporter(Protocol):
         ...
 
     def ready(self, setup: Setup) -> None:
-        """The load, the SLO and the rate are settled."""
+        """The load, the SLO and the rate are known."""
         ...
 
     def stage(self, name: str) -> None:

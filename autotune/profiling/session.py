@@ -76,7 +76,7 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
             found.setup = calibrate(context)
             context.reporter.stage("simulating")
             found.setup = self._at_rate(found.setup)
-            simulate(context, found.setup, self._simulated_seed(found.setup))
+            simulate(context, found.setup)
             self._measure(found.setup)
         except Interrupted:
             found.stopped = True
@@ -90,10 +90,6 @@ class Sweep(ABC, Generic[SettingT, SetupT, CostT, SpaceT]):
     @abstractmethod
     def _at_rate(self, setup: SetupT) -> SetupT:
         """``setup`` at the rate where settings are compared."""
-
-    @abstractmethod
-    def _simulated_seed(self, setup: SetupT) -> int:
-        """Of the arrivals that every simulated setting meets."""
 
     @abstractmethod
     def _measure(self, setup: SetupT) -> None:
@@ -129,9 +125,6 @@ class Session(Sweep):
         found = find_rate(self._context, setup, self._context.question.space.narrowed(setup.fitted))
         self._context.reporter.ready(found)
         return found
-
-    def _simulated_seed(self, setup: Setup) -> int:
-        return setup.simulated_seeds[0]
 
     def _measure(self, setup: Setup) -> None:
         context, found = self._context, self._context.found

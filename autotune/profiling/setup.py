@@ -41,6 +41,8 @@ class Comparison(Part):
 
     ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``classes``: request classes
     with an SLO of their own; ``objective``: what settings are compared by; ``window_s``, ``warmup_s``: of a measurement.
+    ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
+    that of the search.
     """
 
     rate: float
@@ -51,14 +53,15 @@ class Comparison(Part):
     objective: ObjectiveName = "goodput"
     window_s: float
     warmup_s: float
+    validation_seeds: tuple[int, ...] = ()
+    simulated_seeds: tuple[int, ...] = ()
 
 
 class Setup(Comparison):
     """What the calibration of an LLM engine decided.
 
     ``fitted``: where the search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the
-    hardware while it serves, in units of the calibrated speed. ``validation_seeds``: those the hardware meets, in order;
-    ``simulated_seeds``: those of the long simulated loads, the first that of the search; ``simulated_requests``: in each;
+    hardware while it serves, in units of the calibrated speed. ``simulated_requests``: in each of the long loads;
     ``candidates``: settings found in simulation beside the trials; that which meets the SLO up to ``rate``, or, where the
     rate was given, those that serve the most at it.
     """
@@ -71,8 +74,6 @@ class Setup(Comparison):
     most_rate: float
     rate_from: Literal["user", "calibration"]
     speed: float = 1.0
-    validation_seeds: tuple[int, ...] = ()
-    simulated_seeds: tuple[int, ...] = ()
     simulated_requests: int = 2000
     candidates: tuple[KnobsField, ...] = ()
     fitted: KnobsField

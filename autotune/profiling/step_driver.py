@@ -36,15 +36,15 @@ class Sample(NamedTuple):
 
 
 class StepDriver:
-    """Runs scripts on ``engine``, one at a time. ``room``: tokens that a request may have in all.
+    """Runs scripts on ``engine``, one at a time. ``longest``: tokens that a request may have in all.
 
     Raises :class:`EvaluationError` for an engine whose steps nobody hears of.
     """
 
-    def __init__(self, engine: Engine, vocab_size: int, room: int, *, seed: int, stop: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, vocab_size: int, longest: int, *, seed: int, stop: Callable[[], bool]) -> None:
         if not engine.capabilities.step_records:
             raise EvaluationError("this engine reports no steps, so what they cost cannot be measured")
-        self._engine, self._vocab_size, self.room = engine, vocab_size, room
+        self._engine, self._vocab_size, self.longest = engine, vocab_size, longest
         # no two drivers of a process send the same tokens, or the second would find the first one's prefixes in the cache
         self._seed = (seed << 20) + next(_DRIVERS)
         self._clock, self._stop = engine.clock, stop

@@ -42,16 +42,16 @@ _POOL_LADDERS = (
     (1500, 0.11),
     (4096, 0.06),
 )  # (context, share of the whole time that filling takes)
-_CLIMBS, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
+_CHUNKED, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
 _BESIDE_POOL = 0.015  # share of the whole time: the prompts beside each pool ladder
-_SMALLEST, _LARGEST = 16, 2048  # chunks of a climb
+_SMALLEST, _LARGEST = 16, 2048  # chunks of a long prompt
 _BESIDE_RUNGS = (
     0,
     2,
 )  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
 _POOL_RUNG = 3  # decode steps on each rung of a pool ladder
 _POOL_STEPS = 160  # decode steps of a pool ladder with most of its sequences, at most
-_POOL_DECODES = 250  # decode steps of all pool ladders and climbs
+_POOL_DECODES = 250  # decode steps of all pool ladders and long prompts
 _CHUNKS = (32, 128, 512, 2048)
 _BESIDE = ((2, 256), (8, 64), (32, 128), (128, 64))  # (sequences, context) that prompts are mixed with
 _BURST = ((16, 4), (16, 16), (64, 8), (32, 64))  # (tokens, prompts)
@@ -110,8 +110,8 @@ class StepPlan:
         self._driver, self._seed = driver, seed
         self._slots, self._budget, self._chunk = limits.max_batch_size, limits.token_budget, limits.chunk_size
         self._pool = int(engine.facts.kv_tokens * 0.9)
-        self._output = max(1, min(_OUTPUT, driver.room // 4))
-        self._longest = max(1, driver.room - self._output)
+        self._output = max(1, min(_OUTPUT, driver.longest // 4))
+        self._longest = max(1, driver.longest - self._output)
         self._piece = 0
         self._seconds, self._pilot = 0.0, Pilot(0.0, 0.0, 0.0)
         self._scripts: list[Callable[[], Script]] = []
@@ -138,7 +138,7 @@ class StepPlan:
         self._piece = max(64, min(self._budget, int(_PIECE * seconds / pilot.token)))
         self._scripts = [*self._ladders(), *self._prompts(), *self._mixtures()]
         whole = max(_LEAST * whole, whole - _POOL_DECODES * pilot.step)
-        self._pool_scripts = [*self._pool_ladders(whole), *self._climbs(whole)]
+        self._pool_scripts = [*self._pool_ladders(whole), *self._long_prompts(whole)]
         return self._scripts
 
     def round(self, number: int) -> list[Callable[[], Script] | Mix]:
@@ -176,7 +176,7 @@ class StepPlan:
         return [made[(begun + i) % len(made)] for i in range(min(fit, len(made)))] if made else []
 
     def least(self) -> list[Callable[[], Script] | Mix]:
-        """A little of all that serving does, where a round has no room for it. After :meth:`scripts`."""
+        """A little of all that serving does, where a round has no time for it. After :meth:`scripts`."""
         few, long, chunk = self._few()
         batch = min(2, self._slots)
         rate = batch / (_FEW_OUTPUT * self._pilot.step + batch * few[0] * self._pilot.token)
@@ -230,12 +230,12 @@ class StepPlan:
                 made.append(partial(self._pool_ladder, self._spread(batch, context), beside))
         return made
 
-    def _climbs(self, whole: float) -> list[Callable[[], Script]]:
+    def _long_prompts(self, whole: float) -> list[Callable[[], Script]]:
         """Long prompts alone, in chunks of many sizes; and whole ones of sizes that are no powers of two."""
-        rng = random.Random(f"{self._seed} climbs")
-        climbs = [self._sizes(rng, whole * share) for share in _CLIMBS]
+        rng = random.Random(f"{self._seed} climbs")  # of a seed, the same sizes as ever
+        chunked = [self._sizes(rng, whole * share) for share in _CHUNKED]
         alone = self._sizes(rng, whole * _WHOLE, self._longest)
-        made = [partial(self._climb, sizes) for sizes in climbs if len(sizes) > 1]
+        made = [partial(self._chunked, sizes) for sizes in chunked if len(sizes) > 1]
         return [*made, partial(self._alone, [(size, size) for size in alone])] if len(alone) > 1 else [*made]
 
     def _sizes(self, rng: random.Random, seconds: float, largest: int = _LARGEST) -> list[int]:
@@ -320,7 +320,7 @@ class StepPlan:
             for _ in range(_POOL_RUNG):
                 yield
             if sizes := waves.get(rung):
-                yield from self._climbing(len(names), sizes)
+                yield from self._in_chunks(len(names), sizes)
             if len(names) == 1:
                 return
             half = len(names) // 2
@@ -328,11 +328,11 @@ class StepPlan:
             del names[half:]
             rung += 1
 
-    def _climb(self, sizes: Sequence[int]) -> Script:
+    def _chunked(self, sizes: Sequence[int]) -> Script:
         yield
-        yield from self._climbing(0, sizes)
+        yield from self._in_chunks(0, sizes)
 
-    def _climbing(self, beside: int, sizes: Sequence[int]) -> Script:
+    def _in_chunks(self, beside: int, sizes: Sequence[int]) -> Script:
         """One prompt in chunks of ``sizes``, one after the other, beside so many decodes."""
         names = self._driver.submit([sum(sizes)], self._output)
         for chunk in sizes:

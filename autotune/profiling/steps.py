@@ -102,14 +102,14 @@ def measure_steps(
     """What the steps of ``engine``, which must be idle, take: each kind's median, and what a model that did not see it says.
 
     ``budget_s``: seconds on the engine's clock, within which it ends, or soon after; a slow
-    machine gets more for a first round, and up to as much again for what that had no room for
+    machine gets more for a first round, and up to as much again for what that had no time for
     (:mod:`autotune.profiling.warnings`). ``advance``: told the share that is done, and how. The engine is left idle, its knobs
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
     clock = engine.clock
     begun = clock.now()
-    driver = StepDriver(engine, model.vocab_size, room_of(engine, model), seed=seed, stop=stop or (lambda: False))
+    driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
     driver.run(plan.reference())  # warm-up
     driver.run(plan.pilot())
@@ -187,7 +187,7 @@ def served_steps(
     Raises as :func:`~autotune.measure.evaluate.evaluate`.
     """
     limits = engine.effective_limits
-    longest = max(1, room_of(engine, model) // 2)
+    longest = max(1, most_tokens(engine, model) // 2)
     prompts, outputs = _SPREAD
     load = parse_workload(
         f"gamma:cv={mix.cv:g},prompt={mix.prompt}~{prompts:g},output={mix.output}~{outputs:g},"
@@ -219,7 +219,7 @@ def serving_samples(records: Sequence[StepRecord]) -> list[Sample]:
     return samples(records, idle_before(records), whole=True)
 
 
-def room_of(engine: Engine, model: ModelFacts) -> int:
+def most_tokens(engine: Engine, model: ModelFacts) -> int:
     """Tokens that a request of a calibration may have in all: there is to be room for another."""
     return min(model.max_model_len, engine.facts.kv_tokens // 2)
 

@@ -187,14 +187,14 @@ class SweepStudy:
             known = {trial.user_attrs.get(_KEY) for trial in self._study.trials}
             for trial in optuna.load_study(storage=self._storage, study_name=name).trials:
                 attrs = trial.user_attrs
-                if _KEY in attrs and attrs[_KEY] not in known and _settled(trial):
+                if _KEY in attrs and attrs[_KEY] not in known and _final(trial):
                     state, value = (TrialState.COMPLETE, 0.0) if _RESULT in attrs else (TrialState.FAIL, None)
                     self._study.add_trial(optuna.create_trial(state=state, value=value, user_attrs=attrs))
             with suppress(KeyError):  # another process was as quick
                 optuna.delete_study(storage=self._storage, study_name=name)
 
 
-def kept_run(
+def measured_run(
     study: SweepStudy, key: str, run: Callable[[], Run], setting: Tried, rate: float, stop: Callable[[], bool]
 ) -> Run:
     """What ``run`` measures of ``setting`` at ``rate``, once in the life of ``study``. Raises as :meth:`SweepStudy.measured`."""
@@ -231,7 +231,7 @@ class Measurements:
         Then asking for it measures nothing, unless that machine dies.
         """
         self._bury()
-        return any(_settled(trial) or trial.state is TrialState.RUNNING for trial in self._of(key))
+        return any(_final(trial) or trial.state is TrialState.RUNNING for trial in self._of(key))
 
     def results(self) -> list[tuple[str, dict[str, Any]]]:
         """(key, result) of everything measured, in the order it was begun."""
@@ -254,7 +254,7 @@ class Measurements:
         while True:
             self._bury(key if time.monotonic() - begun > _LONGEST_S else None)
             known = self._of(key)
-            if (found := next(filter(_settled, known), None)) is not None:
+            if (found := next(filter(_final, known), None)) is not None:
                 if _RESULT in found.user_attrs:
                     return dict(found.user_attrs[_RESULT])
                 raise EvaluationError(str(found.user_attrs[_CAUSE]))
@@ -321,7 +321,7 @@ class Measurements:
             if any(t.user_attrs.get(_KEY) == key for t in before):
                 return False
             if all(_KEY in t.user_attrs for t in before) or time.monotonic() > until:
-                return not any(t.user_attrs.get(_KEY) == key and _settled(t) for t in others)
+                return not any(t.user_attrs.get(_KEY) == key and _final(t) for t in others)
             _rest(stop)
 
     def _of(self, key: str) -> list[FrozenTrial]:
@@ -350,7 +350,7 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
     return [] if old == new else [f"{name} was {_plain(old)}, is now {_plain(new)}"]
 
 
-def _settled(trial: FrozenTrial) -> bool:
+def _final(trial: FrozenTrial) -> bool:
     """Whether it has a result, or failed for a reason that trying again would not change; its process may have died since."""
     return _RESULT in trial.user_attrs or (_CAUSE in trial.user_attrs and _AGAIN not in trial.user_attrs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.measure.score import Latency, Score, StepStats
 from autotune.profile import Calibration, EngineFacts, KvPool, Machine, ModelFacts, Profile, Software
-from autotune.profiling.assemble import assemble
+from autotune.profiling.assemble import assemble, of_engine
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.setup import Setup
@@ -77,14 +77,11 @@ def question(**changes: Any) -> Question:
 def profile(
     found: Findings | None = None, asked: Question | None = None, *, price: float | None = None, **changes: Any
 ) -> Profile:
-    made = assemble(
-        found or findings(run(SMALL, 40), run(LARGE, 30), run(VLLM, 20)),
+    found = found or findings(run(SMALL, 40), run(LARGE, 30), run(VLLM, 20))
+    parts = of_engine(
+        found,
         asked or question(),
-        name="tiny-cpu",
-        command="autotune profile",
         spec="azure-conv",
-        machine=machine(),
-        software=Software(autotune="0.1.0", torch="2.13.0", transformers="5.23.0", python="3.11.7"),
         engine=EngineFacts(
             name="autotune-runtime", version="0.1.0", kv_pool=KvPool(block_size=16, blocks=64), limits=KnobLimits(),
             prefix_cache=True,
@@ -97,6 +94,15 @@ def profile(
         points_file=Path("tiny-cpu.points.jsonl"),
         price_per_hour=price,
     )  # fmt: skip
+    made = assemble(
+        Profile,
+        found,
+        parts,
+        name="tiny-cpu",
+        command="autotune profile",
+        machine=machine(),
+        software=Software(autotune="0.1.0", torch="2.13.0", transformers="5.23.0", python="3.11.7"),
+    )
     return made.model_copy(update=changes)
 
 

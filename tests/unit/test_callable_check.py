@@ -14,7 +14,7 @@ from autotune.cli.main import run
 from autotune.measure.evaluate import EvaluationError, Interrupted
 from autotune.profile.callable import CallableProfile, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.assemble import assemble_callable
+from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES
 from autotune.profiling.check import Check, check_calls, predicted_s, sizes_of
 from autotune.profiling.target import Load
@@ -33,7 +33,7 @@ def made() -> CallableProfile:
     runs = [simulated(AS_IT_COMES, cost, of.costs, Load(50.0, 1, 2.0, 0.5), slo)]
     found = findings(cost, slo, 50.0, runs, capacity=60.0, capacity_size=12)
     facts: dict[str, Any] = {"name": "embed", "command": "", "machine": machine(), "software": software()}
-    return assemble_callable(found, of, question(slo, 50.0, 60.0), **facts)
+    return assemble(CallableProfile, found, of_callable(found, question(slo, 50.0, 60.0), of), **facts)
 
 
 def checked(made: CallableProfile, function: Any, clock: Any, **options: Any) -> Check:

@@ -16,7 +16,7 @@ from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
 from autotune.profile.callable import CallableProfile, load_callable_profile, load_either, save_callable_profile
 from autotune.profile.fingerprint import machine, software
-from autotune.profiling.assemble import assemble_callable
+from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.target import Load
 from autotune.report.callable_table import table
@@ -34,10 +34,10 @@ def made() -> CallableProfile:
     runs = [simulated(s, cost, [1], load, slo) for s in (AS_IT_COMES, ONE_AT_A_TIME)]
     found = findings(cost, slo, 200.0, runs, capacity=380.0, capacity_size=32)
     found.stopped = True
-    return assemble_callable(
+    return assemble(
+        CallableProfile,
         found,
-        of,
-        question(slo, 200.0, 60.0),
+        of_callable(found, question(slo, 200.0, 60.0), of),
         name="embed",
         command="autotune profile",
         machine=machine(),
@@ -54,6 +54,20 @@ def file(made: CallableProfile, tmp_path: Path) -> Path:
 def test_what_is_written_is_read_back(made: CallableProfile, file: Path) -> None:
     assert load_callable_profile(file) == load_either(file) == made
     assert made.strategy == "adaptive" and made.slo_met and "not measured" in made.verdict
+
+
+def keys(data: object) -> object:
+    """The names in ``data``, in the order of the file; of a list those of its first."""
+    if isinstance(data, dict):
+        return [(name, keys(value)) for name, value in data.items()]
+    return keys(data[0]) if isinstance(data, list) and data else None
+
+
+def test_a_file_of_the_version_before_loads_and_a_new_one_has_the_same_keys(file: Path) -> None:
+    before = Path(__file__).parent / "data" / "callable-profile-version-1.yaml"
+    old, found = yaml.safe_load(before.read_text(encoding="utf-8")), load_callable_profile(before)
+    assert found.model_dump(mode="json") == old, "nothing measured is changed"
+    assert keys(yaml.safe_load(file.read_text(encoding="utf-8"))) == keys(old)
 
 
 @pytest.mark.parametrize("width", [80, 90, 95, 100, 110, 120])
@@ -152,6 +166,9 @@ def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: Callabl
         ("slo: e2e=400ms@99%", "slo: e2e=fast", 'slo: "e2e=fast" is not a target'),
         ("slo_met: true", "slo_met: true\nslo_mat: true", "is not a field of a profile; did you mean slo_met?"),
         ("schema_version: 1", "schema_version: 2", "made by a newer autotune (this one reads 1)"),
+        ("schema_version: 1", "schema_version: true", "schema_version is True; it must be a whole number from 1 to 1"),
+        ("schema_version: 1\n", "", "schema_version is missing; `autotune profile` writes it, 1 at present"),
+        ("offered: ", "offered: 9", "points.0.attainment is "),
         ("per_item_ms: ", "per_item_ms: -", "service.per_item_ms is -1.99"),
         ("kind: callable", "kind: other", "is not the profile of a callable (kind is 'other')"),
     ],

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,12 +127,16 @@ def test_runs_of_one_setting_make_one_point() -> None:
     both = callable_point([Run.of(AS_IT_COMES, "validation", "", score) for score in scores])
     assert (both.source, both.setting, both.seeds) == ("measured", AS_IT_COMES, (7, 8))
     assert (both.offered, both.met) == (first.offered + second.offered, first.met + second.met)
-    assert 0 < both.attainment == both.met / both.offered < 1 and both.goodput == pytest.approx(both.met / 8.0)
+    assert 0 < both.attainment < 1 and both.attainment == pytest.approx(both.met / both.offered, abs=1e-4)
+    assert both.goodput == pytest.approx(both.met / 8.0)
     assert both.attainment_low < both.attainment < both.attainment_high
     assert both.e2e_p99_ms == pytest.approx(((first.e2e_ms.p99 or 0) + (second.e2e_ms.p99 or 0)) / 2, abs=1e-3)
     calls = first.steps.steps + second.steps.steps
-    assert both.calls_per_s == calls / 8.0
+    assert both.calls_per_s == pytest.approx(calls / 8.0, abs=1e-4)
     assert both.items_per_call == pytest.approx(both.met / calls, rel=0.05), "what cannot meet the SLO is not called"
+    twice = callable_point([Run.of(AS_IT_COMES, "validation", "", first)] * 2)
+    once = callable_point([Run.of(AS_IT_COMES, "validation", "", first)])
+    assert twice == once.model_copy(update={"seeds": (7, 7)}), "runs of one seed met the same items"
 
 
 def test_a_simulation_serves_the_very_requests_that_are_measured() -> None:
@@ -159,6 +164,7 @@ def test_of_equals_the_faster_and_of_those_the_first() -> None:
     assert ranked([_point(small, 900, 10), b])[0] is b
     assert choose([large, AS_IT_COMES, small], 2) == [large, AS_IT_COMES]
     assert choose([ONE_AT_A_TIME, large, AS_IT_COMES, small], 3) == [large, AS_IT_COMES, small]
+    assert choose([ONE_AT_A_TIME], 3) == [ONE_AT_A_TIME], "there was time to simulate nothing else"
 
 
 def test_stopped_at_once_nothing_was_tried() -> None:
@@ -188,6 +194,7 @@ class Tireless(CallableTarget):
 
     def __init__(self, ticking: Ticking) -> None:
         super().__init__(subject(ticking), clock=SimpleNamespace(now=ticking.clock))
+        self.ticking = ticking
         self.cost = calibrated(ticking, self.subject)
         self.tried: list[tuple[str, BatcherSetting]] = []
 
@@ -212,6 +219,40 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert ranked(second) == ranked(first)
 
 
+def test_a_study_of_the_version_before_is_gone_on_with() -> None:
+    """Its plan was a fact, not a result; what it measured is under the same keys."""
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    target, before, still = Tireless(ticking), new_study(), VirtualClock()
+    first = CallableSession(target, asked, study, Silent(), host=still).run()
+    for key, result in study.measurements.results():
+        if key != "plan":
+            before.measured(key, partial(dict, result))
+    for fact in ("calibrated", "spent"):
+        before.put(fact, study.get(fact))
+    before.put("plan", {"settings": [], "window_s": 1.0, "warmup_s": 0.1, "each_s": 2.0, "tried": 9})
+    target.tried.clear()
+    ticking.sizes.clear()
+    second = CallableSession(target, asked, before, Silent(), host=still).run()
+    assert target.tried == [] and ticking.sizes == []
+    assert (second.setup, second.runs) == (first.setup, first.runs)
+
+
+def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
+    class Lasting(Tireless):
+        def measure(self, *rest: Any, **options: Any) -> Measured:
+            self.ticking.now += 2.0
+            return super().measure(*rest, **options)
+
+    ticking, study = Ticking(0.001, 0.0), new_study()
+    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 60.0, most=2), trials=2), Lasting(ticking)
+    typical = []
+    for _ in range(2):
+        session = CallableSession(target, asked, study, Silent(), host=VirtualClock())
+        assert len(session.run().runs) == 4
+        typical.append(session._context.meter.typical(9.0))
+    assert typical == [pytest.approx((4 + 2 + 2 + 2) / 4), 9.0], "the first has the warm-up in it"
+
+
 def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
     ticking, load = Ticking(0.020, 0.002), Load(50.0, 3, 4.0, 1.0)
     run = simulated(AS_IT_COMES, calibrated(ticking, subject(ticking)), [1], load, SLOW_START)
@@ -219,8 +260,10 @@ def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() ->
     assert kept["strategy"] == "adaptive" and Run.model_validate(kept).batcher_setting == AS_IT_COMES
     earlier = Run.model_validate({name: value for name, value in kept.items() if name != "strategy"})
     assert earlier.batcher_setting == AS_IT_COMES and "strategy" not in earlier.model_dump_json()
+    of_engine = Run.of(AS_IT_COMES.knobs, "validation", "vLLM defaults", run.score)
+    assert (run.setting, of_engine.setting) == (AS_IT_COMES, AS_IT_COMES.knobs)
     with pytest.raises(ValueError, match="vLLM defaults: is no run of a batcher"):
-        Run.of(AS_IT_COMES.knobs, "validation", "vLLM defaults", run.score).batcher_setting  # noqa: B018
+        of_engine.batcher_setting  # noqa: B018
 
 
 def test_a_paired_simulation_serves_the_items_of_its_run() -> None:

@@ -14,8 +14,7 @@ from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.points import Run, Stage
 from autotune.profiling.refit import cost_name
 from autotune.profiling.reporting import Reporter
-from autotune.profiling.setup import Setup
-from autotune.profiling.study import SweepStudy, kept_run
+from autotune.profiling.study import SweepStudy, measured_run
 from autotune.profiling.target import Load, Measured, Simulates, Target
 from autotune.profiling.timing import Meter, Schedule
 from runtime.clock import Clock
@@ -75,14 +74,14 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         assert self.found.cost is not None
         return cost_name(self.found.cost)
 
-    def settled(self: Context, key: str, find: Callable[[], Setup]) -> Setup:
-        """What ``find`` finds in simulation, kept under ``key`` from then on: another time it might not come as far."""
+    def stored(self, key: str, setup: SetupT, find: Callable[[], SetupT]) -> SetupT:
+        """What ``find`` makes of ``setup``, kept under ``key`` from then on: another time it might not come as far."""
 
         def simulated() -> dict[str, Any]:
             with self.meter.simulating():
                 return find().model_dump(mode="json")
 
-        found = Setup.model_validate(self.study.measured(key, simulated, stop=self.stop))
+        found = type(setup).model_validate(self.study.measured(key, simulated, stop=self.stop))
         self.keep_time()
         return found
 
@@ -110,7 +109,7 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
         stage, setting, key = request.stage, request.setting, request.key
         self.check()
         try:
-            found = kept_run(
+            found = measured_run(
                 self.study, key, lambda: self._measure(request, setup, label), setting, request.rate, self.stop
             )
         except Interrupted:
@@ -123,6 +122,22 @@ class Context(Generic[SettingT, SetupT, CostT, SpaceT]):
             return None
         self.keep_time()
         return self.found.measured.setdefault(key, found)
+
+    def observe(
+        self, request: Request[SettingT], setup: SetupT, label: str, learn: Callable[[Run], None]
+    ) -> str | None:
+        """Measure, have ``learn`` take in the run, and count how long both took; the cause where it failed.
+
+        What is found in the study tells nothing of how long a measurement takes.
+        """
+        begun, held = self.meter.spent_s, self.meter.hardware_s
+        run = self.measured(request, setup, label)
+        if run is None:
+            return next(why for _, setting, why in reversed(self.found.unmeasured) if setting == request.setting)
+        learn(run)
+        if self.meter.hardware_s > held:
+            self.meter.took(self.meter.spent_s - begun)
+        return None
 
     def recall(self) -> None:
         """Have in ``found`` what an earlier session measured and this one has not come to."""

@@ -34,7 +34,7 @@ VALIDATION_SEEDS = 6
 _FRESH = 1101  # the first of them
 _BEST_TRIALS = 10
 _STEPS_UP, _STEPS_UP_AT_RATE = 3, 8
-_KEPT = 4  # candidates
+_FEW = 4  # candidates
 _MANY = 8  # candidates to simulate
 _PRECISION, _FIRST_STEP = 0.03, 1.1
 _LOWEST = 1 / 64  # of the first guess: below it, nobody meets the SLO at any rate worth serving
@@ -55,14 +55,14 @@ def find_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
         seeded = _with_simulated_seeds(context, setup, space)
         return _at_best(context, seeded, around_guess(space, seeded.fitted), RATE, space)
 
-    return context.settled(FOUND, find)
+    return context.stored(FOUND, setup, find)
 
 
 def raise_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
     """The same once the trials are known: the best of them may serve a higher rate."""
-    climb = None if context.question.rate is None else space
-    return context.settled(
-        "rate after trials", lambda: _at_best(context, setup, _best(context, setup), RATE_AGAIN, climb)
+    around = None if context.question.rate is None else space
+    return context.stored(
+        "rate after trials", setup, lambda: _at_best(context, setup, _best(context, setup), RATE_AGAIN, around)
     )
 
 
@@ -79,14 +79,14 @@ def at_speed(context: Context, setup: Setup, speed: float) -> Setup:
             moved = moved.model_copy(update={"rate": rate})
         return _again(context, moved)
 
-    return context.settled(moved_key(context, setup, speed), find)
+    return context.stored(moved_key(context, setup, speed), setup, find)
 
 
 def with_candidates(context: Context, setup: Setup, speed: float) -> Setup:
     """``setup`` at its rate and another ``speed``, with the settings that now serve the most at it."""
     moved = setup.model_copy(update={"speed": speed})
     key = f"near the best/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
-    return context.settled(key, lambda: _again(context, moved, fixed=True))
+    return context.stored(key, setup, lambda: _again(context, moved, fixed=True))
 
 
 def moved_key(context: Context, setup: Setup, speed: float) -> str:
@@ -129,8 +129,8 @@ def _loads(context: Context, setup: Setup, knobs: Knobs) -> int:
     if budget is None:
         return FRESH_SEEDS[0]
     _simulated(context, setup)(knobs, setup.rate, setup.simulated_seeds[0])
-    took, room = context.host.now() - begun, CANDIDATES * budget / _MANY
-    return next((n for n in FRESH_SEEDS if n * took <= room), FRESH_SEEDS[-1])
+    took, share = context.host.now() - begun, CANDIDATES * budget / _MANY
+    return next((n for n in FRESH_SEEDS if n * took <= share), FRESH_SEEDS[-1])
 
 
 def _at_best(
@@ -182,7 +182,7 @@ def _few(known: dict[Knobs, float]) -> tuple[Knobs, ...]:
     for knobs in sorted(known, key=known.__getitem__, reverse=True):
         if not any(alike(knobs, other) for other in chosen):
             chosen.append(knobs)
-    return tuple(chosen[:_KEPT])
+    return tuple(chosen[:_FEW])
 
 
 def _with_validation_seeds(context: Context, setup: Setup) -> Setup:

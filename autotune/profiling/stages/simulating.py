@@ -36,15 +36,15 @@ class Trial(Generic[SettingT]):
         return Outcome(self.objective.value(score), {"score": score.model_dump(mode="json"), **spent})
 
 
-def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int) -> None:
+def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT) -> None:
     """The target's proposals, as many as were asked or as there is time for, into ``context.found.simulated``.
 
-    All meet the same arrivals, drawn by ``seed``.
+    All meet the same arrivals, drawn by the first of the simulated seeds.
     """
     found, seconds = context.found, context.schedule.simulate_s
     if seconds is not None:  # what is left of it, or its share where a session that was cut short spent that
         seconds = max(seconds - context.meter.simulating_s, seconds * TRIALS / (RATE + TRIALS))
-    proposals = _as_many_as_ever(context, setup, seed, "", seconds)
+    proposals = _as_many_as_ever(context, setup, "", seconds)
     if not found.simulated:
         causes = [cause for _, cause in found.failures]
         raise EvaluationError(causes[0] if causes else "no setting could be simulated in the time there is")
@@ -57,7 +57,7 @@ def simulate(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, s
     )
 
 
-def simulate_again(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int, why: str) -> None:
+def simulate_again(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, why: str) -> None:
     """The trials anew, by a cost model that measurements have changed: what was found by another may be far from the best.
 
     They take the place of the former ones in ``context.found.simulated``, unless none can be simulated. ``why``: what sets
@@ -67,13 +67,13 @@ def simulate_again(context: Context[SettingT, SetupT, CostT, SpaceT], setup: Set
     if seconds is not None:
         seconds *= TRIALS_AGAIN / (RATE + TRIALS)
     before = found.simulated, found.failures
-    _as_many_as_ever(context, setup, seed, f"/{why}", seconds)
+    _as_many_as_ever(context, setup, f"/{why}", seconds)
     if not found.simulated:
         found.simulated, found.failures = before
 
 
 def _as_many_as_ever(
-    context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, seed: int, which: str, seconds: float | None
+    context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT, which: str, seconds: float | None
 ) -> Proposals[SettingT]:
     """A search of ``seconds``, and what was proposed for it. How many trials there was time for is kept in the study under
     ``which`` search it is: whoever takes it up comes to the same trials."""
@@ -84,13 +84,13 @@ def _as_many_as_ever(
     known = context.study.measurements.find(key)
     if known is None:
         with context.meter.simulating():
-            _search(context, setup, proposals, seed, seconds=seconds)
+            _search(context, setup, proposals, seconds=seconds)
         tried = _tried(found)
         known = context.study.measured(key, lambda: {"trials": tried}, stop=context.stop)
         context.keep_time()
         if known["trials"] == tried:
             return proposals
-    _search(context, setup, proposals, seed, most=known["trials"])  # as an earlier session, or a machine that was first
+    _search(context, setup, proposals, most=known["trials"])  # as an earlier session, or a machine that was first
     return proposals
 
 
@@ -98,7 +98,6 @@ def _search(
     context: Context[SettingT, SetupT, CostT, SpaceT],
     setup: SetupT,
     proposals: Proposals[SettingT],
-    seed: int,
     *,
     seconds: float | None = None,
     most: int | None = None,
@@ -108,7 +107,7 @@ def _search(
     found.simulated, found.failures = [], []
     begun, best = context.host.now(), 0.0
     tried = search(
-        Trial(Objective.under(setup), context.simulator(setup), setup.rate, seed),
+        Trial(Objective.under(setup), context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
         proposals.space,
         starting=proposals.starting,
         trials=proposals.trials,

@@ -136,7 +136,7 @@ def _agreed(context: Context, setup: Setup, chosen: Sequence[Candidate], speed: 
     make up for that.
     """
     baseline, trials = baseline_of(chosen), context.question.trials
-    if baseline is None or (trials is not None and trials < 3):  # no room for it
+    if baseline is None or (trials is not None and trials < 3):  # none is left for it
         return speed
     run = context.measured(request_for(setup, baseline, 0, noisy=False), setup, baseline.label)
     if run is None:
@@ -255,7 +255,7 @@ class Validation:
         runs = [run for run in context.found.runs if run.stage == "validation"]
         key = f"reviewed/{setup.rate:g}/{setup.speed:.6f}"
         known = context.study.measurements.find(key)
-        if known is None and not self._room(_TO_COMPARE, simulating=True):
+        if known is None and not self._time_for(_TO_COMPARE, simulating=True):
             return None
         speed = speed_of(context.found.cost, runs) or setup.speed
         faster, (low, high) = speed / setup.speed, _NOT_TOLD_APART
@@ -284,9 +284,9 @@ class Validation:
         context, found = self._context, self._context.found
         measured = [self._candidates[i] for i, _ in self._runs]
         known = self._candidates
-        if self._room(_TO_COMPARE, simulating=True, searching=True):
+        if self._time_for(_TO_COMPARE, simulating=True, searching=True):
             setup = self._setup.model_copy(update={"speed": speed})
-            simulate_again(context, setup, setup.simulated_seeds[0], f"{speed:.6f}/{context.cost_name}")
+            simulate_again(context, setup, f"{speed:.6f}/{context.cost_name}")
         self._setup = found.setup = with_candidates(context, self._setup, speed)
         self._candidates = candidates(context, self._setup)
         with context.meter.simulating():
@@ -327,11 +327,13 @@ class Validation:
         # with the best, at the least, however late it is; behind a move the baseline, if it was not measured before it
         needed = not self._tried or (baseline is not None and chosen.index(baseline) in others[:1])
         compared = others[:1] if needed else []
-        noise_first = not compared or self._room(_TO_COMPARE, best)
+        noise_first = not compared or self._time_for(_TO_COMPARE, best)
         self._must = 1 + len(compared) + (noise_first and bool(compared))
         return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
 
-    def _room(self, runs: int, first: int | None = None, *, simulating: bool = False, searching: bool = False) -> bool:
+    def _time_for(
+        self, runs: int, first: int | None = None, *, simulating: bool = False, searching: bool = False
+    ) -> bool:
         """Whether there is time for so many measurements, of which that of ``first`` may have been made already.
 
         ``simulating``: and to find a rate and candidates before them; ``searching``: and for trials before those.
@@ -377,20 +379,17 @@ class Validation:
         """One more measurement of a candidate, and its paired simulation."""
         if index in self._failed:
             return
-        one = self._candidates[index]
-        meter = self._context.meter
-        begun, held = meter.spent_s, meter.hardware_s
-        run = self._context.measured(self._request(index), self._setup, one.label)
-        self._counts[index] += 1
-        if run is None:
-            causes = [cause for _, knobs, cause in self._context.found.unmeasured if knobs == one.knobs]
-            self._failed[index] = causes[-1]
-            return
-        difference = self._difference(index, run)  # may be interrupted
-        self._runs.append((index, run))
-        self._posterior.observe(difference)
-        if meter.hardware_s > held:  # measured now, and not found in the study
-            meter.took(meter.spent_s - begun)
+
+        def learn(run: Run) -> None:
+            self._counts[index] += 1
+            difference = self._difference(index, run)  # may be interrupted
+            self._runs.append((index, run))
+            self._posterior.observe(difference)
+
+        cause = self._context.observe(self._request(index), self._setup, self._candidates[index].label, learn)
+        if cause is not None:
+            self._counts[index] += 1
+            self._failed[index] = cause
 
     # -- what comes of it -------------------------------------------------------------------------------------------------
 
@@ -443,9 +442,8 @@ class Validation:
         left = len(self._opening) * context.meter.typical(context.run_guess)
         share = done / max(1, planned)
         if end is not None:
-            room = end - context.meter.spent_s
-            planned = done + max(len(self._opening), int(room / context.meter.typical(context.run_guess)))
-            left = max(0.0, room)
+            left = max(0.0, end - context.meter.spent_s)
+            planned = done + max(len(self._opening), int(left / context.meter.typical(context.run_guess)))
             share = done / max(1, planned)
         planned = min(planned, self._most)
         context.found.validated = (done, planned)
