@@ -51,7 +51,7 @@ class StepBudget:
         view = self._feasible(view)
         if not (decodes and learned.trusted and learned.model.ready) or decodes > learned.slow.room:
             self._granted = view, math.inf
-            return self._cautious(view, top) if decodes and not learned.model.ready else top
+            return top
         for_e2e = self._targets.step_time_for_e2e(self._traffic.outputs)
         tightest, gap = view.step_time_target, self._targets.gap
         if tightest < math.inf:  # of those that decode now
@@ -79,13 +79,6 @@ class StepBudget:
             return top
         room = self._room(view, allowed)
         return top if room >= top else min(top, decodes + max(0, int(room)))
-
-    def _cautious(self, view: SchedulerView, top: int) -> int:
-        """Before steps can be predicted: what meets the target if no token takes longer than those of the most efficient step so
-        far, which larger steps seldom do."""
-        target = min(view.step_time_target, self._targets.gap, self._targets.step)
-        tokens = target / self._learned.per_token
-        return top if tokens >= top else max(int(tokens), view.decoding + constants.FLOOR)
 
     def _feasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets, and the slack, of decodes that no step is short enough for."""

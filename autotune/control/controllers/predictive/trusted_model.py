@@ -26,8 +26,6 @@ class TrustedModel:
         self.trusted = True
         self.steps = 0
         self.slow = SlowRegion()
-        self.per_token = math.inf
-        """Least seconds a token of any step so far."""
         self.wrong = 0.0
         """Decaying share of wrong predictions."""
         self.unsteady = 0.0
@@ -46,7 +44,6 @@ class TrustedModel:
         if record.failed or not 0 < seconds < math.inf:
             return 0.0
         self.steps += 1
-        self.per_token = min(self.per_token, seconds / max(1, record.tokens))
         step = StepFeatures.of(record)
         predicted = None
         if self.model.ready:
