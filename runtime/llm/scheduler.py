@@ -407,9 +407,8 @@ class Scheduler:
                 self.slack.left(sequence)
                 self.slack.decoding(sequence)
         for sequence, reason in result.stopped:
-            ending.pop(sequence, None)
             self._end(sequence, reason, now, finished)
-        for sequence in ending:
+        for sequence in ending:  # unless it stopped with its last token
             self._end(sequence, FinishReason.LENGTH, now, finished)
         return finished
 

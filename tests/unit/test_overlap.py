@@ -10,22 +10,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.ceilings import Load
 from runtime.errors import DeviceError, RejectedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.plan import StepPlan, StepResult
+from runtime.llm.scheduler import Scheduler
 from runtime.ordering import ORDERINGS
 from runtime.records import FinishReason
+from runtime.request import Request, SamplingParams
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples
-from tests.unit.late_executor import POISON, LateWorld
+from tests.unit.late_executor import POISON, VENOM, LateWorld
+from tests.unit.scheduler_world import BLOCK, chain
 
 _STEMS = [[1] * 9, [1] * 9 + [2] * 7, [2, 1] * 6, []]
 prompts = st.builds(
     lambda stem, tail: [*stem, *tail] or [3],
     st.sampled_from(_STEMS),
-    st.lists(st.sampled_from([1, 2, 3, POISON]), max_size=9),
+    st.lists(st.sampled_from([1, 2, 3, 3, 3, 3, POISON, VENOM]), max_size=9),
 )
 events = st.one_of(
     st.tuples(st.just("add"), prompts, st.integers(1, 18), st.sampled_from([1.0, 1.0, 1.0, 1.3])),
@@ -185,6 +189,70 @@ def test_a_stop_found_late_wastes_one_row() -> None:
             assert [step.decodes for step in world.steps][-1] == 1 and world.steps[-1].sampled == 0
             return
     raise AssertionError("nothing stopped early")
+
+
+@pytest.mark.parametrize(("token", "has"), [(POISON, 2), (VENOM, 0)])
+@pytest.mark.parametrize("max_tokens", [1, 3, 9])
+@pytest.mark.parametrize("beside", [0, 2])
+def test_a_row_that_fails_is_not_counted(token: int, has: int, max_tokens: int, beside: int) -> None:
+    """Its first token, its last one, or another, when the step behind is under way."""
+    for start in range(1, 4):
+        world = LateWorld(True, kv_blocks=40)
+        for at in range(beside):
+            world.add([start, at], 12)
+        world.add([start, token], max_tokens)
+        world.drain()
+        record = world.records[f"r{beside}"]
+        if record.reason is FinishReason.ERROR:
+            assert record.output_tokens == has and "poisoned" in record.cause
+            assert sum(step.failed for step in world.steps) == 1
+
+
+def test_what_a_prompt_in_mid_flight_has_not_been_seen_to_write_is_not_shared() -> None:
+    """Whose request ends between commit and settle: what its last chunk wrote may not be finite."""
+    scheduler = Scheduler(kv_blocks=40, block_size=BLOCK)
+    knobs = Knobs(8, 0, 8, 8)
+    prompt = tuple(range(30))
+
+    def request(name: str) -> Request:
+        return Request(name, prompt, SamplingParams(), 4, 0.0, block_hashes=chain(list(prompt)))
+
+    first = scheduler.add(request("a"))
+    done = StepResult(ends=(1.0,))
+    plan = scheduler.schedule(0.0, knobs)
+    scheduler.settle(scheduler.commit(plan, 0.0), done)
+    unsettled = scheduler.commit(scheduler.schedule(1.0, knobs), 1.0)
+    assert first.computed == 16
+    scheduler.schedule(1.5, knobs)
+    scheduler.finish(first, FinishReason.REJECTED, 1.5)
+    second = scheduler.add(request("b"))
+    scheduler.settle(unsettled, StepResult(ends=(2.0,)))
+    scheduler.schedule(2.0, knobs)
+    assert second.cached == 8
+    scheduler.check_integrity()
+
+
+def test_ceilings_that_memory_lowers_are_kept_behind_the_step_in_flight() -> None:
+    world = LateWorld(True, kv_blocks=60)
+    for at in range(6):
+        world.add([3, 3, at], 12)
+    for _ in range(3):
+        world.step()
+    assert world.executor.steps and world.scheduler.running == 4  # two have stopped
+    collect = world.executor.collect
+    lowered: list[int] = []
+
+    def out_of_memory() -> StepResult:
+        world.executor.collect = collect  # type: ignore[method-assign]
+        return collect()._replace(oom=[Load(4, 4, 0)], fitted=[Load(2, 2, 0), Load(2, 2, 0)])
+
+    world.executor.collect = out_of_memory  # type: ignore[method-assign]
+    while world.core.has_work:
+        world.step()
+        lowered.append(world.core.effective_limits.max_batch_size)
+    assert min(lowered) < 4
+    world.drain()
+    assert world.scheduler.preemptions > 0
 
 
 def test_a_request_cancelled_in_mid_flight_gets_no_token_more() -> None:
