@@ -90,7 +90,7 @@ def drawn(row: torch.Tensor, draws: int, by: Sampler, **params: Any) -> list[int
 @pytest.mark.parametrize(
     ("params", "draws"),
     [
-        ({"top_k": 4, "min_p": 0.01}, 60),
+        pytest.param({"top_k": 4, "min_p": 0.01}, 60, marks=pytest.mark.slow),
         pytest.param({}, 300, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.8}, 90, marks=pytest.mark.slow),
         pytest.param({"top_k": 9, "top_p": 0.9, "min_p": 0.05}, 90, marks=pytest.mark.slow),
