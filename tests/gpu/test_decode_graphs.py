@@ -1,0 +1,53 @@
+"""Recorded decode steps, and steps that overlap, on a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.knobs import Knobs
+from runtime.llm.plan import StepPlan
+from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.loading import load_model
+from tests.unit.executor_harness import prompts, run
+
+KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
+REQUESTS = list(zip(prompts([5, 40, 9, 30, 12, 60, 1, 25]), [30, 12, 40, 8, 1, 20, 33, 2], strict=True))
+
+
+def executor(loaded: Any, **options: Any) -> TorchExecutor:
+    return TorchExecutor(loaded, kv_blocks=60, block_size=8, **options)
+
+
+def test_recorded_and_overlapping_steps_give_the_tokens_of_plain_ones() -> None:
+    loaded = load_model("tiny", dtype="float32", device="cuda")
+    expected, failures, _ = run(executor(loaded, overlaps=False), REQUESTS, KNOBS)
+    assert not failures
+    for overlaps in (False, True):
+        fast = executor(loaded, max_batch_size=6, overlaps=overlaps)
+        assert fast.graph_sizes == (1, 2, 4, 6)
+        assert run(fast, REQUESTS, KNOBS)[:2] == (expected, {})
+    assert executor(loaded).overlaps
+
+
+def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch raises at whatever makes the host wait."""
+    loaded = load_model("tiny", dtype="bfloat16", device="cuda")
+    fast = executor(loaded, max_batch_size=6)
+    run(fast, REQUESTS, KNOBS)  # kernels are compiled, work lists allocated
+    launch, strict = fast.launch, []
+
+    def watched(plan: StepPlan) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not fast.in_trouble, fast._launched[-1].cause
+        strict.append(plan)
+
+    monkeypatch.setattr(fast, "launch", watched)
+    _, failures, _ = run(fast, REQUESTS, KNOBS)
+    assert not failures and len(strict) > 20
