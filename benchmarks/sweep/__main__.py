@@ -24,7 +24,6 @@ goodput, as a share of each case's best, over the mean of theirs (null: they ser
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
@@ -35,6 +34,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.command import command, exit_code
+from benchmarks.kept import Kept
 from benchmarks.sweep.cases import CASES
 from benchmarks.sweep.contest import OURS, CaseResult, Result, play
 
@@ -70,35 +70,6 @@ def ratio(cases: Sequence[CaseResult], rival: str) -> float | None:
     """
     ours, theirs = (mean((r for case in cases for r in case.of(who)), lambda r: r.share) for who in (OURS, rival))
     return ours / theirs if theirs else None
-
-
-class Kept:
-    """Cases that are done, in a file of one JSON object a line; what was asked of them is their key."""
-
-    def __init__(self, path: Path | None, asked: dict[str, object]) -> None:
-        self._path, self._asked = path, json.loads(json.dumps(asked))
-
-    def known(self) -> dict[str, CaseResult]:
-        """By name. A line that a kill cut short is passed over."""
-        if self._path is None or not self._path.exists():
-            return {}
-        found = {}
-        for line in self._path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                kept = json.loads(line)
-                if kept.pop("asked") == self._asked:
-                    kept["results"] = [Result(**result) for result in kept["results"]]
-                    found[kept["case"]] = CaseResult(**kept)
-        return found
-
-    def add(self, case: CaseResult) -> None:
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write("\n" * self._cut_short() + json.dumps({"asked": self._asked, **asdict(case)}) + "\n")
-
-    def _cut_short(self) -> bool:
-        assert self._path is not None
-        return self._path.exists() and not self._path.read_bytes().endswith(b"\n")
 
 
 def report(cases: Sequence[CaseResult]) -> None:
@@ -166,12 +137,12 @@ def main() -> None:
     rounds, truth_seeds = (2, 3) if given.quick else (ROUNDS, 6)
     work = partial(play, seeds=seeds, rounds=rounds, truth_seeds=truth_seeds)
     kept = Kept(given.keep, {"seeds": seeds, "rounds": rounds, "truth_seeds": truth_seeds})
-    done = kept.known()
+    done = {case.case: case for case in map(CaseResult.of_json, kept.known())}
     left = [name for name in names if name not in done]
     with ProcessPoolExecutor(given.jobs) as pool:
         for future in as_completed([pool.submit(work, name) for name in left]):
             case = future.result()
-            kept.add(case)
+            kept.add(asdict(case))
             done[case.case] = case
             print(
                 f"{case.case} is done, {len(done)} of {len(names)} ({case.cpu_s:.0f} s of CPU)",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any, Self
 
 from autotune.profile.parts import ModelFacts
 from autotune.profiling.findings import SIM_TRIALS, Question
@@ -65,6 +66,11 @@ class CaseResult:
     round_s: float
     cpu_s: float
     results: list[Result]
+
+    @classmethod
+    def of_json(cls, part: dict[str, Any]) -> Self:
+        """From what ``asdict`` makes of one, once it has been JSON."""
+        return cls(**{**part, "results": [Result(**result) for result in part["results"]]})
 
     def of(self, contender: str) -> list[Result]:
         return [r for r in self.results if r.contender == contender]

@@ -20,7 +20,7 @@ The last line is JSON: goodput ratios, geometric means over the loads that do no
 95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the larger.
 
 Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 80 minutes; ``--quick``: fifteen). Ctrl-C ends it
-with what there is.
+with what there is; ``--keep FILE`` makes it in pieces.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from autotune.cost.model import CostModel
 from autotune.measure.evaluate import Interrupted
 from autotune.writing import write_whole
 from benchmarks.command import command, count, exit_code, say, seconds
+from benchmarks.kept import Kept
 from benchmarks.live.contenders import admitted
 from benchmarks.live.learning import calibrate, served
 from benchmarks.live.loads import Case
@@ -54,7 +55,7 @@ from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
 from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, STOCK, cases
-from benchmarks.vllm_live.summary import compared, report, summary
+from benchmarks.vllm_live.summary import Figures, compared, report, summary
 
 INTERRUPTED, FAILED = 130, 1
 PARTS = ("agreement", "overhead", "contest", "client")
@@ -88,6 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     vllm_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the first round's arrivals")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FILE",
+        help="one load after the other; keep each that is done, and go on from those kept",
+    )
     parser.add_argument("--log", type=Path, help="a file for our decisions, one JSON object a line")
     args = parser.parse_args(argv)
     preset = prepared(args)
@@ -100,20 +107,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     from autotune.cli.interrupt import stop_on_interrupt
 
     begun, shape, failures = time.monotonic(), dict[str, Any](), list[str]()
-    with tempfile.TemporaryDirectory(prefix="vllm-live-") as kept, stop_on_interrupt() as stop:
-        folder = model_folder(Path(kept) / preset, preset)
+    with tempfile.TemporaryDirectory(prefix="vllm-live-") as scratch, stop_on_interrupt() as stop:
+        folder = model_folder(Path(scratch) / preset, preset)
         if "overhead" in parts:
             shape |= _overhead(folder, args.quick)
         if "agreement" in parts:
             shape |= _agreement(folder, rounds, args.threads, failures)
         lengths: client.Lengths | None = None
-        if {"contest", "client"} & set(parts) and not stop.is_set():
+        kept = Kept(args.keep, _asked(args, plan, preset))
+        done = {figures.name: figures for figures in map(Figures.of_json, kept.known())}
+        wanted = [name for name in NAMES if not args.case or name in args.case]
+        left = [name for name in wanted if name not in done] if "contest" in parts else []
+        if (left or "client" in parts) and not stop.is_set():
             with live(folder, preset) as machine:
                 try:
-                    figures, lengths = _contest(machine, plan, args, parts, stop.is_set)
-                    shape |= figures
+                    more, lengths = _contest(machine, plan, args, left, kept, done, stop.is_set)
+                    shape |= more
                 except Interrupted:
                     say("stopped before anything was measured")
+        if "contest" in parts:
+            shape |= summary([done[name] for name in wanted if name in done])
         if "client" in parts and lengths is not None and not stop.is_set():
             shape |= _client(folder, lengths, plan, stop.is_set)
         stopped = stop.is_set()
@@ -145,9 +158,26 @@ def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> 
     return {"agreement": found._asdict()}
 
 
+def _asked(args: argparse.Namespace, plan: Plan, preset: str) -> dict[str, object]:
+    """What figures that may stand beside each other have in common."""
+    from autotune.profile.fingerprint import cpu_model, package_version
+
+    return {
+        "cpu": cpu_model(), "vllm": package_version("vllm"), "model": preset, "threads": args.threads, "seed": args.seed,
+        **plan._asdict(), "keep": list(plan.keep),
+    }  # fmt: skip
+
+
 def _contest(
-    machine: Machine, plan: Plan, args: argparse.Namespace, parts: tuple[str, ...], stop: Callable[[], bool]
+    machine: Machine,
+    plan: Plan,
+    args: argparse.Namespace,
+    left: Sequence[str],
+    kept: Kept,
+    done: dict[str, Figures],
+    stop: Callable[[], bool],
 ) -> tuple[dict[str, Any], client.Lengths]:
+    """The loads that are ``left``, into ``done``: their rounds in turn, or one load after the other if they are kept."""
     say(f"calibration, {plan.calibration:g} s")
     cost = calibrate(machine, plan.calibration, args.seed, stop)
     cost = served(
@@ -158,21 +188,31 @@ def _contest(
     lengths = client.Lengths(
         round(statistics.fmean(a.prompt_tokens for a in drawn)), round(statistics.fmean(a.output_tokens for a in drawn))
     )
-    if "contest" not in parts:
+    chosen = [case for case in every if case.name in left]
+    if not chosen:
         return {}, lengths
-    chosen = [case for case in every if not args.case or case.name in args.case]
-    statics = {case.name: _screened(machine, cost, case, plan) for case in chosen}
-    contest = Contest(
-        machine, chosen, [STOCK, OURS, KNOBS_ONLY], statics, plan.keep, seed=args.seed, duration=plan.duration, stop=stop,
-        tell=say_turn, fail=say_failed,
-    )  # fmt: skip
-    contest.run()
-    found = compared(contest, chosen, plan.duration)
-    report(found, print)
+    decisions, failed = list[str](), 0
+    for together in [chosen] if args.keep is None else [[case] for case in chosen]:
+        if stop():
+            break
+        statics = {case.name: _screened(machine, cost, case, plan) for case in together}
+        contest = Contest(
+            machine, together, [STOCK, OURS, KNOBS_ONLY], statics, plan.keep, seed=args.seed, duration=plan.duration,
+            stop=stop, tell=say_turn, fail=say_failed,
+        )  # fmt: skip
+        contest.run()
+        failed += contest.failures
+        found = compared(contest, together, plan.duration)
+        report(found, print)
+        for figures in map(Figures.of, found):
+            done[figures.name] = figures
+            if not stop():  # else it lacks rounds
+                kept.add(figures.as_json())
+        mine = [r for case in together for r in contest.results(case) if r.turn.contender == OURS]
+        decisions += [d.as_json() + "\n" for r in mine for d in r.decisions]
     if args.log is not None:
-        mine = [r for case in chosen for r in contest.results(case) if r.turn.contender == OURS]
-        write_whole(args.log, "".join(d.as_json() + "\n" for r in mine for d in r.decisions))
-    return {**summary(found), "failed_turns": contest.failures, "threads": args.threads}, lengths
+        write_whole(args.log, "".join(decisions))
+    return {"failed_turns": failed, "threads": args.threads}, lengths
 
 
 def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> list[Contender]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from autotune.bench import Comparison, Contender, Estimate, compare
 from autotune.bench.table import show
 from benchmarks.live.loads import Case
 from benchmarks.live.ratios import Ratio, geometric_mean, interval, number, ratio, words
 from benchmarks.live.serving import Contest
-from benchmarks.vllm_live.cases import KNOBS_ONLY, OURS, STOCK
+from benchmarks.vllm_live.cases import KNOBS_ONLY, NAMES, OURS, STOCK
 
 BEST, ADMITTED = "best static", "best static with admission"
 """In hindsight, of each load its own."""
@@ -29,7 +31,7 @@ class Compared(NamedTuple):
 def compared(contest: Contest, cases: Sequence[Case], duration: float) -> list[Compared]:
     """Of each load that has a whole round."""
     found = []
-    for index, case in enumerate(cases):
+    for case in cases:
         results, leading = contest.results(case), contest.leading(case)
         best = {
             name: next((c for c in leading if c.control is kind), None)
@@ -39,18 +41,51 @@ def compared(contest: Contest, cases: Sequence[Case], duration: float) -> list[C
             continue
         rivals = {STOCK.name: STOCK} | {name: c for name, c in best.items() if c is not None}
         mine, knobs = (
-            {name: ratio(results, who, c, duration, seed=4 * index + at) for at, (name, c) in enumerate(rivals.items())}
+            {
+                name: ratio(results, who, c, duration, seed=4 * NAMES.index(case.name) + at)
+                for at, (name, c) in enumerate(rivals.items())
+            }
             for who in (OURS, KNOBS_ONLY)
         )
         found.append(Compared(case, compare(results, duration), rivals, mine, knobs))
     return found
 
 
-def figures(found: Sequence[Compared]) -> dict[str, Estimate]:
+class Figures(NamedTuple):
+    """What the JSON line needs of one load: what it says of it by itself, and the ratios that means are taken of."""
+
+    name: str
+    shifts: bool
+    shape: dict[str, Any]
+    ours: dict[str, Ratio]
+    knobs_only: dict[str, Ratio]
+
+    @classmethod
+    def of(cls, c: Compared) -> Self:
+        return cls(c.case.name, c.case.shifts, _of_case(c), c.ours, c.knobs_only)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file; the draws are rounded to a ten thousandth, which their count blurs more."""
+        ratios = {
+            who: {name: [r.value, [round(float(draw), 4) for draw in r.draws]] for name, r in found.items()}
+            for who, found in (("ours", self.ours), ("knobs_only", self.knobs_only))
+        }
+        return {"name": self.name, "shifts": self.shifts, "shape": self.shape, **ratios}
+
+    @classmethod
+    def of_json(cls, part: dict[str, Any]) -> Self:
+        ours, knobs_only = (
+            {name: Ratio(value, np.array(draws)) for name, (value, draws) in part[who].items()}
+            for who in ("ours", "knobs_only")
+        )
+        return cls(part["name"], part["shifts"], part["shape"], ours, knobs_only)
+
+
+def figures(found: Sequence[Figures]) -> dict[str, Estimate]:
     """Geometric means of goodput ratios: over the loads that do not shift, and of the one that does."""
 
     def mean(rival: str, *, shifts: bool | None = False, knobs: bool = False) -> Estimate:
-        chosen = [c for c in found if shifts is None or c.case.shifts is shifts]
+        chosen = [c for c in found if shifts is None or c.shifts is shifts]
         return geometric_mean([r for c in chosen if (r := (c.knobs_only if knobs else c.ours).get(rival)) is not None])
 
     return {
@@ -64,12 +99,12 @@ def figures(found: Sequence[Compared]) -> dict[str, Estimate]:
     }
 
 
-def summary(found: Sequence[Compared]) -> dict[str, Any]:
+def summary(found: Sequence[Figures]) -> dict[str, Any]:
     """For the JSON line: each figure, its 95% interval, and each load."""
     made = figures(found)
     shape: dict[str, Any] = {name: number(estimate.value) for name, estimate in made.items()}
     shape["intervals"] = {name: interval(estimate) for name, estimate in made.items()}
-    shape["cases"] = {c.case.name: _of_case(c) for c in found}
+    shape["cases"] = {c.name: c.shape for c in found}
     return shape
 
 

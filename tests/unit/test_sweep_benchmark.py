@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 
@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.gpu_truth import Truth as Measured
 from benchmarks.gpu_truth.engine import ChunkExecutor
+from benchmarks.kept import Kept
 from benchmarks.sweep import hardware
-from benchmarks.sweep.__main__ import RIVALS, Kept, ratio, report, summary
+from benchmarks.sweep.__main__ import RIVALS, ratio, report, summary
 from benchmarks.sweep.cases import CASES, CPU_GRID, GPU_GRID, LIMITS, Case, Grid, Machine
 from benchmarks.sweep.contest import CaseResult, Result, ours
 from benchmarks.sweep.rivals import (
@@ -312,10 +313,10 @@ class TestKept:
         file, asked = tmp_path / "kept.jsonl", {"seeds": (101, 102), "rounds": 3}
         case = CaseResult("a", "best", 0.9, 3600.0, 12.0, [Result("ours", 101, "knobs", 0.01, 0.05, 7)])
         kept = Kept(file, asked)
-        assert kept.known() == {}
-        kept.add(case)
+        assert kept.known() == []
+        kept.add(asdict(case))
         file.write_text(file.read_text() + '{"asked": {"see')  # killed while it wrote
-        kept.add(replace(case, case="b"))
-        assert Kept(file, asked).known() == {"a": case, "b": replace(case, case="b")}
-        assert Kept(file, {**asked, "rounds": 2}).known() == {}
-        assert Kept(None, asked).known() == {}
+        kept.add(asdict(replace(case, case="b")))
+        assert [*map(CaseResult.of_json, Kept(file, asked).known())] == [case, replace(case, case="b")]
+        assert Kept(file, {**asked, "rounds": 2}).known() == []
+        assert Kept(None, asked).known() == []

@@ -28,7 +28,7 @@ from benchmarks.vllm.starting import DEFAULTS, LIMITS
 from benchmarks.vllm_live import __main__ as live_command
 from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, SHARES, STOCK, cases
 from benchmarks.vllm_live.client import Found, Run
-from benchmarks.vllm_live.summary import ADMITTED, BEST, compared, report, summary
+from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
 from benchmarks.vllm_sweep.__main__ import AUTO_TUNE, FULL, QUICK, TPE, Result, ratio, regret, truth
 from benchmarks.vllm_sweep.__main__ import OURS as SEARCHED
@@ -96,7 +96,9 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     said: list[str] = []
     report(found, said.append)
     assert sum("goodput ÷ that of: defaults" in line for line in said) == 4
-    shape = json.loads(json.dumps(summary(found)))
+    kept = [Figures.of_json(json.loads(json.dumps(Figures.of(c).as_json()))) for c in found]
+    shape = json.loads(json.dumps(summary(kept)))
+    assert shape["vs_best_static"] == summary([*map(Figures.of, found)])["vs_best_static"], "the same from a file"
     wanted = ("vs_defaults", "vs_best_static", "vs_best_static_with_admission", "shift_vs_best_static")
     for name in wanted:
         low, high = shape["intervals"][name]
