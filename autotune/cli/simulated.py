@@ -128,7 +128,7 @@ class Requested:
         self.settings = {"requested": self.profile.knobs.with_(**overrides)} if overrides else _by_knobs(self.profile)
         self.scenario: Scenario = scenario
         for setting in self.settings.values():
-            self.scenario = self.scenario.room_for(setting)
+            self.scenario = self.scenario.with_ceilings_for(setting)
 
     def _same_slos(self, scenario: Scenario) -> bool:
         return (scenario.slo, scenario.classes) == (self.profile.slo, self.profile.classes)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autotune.profile.callable import CallablePoint, CallableProfile
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.report.tables import Room, empty_table, fullest
+from autotune.report.tables import Detail, empty_table, fullest
 
 _OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
@@ -60,12 +60,12 @@ def _workers(profile: CallableProfile) -> list[str]:
 
 def table(profile: CallableProfile, width: int = 120) -> Table:
     """One row a setting; a narrow terminal loses the interval and the rates. A ceiling as high as it goes is open."""
-    return fullest(lambda room: _drawn(profile, room), width)
+    return fullest(lambda detail: _drawn(profile, detail), width)
 
 
-def _drawn(profile: CallableProfile, room: Room) -> Table:
-    wide = room <= Room.ALL_CLOSE
-    drawn = empty_table(room)
+def _drawn(profile: CallableProfile, detail: Detail) -> Table:
+    wide = detail <= Detail.ALL_CLOSE
+    drawn = empty_table(detail)
     drawn.add_column("", no_wrap=True)
     drawn.add_column("strategy", no_wrap=True)
     knobs = ["items ≤", "wait ≤", *(["cost ≤"] if profile.inputs.cost else [])]

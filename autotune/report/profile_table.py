@@ -11,7 +11,7 @@ from autotune.cost.price import money
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
-from autotune.report.tables import Room, class_table, fullest, latency, setting_cells, setting_table
+from autotune.report.tables import Detail, class_table, fullest, latency, setting_cells, setting_table
 from autotune.report.wording import compared, times
 from runtime.knobs import KNOBS, Knobs
 
@@ -46,24 +46,24 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
 
 def table(profile: Profile, width: int = 120) -> Table:
     """For a terminal of ``width`` columns; a narrow one loses throughput and intervals."""
-    return fullest(lambda room: _drawn(profile, room), width)
+    return fullest(lambda detail: _drawn(profile, detail), width)
 
 
-def _drawn(profile: Profile, room: Room) -> Table:
-    full, price = room <= Room.ALL_CLOSE, profile.price_per_hour
+def _drawn(profile: Profile, detail: Detail) -> Table:
+    full, price = detail <= Detail.ALL_CLOSE, profile.price_per_hour
     priced = () if price is None else ("per M tok",)
-    met = "met" if room >= Room.SHORT else "attainment"
+    met = "met" if detail >= Detail.SHORT else "attainment"
     by_mean = profile.objective == "mean-e2e"
     mean = ("E2E mean",) if by_mean else ()
     titles = (*mean, met, "req/s", *(("tok/s",) if full else ()), *priced, "TTFT p99", "TPOT p99")
-    drawn = setting_table(titles, room)
-    marked = room < Room.BAREST  # else by its style alone
+    drawn = setting_table(titles, detail)
+    marked = detail < Detail.BAREST  # else by its style alone
     if marked:
         drawn.add_column("", no_wrap=True)
     for label, point, mark in rows(profile):
         style = "bold green" if mark else "dim" if label in (OTHERS, BASELINE) else ""
         interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
-        spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if room < Room.BARE else ""
+        spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if detail < Detail.BARE else ""
         figures = [
             *((latency(point.e2e_mean_ms),) if by_mean else ()),
             f"{point.attainment * 100:.0f}%{interval}",
@@ -74,9 +74,9 @@ def _drawn(profile: Profile, room: Room) -> Table:
             _ms(point.tpot_p99_ms),
             *((mark if full else mark[:1],) if marked else ()),
         ]
-        if room >= Room.SHORT and ", " in label:  # interactive +1: it and one other
+        if detail >= Detail.SHORT and ", " in label:  # interactive +1: it and one other
             label = f"{label.partition(', ')[0]} +{label.count(', ')}"
-        drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, room), *figures)))
+        drawn.add_row(*(Text(cell, style=style) for cell in (*setting_cells(label, point.knobs, detail), *figures)))
     return drawn
 
 

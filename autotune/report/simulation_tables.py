@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autotune.cost.price import money, per_million
 from autotune.profile.parts import Point
-from autotune.report.tables import Room, fullest, latency, setting_cells, setting_table
+from autotune.report.tables import Detail, fullest, latency, setting_cells, setting_table
 from autotune.simulate.capacity import Best, SettingCapacity
 from runtime.knobs import Knobs
 from runtime.slo import SLO, RequestClass, attained
@@ -26,15 +26,15 @@ def simulated_table(
 
     For ``width`` columns: a narrow one loses medians and preemptions, then intervals, then latencies with no target.
     """
-    return fullest(lambda room: _simulated(points, slo, price, room, classes), width)
+    return fullest(lambda detail: _simulated(points, slo, price, detail, classes), width)
 
 
 def _simulated(
-    points: Sequence[Point], slo: SLO, price: float | None, room: Room, classes: Sequence[RequestClass]
+    points: Sequence[Point], slo: SLO, price: float | None, detail: Detail, classes: Sequence[RequestClass]
 ) -> Table:
-    full, barest = room <= Room.ALL_CLOSE, room == Room.BAREST
+    full, barest = detail <= Detail.ALL_CLOSE, detail == Detail.BAREST
     shown: dict[str, Callable[[Point], str]] = {
-        "met" if room >= Room.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, room)}",
+        "met" if detail >= Detail.SHORT else "attainment": lambda p: f"{p.attainment:.1%}{_between(p, detail)}",
         "goodput\n/s" if barest else "goodput/s": lambda p: f"{p.goodput.mean:.2f}",
     }
     if not barest or price is None:
@@ -53,10 +53,10 @@ def _simulated(
         shown["preempted"] = lambda p: str(p.preemptions)
     if price is not None:
         shown["/M tokens" if barest else "/M tokens\nat this rate"] = lambda p: _price(price, p.throughput.mean)
-    drawn = setting_table(shown, room)
+    drawn = setting_table(shown, detail)
     for point in points:
         style = "" if attained(point, slo, classes) else "dim"
-        _add(drawn, point.label, point.knobs, [cell(point) for cell in shown.values()], style, room)
+        _add(drawn, point.label, point.knobs, [cell(point) for cell in shown.values()], style, detail)
     return drawn
 
 
@@ -67,12 +67,12 @@ def capacity_table(
 
     For ``width`` columns: a narrow one loses how many requests run, then intervals.
     """
-    return fullest(lambda room: _capacities(found, best, price, room), width)
+    return fullest(lambda detail: _capacities(found, best, price, detail), width)
 
 
-def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, room: Room) -> Table:
-    full, bare = room <= Room.ALL_CLOSE, room >= Room.BARE
-    tokens = room < Room.BAREST or price is None  # the price says the same
+def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: float | None, detail: Detail) -> Table:
+    full, bare = detail <= Detail.ALL_CLOSE, detail >= Detail.BARE
+    tokens = detail < Detail.BAREST or price is None  # the price says the same
     titles = [
         "capacity,\nreq/s" if bare else "capacity, req/s",
         *(("tok/s",) if tokens else ()),
@@ -80,7 +80,7 @@ def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: 
         "TPOT p99",
     ]
     titles += [*(("running",) if full else ()), *(("/M tokens\nat capacity",) if price is not None else ())]
-    drawn = setting_table(titles, room)
+    drawn = setting_table(titles, detail)
     rows = list(found) + ([best] if best not in found else [])
     for one in rows:
         low, high = one.interval
@@ -97,7 +97,7 @@ def _capacities(found: Sequence[SettingCapacity], best: SettingCapacity, price: 
         ]
         if price is not None:
             figures.append("–" if one.unbounded else _price(price, one.throughput))
-        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "", room)
+        _add(drawn, one.label, one.knobs, figures, "bold green" if one is best and len(rows) > 1 else "", detail)
     return drawn
 
 
@@ -164,16 +164,18 @@ def point_data(point: Point, price: float | None) -> dict[str, Any]:
     return point.model_dump(mode="json") | {"price_per_million": cost}
 
 
-def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str, room: Room) -> None:
+def _add(drawn: Table, label: str, knobs: Knobs, figures: Sequence[str], style: str, detail: Detail) -> None:
     broken = (
-        textwrap.wrap(label, _LABEL, break_long_words=False, break_on_hyphens=False) if room >= Room.SHORT else [label]
+        textwrap.wrap(label, _LABEL, break_long_words=False, break_on_hyphens=False)
+        if detail >= Detail.SHORT
+        else [label]
     )
-    cells = (*setting_cells("\n".join(broken).replace(", ", ",\n"), knobs, room), *figures)
+    cells = (*setting_cells("\n".join(broken).replace(", ", ",\n"), knobs, detail), *figures)
     drawn.add_row(*(Text(cell, style=style) for cell in cells))
 
 
-def _between(point: Point, room: Room) -> str:
-    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})" if room < Room.BARE else ""
+def _between(point: Point, detail: Detail) -> str:
+    return f" ({point.attainment_low * 100:.1f}–{point.attainment_high * 100:.1f})" if detail < Detail.BARE else ""
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

@@ -20,8 +20,8 @@ SHORTER = {spec.name: spec.short for spec in KNOBS} | {"max_batch_size": "batch"
 _BOUNDLESS = 100_000  # columns of a terminal that cuts nothing
 
 
-class Room(IntEnum):
-    """How much of a table there is room for, from all of it to what cannot be done without."""
+class Detail(IntEnum):
+    """How much of a table is shown, from all of it to what cannot be done without."""
 
     ALL = 0  # two blanks between columns
     ALL_CLOSE = 1  # one
@@ -34,13 +34,13 @@ class Room(IntEnum):
     @property
     def gap(self) -> int:
         """Blanks between columns."""
-        return 2 if self in (Room.ALL, Room.MAIN) else 1
+        return 2 if self in (Detail.ALL, Detail.MAIN) else 1
 
 
-def fullest(draw: Callable[[Room], Table], width: int) -> Table:
-    """What ``draw`` makes for the most room that takes no more than ``width`` columns; the barest where none does."""
-    for room in Room:
-        drawn = draw(room)
+def fullest(draw: Callable[[Detail], Table], width: int) -> Table:
+    """What ``draw`` makes in the most detail that takes no more than ``width`` columns; the barest where none does."""
+    for detail in Detail:
+        drawn = draw(detail)
         if columns(drawn) <= width:
             break
     return drawn
@@ -51,15 +51,15 @@ def columns(drawn: Table) -> int:
     return Console(width=_BOUNDLESS, file=StringIO()).measure(drawn).maximum
 
 
-def empty_table(room: Room) -> Table:
+def empty_table(detail: Detail) -> Table:
     """Without columns yet: no lines, only blanks between them."""
-    return Table(box=None, pad_edge=False, padding=(0, room.gap, 0, 0), header_style="bold")
+    return Table(box=None, pad_edge=False, padding=(0, detail.gap, 0, 0), header_style="bold")
 
 
-def setting_table(titles: Iterable[str], room: Room) -> Table:
+def setting_table(titles: Iterable[str], detail: Detail) -> Table:
     """Without rows yet: a label, the knobs that every setting has, a bar, then figures under ``titles``."""
-    drawn = empty_table(room)
-    short = room >= Room.SHORT
+    drawn = empty_table(detail)
+    short = detail >= Detail.SHORT
     drawn.add_column("", no_wrap=True)
     for spec in (spec for spec in KNOBS if spec.required):
         drawn.add_column(SHORTER[spec.name] if short else spec.short, justify="right", no_wrap=True)
@@ -70,17 +70,17 @@ def setting_table(titles: Iterable[str], room: Room) -> Table:
     return drawn
 
 
-def setting_cells(label: str, knobs: Knobs, room: Room) -> list[str]:
+def setting_cells(label: str, knobs: Knobs, detail: Detail) -> list[str]:
     """What stands left of the figures in a row of :func:`setting_table`: no room is kept for knobs that few turn, they stand
     under the label of a setting that does."""
     values = (f"{getattr(knobs, spec.name):g}" for spec in KNOBS if spec.required)
-    return ["\n".join([label, *turned(knobs)]), *values, *([] if room >= Room.SHORT else ["│"])]
+    return ["\n".join([label, *turned(knobs)]), *values, *([] if detail >= Detail.SHORT else ["│"])]
 
 
 def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[RequestClass]) -> Table | None:
     """How each class fared under each setting, by its own SLO; None where no point tells classes apart."""
     targets = {one.name: one.slo for one in classes}
-    drawn = empty_table(Room.ALL)
+    drawn = empty_table(Detail.ALL)
     for title in ("setting", "class"):
         drawn.add_column(title, no_wrap=True)
     for title in ("attainment", "target", "of", "weight", "tok/s", "TTFT p99", "TPOT p99", "E2E p99"):

@@ -114,7 +114,7 @@ class Scenario:
         """The same with steps that all take their mean, for comparing settings that differ little."""
         return replace(self, cost=self.cost.even())
 
-    def room_for(self, knobs: Knobs) -> Self:
+    def with_ceilings_for(self, knobs: Knobs) -> Self:
         """The same with ceilings that ``knobs`` fit under: nothing has to be built for them here."""
         top = {spec.name: max(getattr(self.limits, spec.name), getattr(knobs, spec.name)) for spec in KNOBS}
         return replace(self, limits=KnobLimits(**top))

@@ -224,7 +224,7 @@ class Batcher(TunableBatcher):
         future = self._new(item, **options)
         while not self._pool.submit(future.item, patient=self._block):
             try:
-                await self._pool.room.wait_in_loop(future)
+                await self._pool.backpressure.wait_in_loop(future)
             except asyncio.CancelledError:
                 future.cancel()
                 raise

@@ -16,12 +16,12 @@ from typing import Final
 
 from runtime.at_exit import stop_at_exit
 from runtime.batching.accounts import item_record
+from runtime.batching.backpressure import Backpressure
 from runtime.batching.calls import Calls
 from runtime.batching.core import BatchCore
 from runtime.batching.invoke import Function
 from runtime.batching.item import ENDED, Ended, Item
 from runtime.batching.outcomes import end_early
-from runtime.batching.room import Room
 from runtime.clock import Clock
 from runtime.errors import RejectedError
 from runtime.expiries import Expiries
@@ -59,7 +59,7 @@ class Pool:
         self._functions = functions
         self._streams = functions[0].streams
         self._idle: list[Slot] = []
-        self.room = Room(self.lock, core, self.wake)
+        self.backpressure = Backpressure(self.lock, core, self.wake)
         self._timekeeper = Timekeeper(self.lock, core.expiries, clock.now, self._tick)
         self._alive = 0
         self._abandoned = False
@@ -101,7 +101,7 @@ class Pool:
 
     def _take_in(self, item: Item, block: bool, patient: bool) -> bool:
         core = self.core
-        if (block or patient) and not self.room.there:
+        if (block or patient) and not self.backpressure.admits:
             if not item.held:
                 item.held = True
                 if item.expires < inf:
@@ -109,7 +109,7 @@ class Pool:
                     self._timekeeper.watch(item.expires)
             if not block:
                 return item.state is ENDED
-            self.room.wait(item)
+            self.backpressure.wait(item)
         if item.state is ENDED:  # it timed out before there was room
             return True
         if item.held:
@@ -130,7 +130,7 @@ class Pool:
         with self.lock:
             gone = self.core.forget(item) or (self._streams and self.core.leave(item))
             if gone:
-                self.room.made()
+                self.backpressure.left()
                 if self.core.fault is not None:
                     self.wake()
         if gone and self.listeners.known:
@@ -185,7 +185,7 @@ class Pool:
             self.core.retries = self.core.retries if drain else 0
             self.wake()
             self._timekeeper.look()
-            self.room.open()
+            self.backpressure.release()
         self._end_early(ended)
 
     def wake(self) -> None:
@@ -210,7 +210,7 @@ class Pool:
         with self.lock:
             ended = self.core.expire(self._now())
             if ended:
-                self.room.made()
+                self.backpressure.left()
                 if self.core.fault is not None:
                     self.wake()
             elif self.closed and not self._alive:
@@ -236,7 +236,7 @@ class Pool:
                         self._idle.append(slot)
                     elif self._idle and core.state.waiting:
                         self._arrived()
-                    self.room.made()
+                    self.backpressure.left()
                     if step.call is not None:
                         slot.function.begin()
                 if self._abandoned and not self.closed:
@@ -275,7 +275,7 @@ class Pool:
         records = [end_early(each, self._now(), self.core.epoch) for each in ended]
         if ended:
             with self.lock:
-                self.room.look()  # a thread may be waiting with one of them
+                self.backpressure.look()  # a thread may be waiting with one of them
                 for call in self.core.state.running:
                     if (kill := self._functions[call.worker].kill) and all(item.state is ENDED for item in call.items):
                         kill()  # nobody waits for what it is at

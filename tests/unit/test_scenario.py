@@ -258,9 +258,9 @@ def test_speeds_are_numbers_above_0() -> None:
 
 
 def test_ceilings_are_raised_for_what_is_asked() -> None:
-    assert scenario().room_for(Knobs(token_budget=1_000_000)).limits.token_budget == 1048576
+    assert scenario().with_ceilings_for(Knobs(token_budget=1_000_000)).limits.token_budget == 1048576
     low = Scenario.of(profiled(engine={"limits": KnobLimits()}), workload=EVEN)
-    assert low.room_for(Knobs(token_budget=10_000)).limits == KnobLimits(token_budget=10_000)
+    assert low.with_ceilings_for(Knobs(token_budget=10_000)).limits == KnobLimits(token_budget=10_000)
 
 
 def test_a_simulation_from_a_profile_has_steps_that_scatter_as_they_were_measured() -> None:

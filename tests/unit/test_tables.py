@@ -15,7 +15,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, simulated_table
-from autotune.report.tables import Room, columns, empty_table, fullest, latency
+from autotune.report.tables import Detail, columns, empty_table, fullest, latency
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -112,19 +112,25 @@ def test_what_has_no_target_goes_last() -> None:
 
 
 def test_the_fullest_form_that_fits_is_taken() -> None:
-    drawn: list[Room] = []
+    drawn: list[Detail] = []
 
-    def draw(room: Room) -> Table:
-        drawn.append(room)
-        made = empty_table(room)
-        made.add_column("x" * (70 - 10 * room))
+    def draw(detail: Detail) -> Table:
+        drawn.append(detail)
+        made = empty_table(detail)
+        made.add_column("x" * (70 - 10 * detail))
         made.add_row(":" * 3)
         return made
 
-    assert columns(draw(Room.ALL)) == 70
-    for width, room in ((200, Room.ALL), (70, Room.ALL), (69, Room.ALL_CLOSE), (30, Room.SHORT), (3, Room.BAREST)):
+    assert columns(draw(Detail.ALL)) == 70
+    for width, detail in (
+        (200, Detail.ALL),
+        (70, Detail.ALL),
+        (69, Detail.ALL_CLOSE),
+        (30, Detail.SHORT),
+        (3, Detail.BAREST),
+    ):
         drawn.clear()
-        assert columns(fullest(draw, width)) == 70 - 10 * room and drawn[-1] == room
+        assert columns(fullest(draw, width)) == 70 - 10 * detail and drawn[-1] == detail
 
 
 @pytest.mark.parametrize("price", [(), pytest.param(("--price", "2.5/h"), marks=pytest.mark.slow)])

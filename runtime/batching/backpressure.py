@@ -1,4 +1,4 @@
-"""Room in a bounded queue, and those who wait for it: threads, and tasks of event loops."""
+"""Backpressure of a bounded queue: who offers an item while it is full waits, a thread or a task of an event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.wakeups import wake
 _LOW_WATER: Final = 0.75  # of a full queue: where those who wait are let in again, many at a time
 
 
-class Room:
+class Backpressure:
     """Methods need ``lock``, but for :meth:`wait_in_loop`. ``nudge`` has the workers look at the queue."""
 
     def __init__(self, lock: threading.Lock, core: BatchCore, nudge: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class Room:
         self._tasks: list[asyncio.Future[None]] = []
 
     @property
-    def there(self) -> bool:
+    def admits(self) -> bool:
         """Whether the queue takes an item, or nothing any more: then there is nothing to wait for."""
         state = self._core.state
         return state.closing or state.waiting < self._core.max_queue
@@ -37,7 +37,7 @@ class Room:
         """Block this thread until there is room, or ``item`` has timed out."""
         self._threads += 1
         try:
-            while not self.there and item.state is not ENDED:
+            while not self.admits and item.state is not ENDED:
                 self._core.state.outside += 1
                 self._nudge()  # a full queue is a reason to go, whatever a strategy holds out for
                 self._freed.wait()
@@ -49,7 +49,7 @@ class Room:
         while True:
             waiter = asyncio.get_running_loop().create_future()
             with self._lock:
-                if self.there or future.item.state is ENDED:
+                if self.admits or future.item.state is ENDED:
                     return
                 self._tasks.append(waiter)
                 self._core.state.outside += 1
@@ -58,12 +58,12 @@ class Room:
                 future.add_done_callback(lambda _, waiter=waiter: wake(waiter))  # type: ignore[misc]
             await waiter
 
-    def made(self) -> None:
+    def left(self) -> None:
         """Items have left the queue."""
         if (self._threads or self._tasks) and self._core.state.waiting <= _LOW_WATER * self._core.max_queue:
-            self.open()
+            self.release()
 
-    def open(self) -> None:
+    def release(self) -> None:
         """Let everybody look."""
         self.look()
         self._core.state.outside = 0  # until they find it full again
