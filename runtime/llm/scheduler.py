@@ -204,6 +204,12 @@ class Scheduler:
         admission, waiting = self.admission, self.waiting
         begun = self.begun()
         ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
+        if not waiting.count:  # the same as below, where nothing is to be weighed
+            for sequence in begun:
+                if left <= 0:
+                    return LimitedBy.BUDGET, inf
+                left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
+            return limited, inf
         slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
         turn, yielding = 0, False
         held_until: float | None = None
