@@ -30,13 +30,13 @@ def choose(target: str | None) -> Path:
         return next(iter(found))
     if found:
         listed = ", ".join(f"{pid} ({path})" for path, pid in found.items())
-        raise InputError(f"{len(found)} engines can be steered; name one by its number or socket: {listed}")
+        raise InputError(f"{len(found)} engines can be controlled; name one by its number or socket: {listed}")
     if target is None:
         opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
         raise InputError(
-            f"no process can be steered; {opens}; after pause --kill only a restart brings a controller back"
+            f"no process can be controlled; {opens}; after pause --kill only a restart brings a controller back"
         )
-    raise InputError(f"process {target} cannot be steered; it must have opened its socket with steer=True")
+    raise InputError(f"process {target} cannot be controlled; it must have opened its socket with steer=True")
 
 
 def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:
             line = b""
         except OSError as error:
             why = "nobody listens there" if isinstance(error, ConnectionRefusedError) else error.strerror or error
-            raise ConnectionError(f"{path}: cannot be steered: {why}") from None
+            raise ConnectionError(f"{path}: cannot be controlled: {why}") from None
     if not line:
         raise ConnectionError(f"{path}: {ENDED}")
     try:

@@ -112,4 +112,4 @@ def test_a_version_that_cannot_be_steered_is_refused_by_name() -> None:
     done = ran(scheduler_python(TOO_OLD), "-c", program, str(Path(__file__).parent))
     assert done.stdout.strip().splitlines()[-1] == "Scheduler"
     said = done.stdout + done.stderr
-    assert said.count(" not steered: it is version 0.30.0, and this was made for 0.31 to 0.33") == 1, said[-2000:]
+    assert said.count(" not tuned: it is version 0.30.0, and this was made for 0.31 to 0.33") == 1, said[-2000:]

@@ -202,7 +202,7 @@ class Stock:
         self._parts = VllmConfig, CacheConfig, DeviceConfig
 
     def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False) -> Any:
-        """``refusing``: as ``vllm serve`` would make it, not steered in a version that this was not made for."""
+        """``refusing``: as ``vllm serve`` would make it, not tuned in a version that this was not made for."""
         import torch
         from vllm.config import SchedulerConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

@@ -143,6 +143,6 @@ def test_a_wait_window_does_not_spin() -> None:
 def test_what_cannot_be_steered_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     with pytest.raises(
-        InputError, match=r"vLLM cannot be steered: it is version 0\.99\.1, and this was made for 0\.31 to 0\.33"
+        InputError, match=r"vLLM cannot be tuned: it is version 0\.99\.1, and this was made for 0\.31 to 0\.33"
     ):
         VllmEngine(str(folder), limits=LIMITS, **OPTIONS)

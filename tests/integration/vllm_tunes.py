@@ -475,6 +475,6 @@ def test_calls_from_other_threads_do_not_meet_the_steps(serve: Callable[..., Ser
     served.control.kill()
     served.add(5, 1)
     served.run()
-    with pytest.raises(EngineClosedError, match="vLLM is not steered any more"):
+    with pytest.raises(EngineClosedError, match="vLLM is not tuned any more"):
         engine.set_knobs(token_budget=32)
     assert json.loads(served.control.latest(1)[0].as_json())["action"] == "detach"

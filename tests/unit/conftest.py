@@ -43,7 +43,7 @@ def steered_engine() -> SimulatedEngine:
 
 @pytest.fixture
 def steered(steered_engine: SimulatedEngine, socket_home: Path) -> Iterator[Control]:
-    """A controller that can be steered through its socket."""
+    """A controller that can be controlled through its socket."""
     with control(steered_engine, slo=SLO(ttft_ms=500, tpot_ms=30), steer=True) as attached:
         yield attached
 

@@ -60,7 +60,7 @@ def test_one_that_cannot_be_steered_is_left_as_it_is(
 ) -> None:
     scheduler = Scheduler()
     monkeypatch.setattr(attached, "unfit", lambda config: "it is version 0.99")
-    with pytest.raises(ValueError, match=r"^engine cannot be steered: it is version 0\.99$"):
+    with pytest.raises(ValueError, match=r"^engine cannot be tuned: it is version 0\.99$"):
         autotune.control(in_process(scheduler), slo=TARGET)
     monkeypatch.setattr(attached, "unfit", lambda config: None)
     with (

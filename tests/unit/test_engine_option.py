@@ -175,7 +175,7 @@ def test_a_vllm_that_cannot_be_steered_or_of_another_device_is_refused(vllm: Mod
     with pytest.raises(InputError, match=r"^--gpu: the vLLM installed here computes on cpu; drop the option"):
         loaded(device="cuda")
     vllm.__dict__["__version__"] = "0.99.0"
-    with pytest.raises(InputError, match=r"^--engine vllm: it cannot be steered: it is version 0\.99\.0"):
+    with pytest.raises(InputError, match=r"^--engine vllm: it cannot be tuned: it is version 0\.99\.0"):
         loaded()
 
 

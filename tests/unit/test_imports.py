@@ -42,6 +42,7 @@ NAMES = {*_ENGINES, *(row.in_facts for row in _ENGINES.values())}
 """What engines are called on the command line, in facts and in profiles."""
 LEAVES = {"version", "writing"}
 """Modules of ``autotune`` that stand in no room: they import nothing of ours but ``runtime.errors`` and ``runtime.version``."""
+SEEN_BY_LEAVES = ("runtime.errors", "runtime.version")
 DEVICES = "runtime.torch_backend"
 """Where ``cpu`` and ``cuda`` hold what only that device does."""
 FREE_OF_TORCH = "a module outside runtime/torch_backend imports {0} when it is imported; import it inside the function"
@@ -147,6 +148,14 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         here, there = room(module), room(target)
         if here in ROOMS and there in ROOMS and ROOMS.index(there) > ROOMS.index(here):
             found.add(f"autotune/{here} imports autotune/{there}, which stands above it")
+        if (
+            within(module, "autotune")
+            and here in LEAVES
+            and ours
+            and not any(within(target, leaf) for leaf in SEEN_BY_LEAVES)
+            and target != "runtime"
+        ):
+            found.add(f"{module}, which stands in no room, imports {target}")
         if top == "optuna" and not within(module, "autotune.profiling"):
             found.add("Optuna outside autotune/profiling")
         if top in HTTP and not within(module, "runtime.serving"):
@@ -208,6 +217,8 @@ def violations(module: str, source: str, *, package: bool = False) -> set[str]:
         ("runtime.torch_backend.executor", "from .cuda.norm import rms_norm", "torch_backend.cuda is imported where"),
         ("autotune.measure.score", "from autotune.simulate.engine import SimulatedEngine", "stands above it"),
         ("autotune.control.attach", "def f():\n    from autotune import profiling", "stands above it"),
+        ("autotune.writing", "from autotune.profile import Profile", "which stands in no room"),
+        ("autotune.version", "def f():\n    from runtime import knobs", "which stands in no room"),
     ],
 )
 def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str) -> None:
@@ -241,6 +252,7 @@ def test_each_rule_finds_what_breaks_it(module: str, source: str, expected: str)
         ("runtime.torch_backend.cuda.norm", "import triton\nfrom .tiles import row_warps"),
         ("runtime.serving.app", "from fastapi import FastAPI"),
         ("autotune.profile", "import torchlike, optunas"),
+        ("autotune.writing", "from runtime import errors"),
     ],
 )
 def test_what_is_allowed_passes(module: str, source: str) -> None:

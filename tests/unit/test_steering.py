@@ -80,7 +80,7 @@ def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Con
     assert status["paused"] and steered_engine.knobs == VLLM.with_(max_batch_size=32, token_budget=512)
     assert asked("kill")["status"]["ended"]
     assert steered_engine.knobs == VLLM and not steered_engine.listeners
-    with pytest.raises(ConnectionError, match="cannot be steered: No such file"):
+    with pytest.raises(ConnectionError, match="cannot be controlled: No such file"):
         asked("status")
     steered.close()
     assert not steered.steer().exists()
@@ -219,7 +219,7 @@ def test_closed_with_the_control_and_reply_before_it_goes(steered_engine: Simula
         before = [t for t in threading.enumerate() if t.name.startswith("steering")]
         assert len(before) == 1
     assert not path.exists() and not before[0].is_alive()
-    with pytest.raises(ConnectionError, match="cannot be steered: No such file"):
+    with pytest.raises(ConnectionError, match="cannot be controlled: No such file"):
         ask(path, "status")
     with pytest.raises(AutotuneError, match="detached"):
         control_that_has_ended(steered_engine).steer()

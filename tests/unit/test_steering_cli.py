@@ -81,9 +81,9 @@ def test_what_an_operator_does_while_the_engine_is_idle_stands_at_its_time(
         (["set", "budget=1"], "'budget=1' sets no knob; write KNOB=VALUE, with a knob of max_batch_size, "),
         (["set", "token_budget"], "'token_budget' sets no knob"),
         (["set"], "missing argument"),
-        (["pause", "999999999"], "process 999999999 cannot be steered"),
-        (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be steered: No such file"),
-        (["watch", "no/such.sock"], "no/such.sock: cannot be steered: No such file"),
+        (["pause", "999999999"], "process 999999999 cannot be controlled"),
+        (["watch", "no/such.sock", "--once"], "no/such.sock: cannot be controlled: No such file"),
+        (["watch", "no/such.sock"], "no/such.sock: cannot be controlled: No such file"),
         (["watch", "--every", "0"], "--every is 0; it must be a number of at least 0.1"),
     ],
 )
@@ -110,12 +110,12 @@ def test_none_or_several_to_choose_from(attached: Control, capsys: pytest.Captur
         for verb in (["watch"], ["watch", "--once"], ["pause"], ["resume"], ["set", "chunk_size=9"]):
             assert run(verb) == 2
             error = capsys.readouterr().err
-            assert "2 engines can be steered" in error and str(attached.steer()) in error
+            assert "2 engines can be controlled" in error and str(attached.steer()) in error
             assert str(second.steer()) in error
         assert run(["watch", str(second.steer()), "--once"]) == 0
     attached.close()
     assert run(["watch"]) == 2
-    assert "no process can be steered; one opens its socket with autotune serve --slo" in capsys.readouterr().err
+    assert "no process can be controlled; one opens its socket with autotune serve --slo" in capsys.readouterr().err
 
 
 def test_once(attached: Control, engine: SimulatedEngine, capsys: pytest.CaptureFixture[str]) -> None:

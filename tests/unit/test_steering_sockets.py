@@ -98,7 +98,7 @@ def test_finds_processes_and_forgets_dead_ones(steered: Control, socket_home: Pa
     try:
         assert path.name == f"autotune-{process.pid}.sock"
         assert steerable() == {steered.steer(): os.getpid(), path: process.pid}
-        with pytest.raises(InputError, match=r"2 engines can be steered; name one .*" + str(process.pid)):
+        with pytest.raises(InputError, match=r"2 engines can be controlled; name one .*" + str(process.pid)):
             choose(None)
         assert choose(str(process.pid)) == path
         os.kill(process.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_finds_processes_and_forgets_dead_ones(steered: Control, socket_home: Pa
         assert path.exists()  # it had no chance to clear it away
         assert choose(None) == steered.steer()
         assert not path.exists()
-        with pytest.raises(InputError, match=rf"process {process.pid} cannot be steered"):
+        with pytest.raises(InputError, match=rf"process {process.pid} cannot be controlled"):
             choose(str(process.pid))
     finally:
         process.kill()
@@ -137,7 +137,7 @@ def test_a_forked_child_leaves_its_parents_socket_alone(socket_home: Path) -> No
 def test_two_controls_in_one_process_have_two_sockets(steered: Control, socket_home: Path) -> None:
     with control(SimulatedEngine(h200), slo=SLO_, steer=True) as second:
         assert second.steer() == socket_home / f"autotune-{os.getpid()}-2.sock"
-        with pytest.raises(InputError, match="2 engines can be steered"):
+        with pytest.raises(InputError, match="2 engines can be controlled"):
             choose(str(os.getpid()))
 
 

@@ -25,7 +25,7 @@ def tunable_of(engine: Any) -> TunableScheduler:
     """What a controller sees of ``engine``, for which :func:`is_vllm`; the same one whenever it is asked for.
 
     Raises ``ValueError``, which says what to do, for an engine in another process, one that has requests in progress and was not
-    steered before, and one that cannot be steered.
+    steered before, and one that cannot be tuned.
     """
     made = getattr(engine, "llm_engine", engine)
     core: Any = getattr(made.engine_core, "engine_core", None)
@@ -41,9 +41,7 @@ def tunable_of(engine: Any) -> TunableScheduler:
     found, steering = scheduler._tunable, scheduler.steering
     if found is None:
         if steering is None:
-            raise ValueError(
-                "engine cannot be steered: the controller that it was made with has let it go; make it anew"
-            )
+            raise ValueError("engine cannot be tuned: the controller that it was made with has let it go; make it anew")
         found = scheduler._tunable = _Attached(made.vllm_config, steering, {}, {})
         steering.take_steps(), steering.take_ended()  # of before: nobody was there to hear of them
     return found
@@ -63,7 +61,7 @@ def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:
     A new object that has the state in common with it, for Python gives no object a class with further bases.
     """
     if (why := unfit(config)) is not None:
-        raise ValueError(f"engine cannot be steered: {why}")
+        raise ValueError(f"engine cannot be tuned: {why}")
     base, steered = type(scheduler), getattr(scheduler, "steering", None) is not None
     if not steered and (count := len(scheduler.requests)):
         raise ValueError(
@@ -77,5 +75,5 @@ def _taken_over(scheduler: Any, config: Any) -> SelfTuningScheduler:
     if not steered:
         made.install()
     if made.steering is None:
-        raise ValueError("engine cannot be steered: its scheduler lacks what the log names")
+        raise ValueError("engine cannot be tuned: its scheduler lacks what the log names")
     return made

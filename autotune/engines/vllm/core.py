@@ -43,7 +43,7 @@ class VllmCore:
     def start(
         self, knobs: Knobs | None, limits: KnobLimits | None, slos: Mapping[str, SLO], ordering: Ordering
     ) -> None:
-        """Load the model. Raises what vLLM raises, and :class:`InputError` for an engine that cannot be steered."""
+        """Load the model. Raises what vLLM raises, and :class:`InputError` for an engine that cannot be tuned."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
@@ -58,11 +58,11 @@ class VllmCore:
             }  # fmt: skip
         config = EngineArgs(**options).create_engine_config()
         if (why := unfit(config)) is not None:
-            raise InputError(f"vLLM cannot be steered: {why}")
+            raise InputError(f"vLLM cannot be tuned: {why}")
         self._llm = llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         scheduler = llm.engine_core.engine_core.scheduler
         if scheduler.steering is None:
-            raise InputError("vLLM cannot be steered: its scheduler lacks what the log names")
+            raise InputError("vLLM cannot be tuned: its scheduler lacks what the log names")
         self._steering = scheduler.steer(
             self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True
         )

@@ -34,7 +34,7 @@ class VllmEngine(TunableEngine):
 
     A step that fails ends vLLM: every request fails, and the engine is closed with
     :class:`~runtime.errors.DeviceError`. Raises what vLLM raises for a model or options that it cannot serve, and
-    :class:`~runtime.errors.InputError` where vLLM cannot be steered (another version, speculative decoding, pipeline
+    :class:`~runtime.errors.InputError` where vLLM cannot be tuned (another version, speculative decoding, pipeline
     parallelism, KV connectors).
     """
 

@@ -173,7 +173,7 @@ def load_vllm(
     except Exception as error:
         raise InputError(f"--model: vLLM {version} cannot serve {model}: {_brief(error)}") from None
     if (why := unfit(config)) is not None:
-        raise InputError(f"--engine vllm: it cannot be steered: {why}")
+        raise InputError(f"--engine vllm: it cannot be tuned: {why}")
     found = replace(model_of(config), parameters=parameters_of(config))
     if found.device != device:
         raise InputError(

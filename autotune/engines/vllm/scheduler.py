@@ -1,7 +1,7 @@
 """vLLM's own scheduler, steered. What is made is a subclass of the class that vLLM's configuration picks, sync or async.
 
 :class:`Steered` is for whoever has a controller of their own; :class:`autotune.engines.vllm.serving.Scheduler` brings one.
-Where vLLM cannot be steered (another version, something needed is missing, a feature that is not known here) one line in the log
+Where vLLM cannot be tuned (another version, something needed is missing, a feature that is not known here) one line in the log
 says why, and it schedules as if this were not there.
 """
 
@@ -34,7 +34,7 @@ class Steered:
         base = picked(config.scheduler_config)
         made = steered(base) if (why := unfit(config)) is None else base
         if why is not None:
-            log.warning("not steered: %s. %s", why, UNTOUCHED)
+            log.warning("not tuned: %s. %s", why, UNTOUCHED)
         return made(*args, **kwargs)
 
 
@@ -54,7 +54,7 @@ def picked(config: Any) -> type[Any]:
 
 
 def unfit(config: Any) -> str | None:
-    """Why an engine of ``config`` cannot be steered; None if it can."""
+    """Why an engine of ``config`` cannot be tuned; None if it can."""
     import vllm
 
     if (why := unfit_version(str(vllm.__version__))) is not None:
@@ -70,7 +70,7 @@ def unfit(config: Any) -> str | None:
 
 
 def unfit_version(version: str) -> str | None:
-    """Why vLLM of ``version`` cannot be steered; None if it can."""
+    """Why vLLM of ``version`` cannot be tuned; None if it can."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if VERSIONS[0] <= numbers <= VERSIONS[1]:
         return None
@@ -100,7 +100,7 @@ class SteeredScheduler:
         self.steering = None
         self._unreported: list[Aborted] = []  # left over when it was let go
         if lacking := missing(self):
-            log.warning("not steered: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
+            log.warning("not tuned: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
             return
         from vllm.v1.core.sched.request_queue import SchedulingPolicy
 

@@ -18,7 +18,7 @@ more, in ``--additional-config '{"autotune": {…}}'``:
 ==================== ================== ==============================================================================
 
 What cannot be read ends vLLM at its start with a line that names it: a server that silently does not do what it was told is
-worse. What cannot be steered (another version, a feature) is served by vLLM as it is, with a line in its log.
+worse. What cannot be tuned (another version, a feature) is served by vLLM as it is, with a line in its log.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ NEEDED: Final = (
     "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
     "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
 )  # fmt: skip
-"""What a scheduler must have to be steered."""
+"""What a scheduler must have to be tuned."""
 GROWTH_RESERVE: Final = 1
 """KV blocks kept free for each decode while a prompt is admitted."""
 CLASS: Final = "request_class"

@@ -59,7 +59,7 @@ class TunableScheduler(TunableCore):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosedError("vLLM is not steered any more")
+            raise EngineClosedError("vLLM is not tuned any more")
 
     def view(self) -> SchedulerView:
         """The scheduler as it is. Exact on vLLM's thread; from another it may be in the middle of a step."""
