@@ -56,7 +56,7 @@ def profile(
     workload: Annotated[
         str,
         Option(
-            help="A preset, azure-conv:FILE to replay a trace, or classes: chat=azure-conv@0.8+batch=azure-code@0.2."
+            help="A preset, a trace FILE, azure-conv:FILE to replay one, or classes: chat=azure-conv@0.8+batch=azure-code@0.2."
         ),
     ] = "azure-conv",
     slo: Annotated[

@@ -127,8 +127,6 @@ def finish(
     for index, (step, what) in enumerate(next_steps(made, files.profile)):
         start = "" if index else "next"
         console.print(f"{start:<7}  {step:<44}  # {what}", highlight=False, markup=False, soft_wrap=True)
-    longer = "the same command with --fresh --budget 10m"
-    console.print(
-        f"{'':<7}  {longer:<44}  # longer windows, narrower intervals", highlight=False, markup=False, soft_wrap=True
-    )
+    longer = "For narrower intervals, run the same command with --fresh --budget 10m."
+    console.print(f"{'':<7}  {longer}", highlight=False, markup=False, soft_wrap=True)
     return DONE if made.slo_met else FELL_SHORT

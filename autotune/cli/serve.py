@@ -125,8 +125,12 @@ def serve(
     name = model or (start_with.model.name if start_with else None)
     if name is None:
         raise InputError("name a model, such as tiny, or a --profile that does; see autotune serve --help")
-    if start_with is not None and name != start_with.model.name:
-        print(f"note: {profile} was measured with {start_with.model.name}, not with {name}", file=sys.stderr)
+    known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
+    if start_with is not None and known is None:
+        print(
+            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its step times are not used",
+            file=sys.stderr,
+        )
     target = _slo(slo) or (start_with.slo if start_with else None)
     setting, limits = _setting(start_with, purpose, knobs or {})
     if reject_late and relegate_late:
@@ -193,7 +197,7 @@ def serve(
         decisions=decisions,
         grace_s=grace,
         profile=None if profile is None else find_profile(profile),
-        prefill_rate=prefill_rate(start_with) if start_with and isinstance(serving, ByCommand) else None,
+        prefill_rate=prefill_rate(known) if known and isinstance(serving, ByCommand) else None,
         arguments=facts.options if facts and facts.name == by.in_facts else {},
         more=tuple(more or ()),
     )
@@ -201,7 +205,6 @@ def serve(
         serving.become(asked)
     if dtype is not None:
         check_dtype(by, dtype)
-    known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
     return _serve_here(serving, asked, known, records)
 
 
