@@ -256,7 +256,7 @@ def test_without_an_slo_the_lowest_mean_e2e_is_the_better() -> None:
     quick = point([run(SMALL, 20, e2e_mean_ms=800.0)])
     many = point([run(LARGE, 40, e2e_mean_ms=900.0, throughput=300.0)])
     assert quick.e2e_mean_ms == 800.0 and objective.worth(quick) == pytest.approx(500 / 1300)
-    assert objective.order(quick) > objective.order(many) and objective.merit(quick) > objective.merit(many)
+    assert objective.order(quick) > objective.order(many) and objective.value(quick) > objective.value(many)
     assert Objective(CHAT.slo).order(quick) < Objective(CHAT.slo).order(many), "by goodput the other"
     chosen = objective.choose([quick, many])
     assert chosen["balanced"].knobs == SMALL and chosen["balanced"].why.startswith("lowest mean E2E")
