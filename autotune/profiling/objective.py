@@ -18,9 +18,9 @@ from scipy.stats import binom
 
 from autotune.cost.price import per_million
 from autotune.measure.score import Score
-from autotune.profile import Point, Profile, Purpose, Setting
+from autotune.profile import Point, Profile, Purpose, Setting, Spread
 from autotune.profile.callable import CallablePoint
-from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName, Spread
+from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName
 from autotune.profiling.setup import Comparison, Setup
 from runtime.knobs import Knobs
 from runtime.slo import SLO, Counted, RequestClass
