@@ -20,6 +20,7 @@ from autotune.profiling.assemble import judge, sidecar
 from autotune.profiling.findings import Findings
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
+from autotune.profiling.simulator import PAIRED
 from autotune.report.evidence import gather
 from autotune.report.page import compose, html
 from autotune.report.profile_table import show
@@ -303,6 +304,8 @@ def test_a_run_for_the_lowest_mean_e2e(lowest_mean: tuple[Findings, Told, Profil
     assert len(told_of) > 12 and all("mean E2E" in note for note in told_of if note.startswith("best"))
     assert any(note.startswith("best mean E2E ") for note in told.progressed)
     assert not any("within the SLO" in note for note in told_of)
+    front = [p.e2e_mean_ms or inf for p in made.simulated if p.label != PAIRED]
+    assert front == sorted(front) and len(set(front)) > 2, "the lowest first: of a long one the others are left out"
     assert made.objective == "mean-e2e" and made.gain is None and made.slo_met
     chosen, measured = made.settings["balanced"].point, [p for p in made.points if p.stage == "validation"]
     (base,) = (p for p in measured if p.knobs == found.baseline)
