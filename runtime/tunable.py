@@ -219,6 +219,11 @@ class Tunable(Protocol):
     def set_slo(self, slo: SLO, *, request_class: str = "default") -> None: ...
 
     @property
+    def weights(self) -> Mapping[str, float]:
+        """What a request of each class is worth relative to others; those of classes not named are worth 1."""
+        ...
+
+    @property
     def admission(self) -> AdmissionPolicy | None:
         """What is done about requests that come too late; None accepts them all."""
         ...

@@ -7,6 +7,9 @@ from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.tunable import Lease, Tunable
 
+_RATES = ("prefill_rate", "prompts_per_step", "pair_tokens")
+"""Of a :class:`RateSource`."""
+
 
 class AdmissionAdapter:
     """``policy`` for ``engine``; None: the engine's own, if it has one. Raises ``ValueError`` if it cannot reject requests."""
@@ -28,23 +31,37 @@ class AdmissionAdapter:
             self._engine.set_admission(self._former, lease=lease)
 
 
-class ReportsRates:
-    """Passes on the prefill rate that ``controller`` predicts to the engine's admission policy, until it is detached."""
+def rates_of(controller: Controller) -> RateSource | None:
+    """``controller``, if it says how fast prompts are computed. Raises ``ValueError`` if it says but a part of that."""
+    if isinstance(controller, RateSource):
+        return controller
+    said = [name for name in _RATES if hasattr(controller, name)]
+    if said:
+        lacking = " and ".join(name for name in _RATES if name not in said)
+        raise ValueError(
+            f"it has {' and '.join(said)} but not {lacking}; a RateSource has all of them, or derives from it"
+        )
+    return None
 
-    controller: Controller
+
+class ReportsRates:
+    """Passes on what the controller predicts of prefill (``_rates``; None: nothing) to the engine's admission policy, until it is
+    detached."""
+
+    _rates: RateSource | None
     _ended: bool
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second; 0 if the controller predicts none."""
-        return 0.0 if self._ended else float(getattr(self.controller, "prefill_rate", 0.0))
+        return 0.0 if self._rates is None or self._ended else self._rates.prefill_rate
 
     @property
-    def prompts_abreast(self) -> int:
+    def prompts_per_step(self) -> int:
         """How many prompts a step has room for; 1 if the controller predicts none."""
-        return 1 if self._ended else int(getattr(self.controller, "prompts_abreast", 1))
+        return 1 if self._rates is None or self._ended else self._rates.prompts_per_step
 
     @property
     def pair_tokens(self) -> float:
         """Tokens that take as long as one attention pair; 0 if the controller predicts none."""
-        return 0.0 if self._ended else float(getattr(self.controller, "pair_tokens", 0.0))
+        return 0.0 if self._rates is None or self._ended else self._rates.pair_tokens

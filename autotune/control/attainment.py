@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
 from typing import Any
 
 from autotune.control.controllers.protocol import SLOAware
@@ -49,7 +48,7 @@ class AttainmentTracker:
         self.all.add(record, slo)
         if name not in self._classes:
             self._classes[name] = Outcomes()
-            self._tallies[name] = ClassTally(weight=self._weights.get(name, 1.0))
+            self._tallies[name] = ClassTally(weight=self._engine.weights.get(name, 1.0))
         self._classes[name].add(record, slo)
         self._tallies[name].add(record, slo)
 
@@ -72,13 +71,8 @@ class AttainmentTracker:
 
     def weights(self) -> dict[str, dict[str, float]]:
         """Class → weight, for the decision log; nothing where all weigh the same."""
-        return {"weights": dict(sorted(self._weights.items()))} if set(self._weights.values()) - {1} else {}
-
-    @property
-    def _weights(self) -> Mapping[str, float]:
-        """Of classes, where the engine has any."""
-        weights: Mapping[str, float] = getattr(self._engine, "weights", {})
-        return weights
+        weights = self._engine.weights
+        return {"weights": dict(sorted(weights.items()))} if set(weights.values()) - {1} else {}
 
     def outcomes(self) -> dict[str, dict[str, dict[str, Any]]]:
         """How all requests of each class have ended since the beginning, for the decision log; nothing of none."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from autotune.control.actuator import Actuator
-from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates
+from autotune.control.admission_adapter import AdmissionAdapter, ReportsRates, rates_of
 from autotune.control.attainment import AttainmentTracker
 from autotune.control.controllers.protocol import (
     Budgeted,
@@ -98,6 +98,7 @@ class Control(ReportsRates):
         try:
             self._attainment.pass_slos(controller)
             self._budgets_apply(True)
+            self._rates = rates_of(controller)
         except Exception as error:  # the controller's: nothing of it is attached yet
             self._lease.release()
             decisions.join()

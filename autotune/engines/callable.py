@@ -79,6 +79,10 @@ class CallableEngine:
         return self.batcher.slos
 
     @property
+    def weights(self) -> Mapping[str, float]:
+        return self.batcher.weights
+
+    @property
     def admission(self) -> None:
         return self.batcher.admission
 

@@ -26,7 +26,7 @@ def vllm_defaults(device: str, memory_gib: float) -> Knobs:
 
 
 OTHER_DEFAULTS: Mapping[str, Knobs] = {
-    "vLLM defaults, small GPU": _SMALL,
+    f"{VLLM_LABEL}, small GPU": _SMALL,
     # SGLang ServerArgs: chunked-prefill-size 8192 from 35 to 160 GB of device memory, 2048 below; max-running-requests comes
     # from the size of its KV pool, 2048 to 4096 on such a device.
     "SGLang defaults": Knobs(max_batch_size=2048, max_wait_ms=0, token_budget=8192 + 2048, chunk_size=8192),

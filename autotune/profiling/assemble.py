@@ -212,9 +212,10 @@ def paired_points(findings: Findings) -> list[Point]:
 
 
 def pareto_points(findings: Findings) -> list[Point]:
-    """What no other simulated setting beats, at the rate of the comparison and under fresh seeds; by goodput."""
+    """What no other simulated setting beats, at the rate of the comparison and under fresh seeds; the best first."""
+    assert findings.setup is not None
     front = pareto(findings.candidates or points(findings.simulated))
-    return sorted(front, key=lambda p: p.goodput.mean, reverse=True)[:_MOST_PARETO]
+    return sorted(front, key=Objective.under(findings.setup).value, reverse=True)[:_MOST_PARETO]
 
 
 def sidecar(findings: Findings) -> str:

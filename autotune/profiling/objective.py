@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple, Protocol
 
 from scipy.stats import binom
 
 from autotune.cost.price import per_million
 from autotune.measure.score import Score
-from autotune.profile import Point, Profile, Purpose, Setting
+from autotune.profile import Point, Profile, Purpose, Setting, Spread
 from autotune.profile.callable import CallablePoint
 from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName
 from autotune.profiling.setup import Comparison, Setup
@@ -28,6 +29,96 @@ GIVE_UP = 0.15
 """Goodput the interactive setting may cost, as a share of the best."""
 
 SIGNIFICANCE = 0.05
+
+
+class Performance(Protocol):
+    """What became of a setting: a score, a point, or a trial in a report."""
+
+    @property
+    def offered_rate(self) -> float: ...
+
+    @property
+    def goodput(self) -> float | Spread:
+        """Requests/s that met the SLO, by weight."""
+        ...
+
+    @property
+    def e2e_mean_ms(self) -> float | None:
+        """None: not known, or no request was served."""
+        ...
+
+
+class Measure(NamedTuple):
+    """The figure that an objective is read in, and its words; ``{}`` stands for the figure or a percentage.
+
+    ``unit_in_full``: on an axis with room. ``lowest``: whether the lowest is the best; ``best``: what that is called.
+    ``reads``: the figure in a sentence, ``attained``: the attainment behind it, ``of_best``: the best figure of a search.
+    ``meets``, ``met``: what a request does that counts. ``costs``, ``gains``: what turning a knob does; ``costs_in_full``: in a
+    title. ``ahead``: a setting (the first ``{}``), and how far it is ahead of the choice. ``direction``: of an axis.
+    """
+
+    name: str
+    unit: str
+    unit_in_full: str
+    lowest: bool
+    best: str
+    reads: str
+    attained: str
+    of_best: str
+    meets: str
+    met: str
+    costs: str
+    gains: str
+    costs_in_full: str
+    ahead: str
+    direction: str
+    definition: str
+
+    @property
+    def title(self) -> str:
+        """The name at the beginning of a sentence."""
+        return self.name[:1].upper() + self.name[1:]
+
+
+GOODPUT = Measure(
+    name="goodput",
+    unit="req/s",
+    unit_in_full="requests/s",
+    lowest=False,
+    best="best goodput",
+    reads="{} req/s within the SLO",
+    attained="{} of requests",
+    of_best="{} requests a second met the SLO",
+    meets="meets the SLO",
+    met="met the SLO",
+    costs="costs {}",
+    gains="gains {}",
+    costs_in_full="costs {} of goodput",
+    ahead="{} {} above the choice",
+    direction="Higher is more requests a second within the SLO",
+    definition="Goodput: requests a second that met every target of the SLO.",
+)
+MEAN_E2E = Measure(
+    name="mean E2E",
+    unit="ms",
+    unit_in_full="ms",
+    lowest=True,
+    best="lowest mean E2E",
+    reads="mean E2E {} ms",
+    attained="{} of requests within the SLO",
+    of_best="{} ms",
+    meets="is served",
+    met="was served",
+    costs="takes {} longer",
+    gains="takes {} less time",
+    costs_in_full="makes the mean E2E {} longer",
+    ahead="the mean E2E with {} {} below that of the choice",
+    direction="Lower is a shorter mean E2E",
+    definition=(
+        "Mean E2E: from arrival to the last token, over all requests but the rejected; those unfinished at the end count with "
+        "the time they had been there."
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -58,20 +149,47 @@ class Objective:
 
     # -- one setting ------------------------------------------------------------------------------------------------------
 
-    def value(self, score: Score) -> float:
-        """What a simulated trial is worth: its goodput, requests/s, by weight; or what :meth:`worth` says."""
-        return score.goodput if self.name == "goodput" else self.worth(score)
+    @property
+    def measure(self) -> Measure:
+        """The figure it is read in, and its words."""
+        return GOODPUT if self.name == "goodput" else MEAN_E2E
+
+    def figure(self, found: Performance) -> float | None:
+        """Goodput in requests/s, by weight; or the mean E2E in ms, None where that is not known or no request was served."""
+        if self.name != "goodput":
+            return found.e2e_mean_ms
+        return found.goodput.mean if isinstance(found.goodput, Spread) else found.goodput
+
+    def interval(self, point: Point) -> Spread | None:
+        """The 95% interval of :meth:`figure`; None where none is taken."""
+        return point.goodput if self.name == "goodput" else None
+
+    def value(self, found: Performance) -> float:
+        """Higher for the better, of settings at one rate: goodput in requests/s, by weight; or what :meth:`worth` says."""
+        figure = self.figure(found)
+        return self._against_alone(figure) if self.name != "goodput" else figure or 0.0
+
+    def share(self, found: Performance, best: Performance) -> float:
+        """How near to ``best`` it comes, of settings at one rate: 1 if it is as good, more if better; 0 if nothing is known."""
+        mine, other = self.figure(found), self.figure(best)
+        return (other / mine if self.measure.lowest else mine / other) if mine and other else 0.0
+
+    def loss(self, found: Performance, base: Performance) -> float:
+        """The share of goodput lost against ``base``, or by what share the mean E2E is longer; below 0 for a gain, inf for a mean
+        E2E that is not known."""
+        share = self.share(found, base)
+        if not self.measure.lowest:
+            return 1 - share
+        return 1 / share - 1 if share else inf
 
     def worth(self, found: Score | Point) -> float:
         """From 0 to 1, higher for the better of two at one rate: attainment, by weight; or alone / (alone + mean) of E2E."""
         if self.name == "goodput":
             return found.weighted_attainment
-        mean = found.e2e_mean_ms
-        return 0.0 if mean is None else self.alone_ms / (self.alone_ms + mean)
+        return self._against_alone(found.e2e_mean_ms)
 
-    def merit(self, point: Point) -> float:
-        """Higher for the better, of points with one rate: goodput in requests/s, or :meth:`worth`."""
-        return point.goodput.mean if self.name == "goodput" else self.worth(point)
+    def _against_alone(self, mean_ms: float | None) -> float:
+        return 0.0 if mean_ms is None else self.alone_ms / (self.alone_ms + mean_ms)
 
     def regret(self, share: float, worth: float) -> float:
         """What a ``share`` of ``worth`` is in units that people know: of goodput the same; of E2E how much longer it is."""
@@ -80,12 +198,13 @@ class Objective:
         less = max(worth * (1 - share), 1e-9)
         return (1 / less - 1) / (1 / worth - 1) - 1
 
-    def said(self, found: Score | Point, unit: str = "req/s") -> str:
-        """What it came to, in words."""
+    def said(self, found: Performance, unit: str = "req/s", *, offered: bool = True) -> str:
+        """What it came to, in words; of a goodput also of how many, if those ``offered`` are to be named."""
+        figure = self.figure(found)
         if self.name == "goodput":
-            goodput = found.goodput if isinstance(found, Score) else found.goodput.mean
-            return f"best {goodput:.1f} of {found.offered_rate:.1f} {unit} within the SLO"
-        return "best mean E2E unknown" if found.e2e_mean_ms is None else f"best mean E2E {found.e2e_mean_ms:.4g} ms"
+            of = f" of {found.offered_rate:.1f}" if offered else ""
+            return f"best {figure or 0.0:.1f}{of} {unit} within the SLO"
+        return "best mean E2E unknown" if figure is None else f"best mean E2E {figure:.4g} ms"
 
     def order(self, point: Point) -> tuple[float, float]:
         """Higher for the better of two settings at one rate: by attainment, of equals by latency."""

@@ -24,7 +24,7 @@ Script = Generator[None, StepRecord, None]
 _DRIVERS = itertools.count()
 _STARTER = 4  # prompt tokens of the request that sets a script going
 _MOST_STEPS = 4000
-_SILENCE_S = 60.0
+_STEP_TIMEOUT_S = 60.0  # without a step, while a script runs
 _POLL_S = 0.005
 
 
@@ -110,9 +110,9 @@ class StepDriver:
                 pause(_POLL_S)
                 if len(self._records) > seen:
                     seen, since = len(self._records), self._clock.now()
-                if self._clock.now() - since > _SILENCE_S:
+                if self._clock.now() - since > _STEP_TIMEOUT_S:
                     self._error = EvaluationError(
-                        f"the engine made no step for {_SILENCE_S:g} s while it was calibrated"
+                        f"the engine made no step for {_STEP_TIMEOUT_S:g} s while it was calibrated"
                     )
         finally:
             unsubscribe()
@@ -192,14 +192,14 @@ def samples(records: Sequence[StepRecord], disturbed: set[int], *, whole: bool =
         seconds = spans[i]
         finishing = record.sampled > record.decodes  # a prompt's last chunk is in it
         if finishing:
-            seconds += _excess(records, spans, i + 1)
+            seconds += _first_decode_extra(records, spans, i + 1)
         elif not record.prefill_tokens and i and (i in disturbed or records[i - 1].sampled > records[i - 1].decodes):
             continue
         found.append(Sample(record, seconds))
     return found
 
 
-def _excess(records: Sequence[StepRecord], spans: Sequence[float], at: int) -> float:
+def _first_decode_extra(records: Sequence[StepRecord], spans: Sequence[float], at: int) -> float:
     """How much longer decode step ``at`` takes than the same decodes right behind it; 0 where nothing is there to tell."""
     alike = records[at : at + 4]
     if len(alike) < 3 or any(r.prefill_tokens or r.decodes != alike[0].decodes for r in alike):

@@ -24,8 +24,8 @@ from autotune.engines import Engine
 from autotune.profiling.step_driver import Script, StepDriver
 from runtime.records import StepRecord
 
-RUNG = 5
-"""Decode steps on each rung of a ladder, the first of which does not count."""
+LEVEL_STEPS = 5
+"""Decode steps at each level of a ladder, the first of which does not count."""
 
 REFERENCE_DECODES = 16
 _REFERENCE = [64] * 8
@@ -45,11 +45,11 @@ _POOL_LADDERS = (
 _CHUNKED, _WHOLE = (0.06, 0.02), 0.04  # shares of the whole time: each long prompt alone, and all prompts in one piece
 _BESIDE_POOL = 0.015  # share of the whole time: the prompts beside each pool ladder
 _SMALLEST, _LARGEST = 16, 2048  # chunks of a long prompt
-_BESIDE_RUNGS = (
+_BESIDE_LEVELS = (
     0,
     2,
-)  # rungs of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
-_POOL_RUNG = 3  # decode steps on each rung of a pool ladder
+)  # levels of a pool ladder at which prompts are computed beside it: all of its sequences, a quarter
+_POOL_LEVEL_STEPS = 3  # decode steps at each level of a pool ladder
 _POOL_STEPS = 160  # decode steps of a pool ladder with most of its sequences, at most
 _POOL_DECODES = 250  # decode steps of all pool ladders and long prompts
 _CHUNKS = (32, 128, 512, 2048)
@@ -223,7 +223,7 @@ class StepPlan:
                 continue
             tokens = whole * share / self._pilot.bulk
             rng = random.Random(f"{self._seed} beside {context}")
-            beside = [self._sizes(rng, whole * _BESIDE_POOL / len(_BESIDE_RUNGS)) for _ in _BESIDE_RUNGS]
+            beside = [self._sizes(rng, whole * _BESIDE_POOL / len(_BESIDE_LEVELS)) for _ in _BESIDE_LEVELS]
             free = self._pool - max(map(sum, beside))
             batch = min(self._slots - 1, self._budget // 2, int(tokens / context), free // (context + _POOL_STEPS))
             if batch > 1:
@@ -303,7 +303,7 @@ class StepPlan:
     def _ladder(self, lengths: Sequence[int]) -> Script:
         names = yield from self._filled(lengths, self._piece)
         while True:
-            for _ in range(RUNG):
+            for _ in range(LEVEL_STEPS):
                 yield
             if len(names) == 1:
                 return
@@ -312,21 +312,21 @@ class StepPlan:
             del names[half:]
 
     def _pool_ladder(self, lengths: Sequence[int], beside: Sequence[Sequence[int]]) -> Script:
-        """A ladder with prompts beside some of its rungs: a long one in chunks of so many sizes, and each size by itself."""
+        """A ladder with prompts beside some of its levels: a long one in chunks of so many sizes, and each size by itself."""
         names = yield from self._filled(lengths, self._piece)
-        waves = dict(zip(_BESIDE_RUNGS, beside, strict=True))
-        rung = 0
+        waves = dict(zip(_BESIDE_LEVELS, beside, strict=True))
+        level = 0
         while True:
-            for _ in range(_POOL_RUNG):
+            for _ in range(_POOL_LEVEL_STEPS):
                 yield
-            if sizes := waves.get(rung):
+            if sizes := waves.get(level):
                 yield from self._in_chunks(len(names), sizes)
             if len(names) == 1:
                 return
             half = len(names) // 2
             self._driver.cancel(names[half:])
             del names[half:]
-            rung += 1
+            level += 1
 
     def _chunked(self, sizes: Sequence[int]) -> Script:
         yield

@@ -42,6 +42,7 @@ class Trial(NamedTuple):
     ttft_p99_ms: float | None
     tpot_p99_ms: float | None
     e2e_p99_ms: float | None
+    e2e_mean_ms: float | None
 
 
 class Target(NamedTuple):
@@ -198,6 +199,7 @@ def trial_of(run: Run) -> Trial:
         ttft_p99_ms=s.ttft_ms.p99,
         tpot_p99_ms=s.tpot_ms.p99,
         e2e_p99_ms=s.e2e_ms.p99,
+        e2e_mean_ms=s.e2e_mean_ms,
     )
 
 
@@ -214,4 +216,5 @@ def _of_point(p: Point) -> Trial:
         ttft_p99_ms=p.ttft_p99_ms,
         tpot_p99_ms=p.tpot_p99_ms,
         e2e_p99_ms=p.e2e_p99_ms,
+        e2e_mean_ms=p.e2e_mean_ms,
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.cost.price import money
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, RECOMMENDED, Point
 from autotune.profile.fingerprint import describe
-from autotune.profiling.objective import Objective
+from autotune.profiling.objective import GOODPUT, Objective
 from autotune.report.evidence import Evidence, Target, targets, trial_of
 from autotune.report.profile_table import cheapest, warnings
 from autotune.report.section import Table
 from autotune.report.standing import limit, standing
-from autotune.report.wording import number, percent, plus_minus, ratio, target_share
+from autotune.report.wording import mean_cell, mean_title, ms, number, percent, plus_minus, ratio, target_share
 from runtime.knobs import KNOBS
 
 
@@ -30,7 +31,8 @@ class Figure:
 @dataclass(frozen=True)
 class Headline:
     """``status``: in a few words, with its ``tone``; ``meaning``: two sentences; ``sure``: how sure the choice is; ``cost``:
-    given a price, the cheapest setting that meets the SLO; ``warnings``: what about the run makes its figures unreliable."""
+    given a price, the cheapest setting that meets the SLO; ``definitions``: of the figures of the page; ``warnings``: what about
+    the run makes its figures unreliable."""
 
     title: str
     status: str
@@ -43,6 +45,7 @@ class Headline:
     facts: tuple[tuple[str, str], ...]
     purposes: Table
     notes: tuple[str, ...]
+    definitions: str
     warnings: tuple[str, ...] = ()
 
 
@@ -51,9 +54,14 @@ def headline(evidence: Evidence) -> Headline:
     point, stands = chosen.point, standing(evidence)
     status, tone = _status(evidence)
     purpose = "recommended" if RECOMMENDED in profile.settings else next(iter(profile.settings))
+    objective, offered = Objective.of(profile), number(point.offered_rate)
+    does = (
+        f"has a mean E2E of {ms(point.e2e_mean_ms)} at {offered} req/s offered"
+        if objective.measure.lowest
+        else f"answers {plus_minus(point)} requests a second within the SLO, of {offered} offered"
+    )
     meaning = (
-        f"With the {purpose} setting, {profile.model.name} on {_machine(evidence)} answers {plus_minus(point)} requests a second "
-        f"within the SLO, of {number(point.offered_rate)} offered: {stands.sentence}.",
+        f"With the {purpose} setting, {profile.model.name} on {_machine(evidence)} {does}: {stands.sentence}.",
         _sentence(profile.verdict),
     )
     return Headline(
@@ -68,6 +76,7 @@ def headline(evidence: Evidence) -> Headline:
         facts=_facts(evidence),
         purposes=_purposes(evidence),
         notes=evidence.lacking,
+        definitions=" ".join(dict.fromkeys((objective.measure.definition, GOODPUT.definition))),
         warnings=warnings(profile),
     )
 
@@ -112,11 +121,13 @@ def _sentence(text: str) -> str:
 
 def _figures(evidence: Evidence) -> tuple[Figure, ...]:
     profile, point, stands = evidence.profile, evidence.recommended.point, standing(evidence)
-    goodput = Figure(
-        "goodput",
-        number(point.goodput.mean),
-        "req/s",
-        stands.beside or f"{number(point.goodput.low)} to {number(point.goodput.high)}",
+    objective = Objective.of(profile)
+    figure, interval = objective.figure(point), objective.interval(point)
+    compared_by = Figure(
+        objective.measure.name,
+        "–" if figure is None else number(figure),
+        objective.measure.unit,
+        stands.beside or ("" if interval is None else f"{number(interval.low)} to {number(interval.high)}"),
         "good" if stands.clear else "",
     )
     share = Figure(
@@ -128,7 +139,7 @@ def _figures(evidence: Evidence) -> tuple[Figure, ...]:
         else f"at {number(point.offered_rate)} req/s offered; target {target_share(profile.slo.attainment)}",
         "good" if Objective.of(profile).attained(point) else "",
     )
-    found = [goodput, share]
+    found = [compared_by, share]
     for target in targets(profile.slo):
         value = target.of(point)
         words, tone = _against(evidence, target)
@@ -188,6 +199,7 @@ def _purposes(evidence: Evidence) -> Table:
     columns = [
         "for",
         *(s.name for s in KNOBS),
+        *mean_title(Objective.of(profile)),
         "attainment",
         "goodput (req/s)",
         "tokens/s",
@@ -198,7 +210,7 @@ def _purposes(evidence: Evidence) -> Table:
     listed = [(p, profile.settings[p].point) for p in PURPOSES if p in profile.settings]
     rows = [(str(purpose), point) for purpose, point in listed]
     if profile.baseline is not None:
-        rows.append(("vLLM defaults", profile.baseline))
+        rows.append((VLLM_LABEL, profile.baseline))
     cells = []
     for name, p in rows:
         cost = Objective.of(profile).cost(p.throughput.mean)
@@ -206,6 +218,7 @@ def _purposes(evidence: Evidence) -> Table:
             (
                 name,
                 *(f"{getattr(p.knobs, s.name):,g}" for s in KNOBS),
+                *mean_cell(Objective.of(profile), p),
                 percent(p.attainment),
                 plus_minus(p),
                 number(p.throughput.mean, 4),

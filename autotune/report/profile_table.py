@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.cost.price import money
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, RECOMMENDED, Point, Profile, Purpose, Setting
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import pareto
@@ -15,7 +16,7 @@ from autotune.report.tables import Detail, class_table, fullest, latency, settin
 from autotune.report.wording import compared, times
 from runtime.knobs import KNOBS, Knobs
 
-BASELINE, OTHERS, EVERY_PURPOSE = "vLLM defaults", "also Pareto", "every purpose"
+OTHERS, EVERY_PURPOSE = "also Pareto", "every purpose"
 _MOST_OTHERS = 4
 
 
@@ -35,12 +36,12 @@ def rows(profile: Profile) -> list[tuple[str, Point, str]]:
         for purposes in held.values()
     ]
     if profile.baseline is not None:
-        found.append((BASELINE, profile.baseline, ""))
+        found.append((VLLM_LABEL, profile.baseline, ""))
     shown = {row[1].knobs for row in found}
     stage, rate = found[0][1].stage, found[0][1].rate
     peers = [p for p in profile.points if p.stage == stage and p.rate == rate]
     others = [p for p in pareto(peers) if p.knobs not in shown]
-    others.sort(key=lambda p: p.goodput.mean, reverse=True)
+    others.sort(key=Objective.of(profile).value, reverse=True)
     return found + [(OTHERS, p, "") for p in others[:_MOST_OTHERS]]
 
 
@@ -61,7 +62,7 @@ def _drawn(profile: Profile, detail: Detail) -> Table:
     if marked:
         drawn.add_column("", no_wrap=True)
     for label, point, mark in rows(profile):
-        style = "bold green" if mark else "dim" if label in (OTHERS, BASELINE) else ""
+        style = "bold green" if mark else "dim" if label in (OTHERS, VLLM_LABEL) else ""
         interval = f" ({point.attainment_low * 100:.0f}–{point.attainment_high * 100:.0f})" if full else ""
         spread = f" ± {(point.goodput.high - point.goodput.low) / 2:.1f}" if detail < Detail.BARE else ""
         figures = [

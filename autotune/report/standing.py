@@ -7,23 +7,27 @@ from collections.abc import Set
 from dataclasses import dataclass
 from statistics import fmean
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import Point, Spread
 from autotune.profiling.objective import Objective
 from autotune.report import wording
 from autotune.report.evidence import Evidence
-from autotune.report.wording import number, percent, plus_minus
+from autotune.report.wording import ms, number, percent, plus_minus, reached
 from runtime.slo import wilson_interval
 
 _WORTH_SAYING = 1.02  # as a multiple; less is a percentage
+_BASELINE = f"the {VLLM_LABEL}"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """``ratio``: goodput over the baseline's, None without one; ``clear``: the setting's 95% interval lies above the baseline's.
+    """``ratio``: how many times as good as the baseline, None without one; ``clear``: the setting's 95% interval lies above the
+    baseline's.
 
     ``short``: for a title; ``beside``: its second half, None without a baseline; ``sentence``: for the headline, without its
     subject. A difference is claimed only where the intervals do not overlap: those of attainment where both met the same
     requests, of which as many were offered to each, elsewhere those of goodput, which hold the luck of the arrivals too.
+    Of a mean E2E no interval is known: both figures are given, and nothing is claimed.
     """
 
     ratio: float | None
@@ -35,13 +39,15 @@ class Standing:
 
 def standing(evidence: Evidence) -> Standing:
     """The comparison at the rate both were measured at."""
-    point, baseline = evidence.recommended.point, evidence.profile.baseline
-    rate = f"{number(point.goodput.mean)} req/s within the SLO"
+    point, baseline, objective = evidence.recommended.point, evidence.profile.baseline, Objective.of(evidence.profile)
+    rate = reached(objective, point)
     if baseline is None or baseline.stage != point.stage:
         return Standing(None, False, rate, None, "no baseline was measured beside it")
     if baseline.knobs == point.knobs:
-        same = "the vLLM defaults themselves"
+        same = f"{_BASELINE} themselves"
         return Standing(1.0, False, f"{rate}, with {same}", f"with {same}", f"these are {same}")
+    if objective.measure.lowest:
+        return _by_mean(objective, rate, point, baseline)
     shares = _of_same_requests(point, baseline)
     mine, base = shares or (point.goodput, baseline.goodput)
     clear = mine.low > base.high
@@ -50,27 +56,38 @@ def standing(evidence: Evidence) -> Standing:
     alike = ratio is not None and abs(ratio - 1) < 0.005
     here = f"on this same engine ({plus_minus(baseline)})"
     if ratio is None and mine.mean == 0:
-        compared, sentence = "none with the vLLM defaults either", "nor do the vLLM defaults on this same engine"
+        compared, sentence = f"none with {_BASELINE} either", f"nor do {_BASELINE} on this same engine"
     elif ratio is None:
         compared, sentence = (
-            "none with the vLLM defaults",
-            "the vLLM defaults answer none within it on this same engine",
+            f"none with {_BASELINE}",
+            f"{_BASELINE} answer none within it on this same engine",
         )
     elif alike:
-        compared = "as many as with the vLLM defaults"
+        compared = f"as many as with {_BASELINE}"
         sentence = f"{compared} {here}"
     elif clear and ratio >= _WORTH_SAYING:
         times = f"{number(ratio, 2)}×"
-        compared, sentence = f"{times} the vLLM defaults", f"{times} what the vLLM defaults reach {here}"
+        compared, sentence = f"{times} {_BASELINE}", f"{times} what {_BASELINE} reach {here}"
     else:
-        compared = wording.compared(ratio, "", "with the vLLM defaults")
+        compared = wording.compared(ratio, "", f"with {_BASELINE}")
         sentence = f"{compared} {here}"
     if not apart and not alike and (base.mean or mine.mean):
-        compared = "no clear difference to the vLLM defaults"
+        compared = f"no clear difference to {_BASELINE}"
         sentence += ", a difference within the 95% intervals"
     elif shares and not alike and base.mean:
         sentence += f", with {percent(mine.mean)} attainment on the same requests against {percent(base.mean)}"
     return Standing(ratio, clear, f"{rate}, {compared}", compared, sentence)
+
+
+def _by_mean(objective: Objective, rate: str, point: Point, baseline: Point) -> Standing:
+    """Of two mean E2Es."""
+    share = objective.share(point, baseline)
+    change = f" ({1 / share - 1:+.0%})" if share else ""
+    there = ms(objective.figure(baseline))
+    beside = f"{there} with {_BASELINE}{change}"
+    return Standing(
+        share or None, False, f"{rate}, {beside}", beside, f"{there} with {_BASELINE} on this same engine{change}"
+    )
 
 
 def _of_same_requests(point: Point, baseline: Point) -> tuple[Spread, Spread] | None:

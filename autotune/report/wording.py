@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.profile import PURPOSES, Point
+from autotune.profiling.objective import Objective, Performance
 from autotune.report.evidence import Evidence
 from autotune.report.tables import SHORTER
 from runtime.knobs import KNOBS, Knobs
@@ -17,6 +19,8 @@ STAGES = {
     "validation": "validated",
     "capacity": "other rate",
 }
+
+_DEFAULTS = " defaults"  # behind the name of the engine whose they are
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -90,6 +94,24 @@ def plus_minus(point: Point) -> str:
     return f"{number(spread.mean)} ± {number((spread.high - spread.low) / 2, 2)}"
 
 
+def reached(objective: Objective, found: Performance) -> str:
+    """``12.3 req/s within the SLO``, or ``mean E2E 812 ms``."""
+    figure = objective.figure(found)
+    return f"{objective.measure.name} unknown" if figure is None else objective.measure.reads.format(number(figure))
+
+
+def mean_title(objective: Objective) -> tuple[str, ...]:
+    """The column of what settings are compared by, where that is not the goodput, which every table has."""
+    return (f"{objective.measure.name} ({objective.measure.unit})",) if objective.measure.lowest else ()
+
+
+def mean_cell(objective: Objective, found: Performance) -> tuple[str, ...]:
+    """The cell of :func:`mean_title`'s column."""
+    if not objective.measure.lowest:
+        return ()
+    return ("–" if (figure := objective.figure(found)) is None else number(figure),)
+
+
 def setting(knobs: Knobs) -> str:
     """Every knob with its value."""
     return ", ".join(f"{spec.name} {getattr(knobs, spec.name):,g}" for spec in KNOBS)
@@ -128,12 +150,12 @@ def defaults(evidence: Evidence) -> dict[Knobs, str]:
     labelled += [(p.label, p.knobs) for p in (*profile.points, *profile.simulated)]
     found: dict[Knobs, list[str]] = {}
     for label, knobs in labelled:
-        owner, theirs, on = label.partition(" defaults")  # as in "vLLM defaults, small GPU"
+        owner, theirs, on = label.partition(_DEFAULTS)  # as in "vLLM defaults, small GPU"
         if not theirs:
             continue
         owner += f" ({on.lstrip(', ')})" if on else ""
         if owner not in found.setdefault(knobs, []):
             found[knobs].append(owner)
     if profile.baseline is not None:
-        found.setdefault(profile.baseline.knobs, ["vLLM"])
-    return {knobs: f"{listed(owners)} defaults" for knobs, owners in found.items()}
+        found.setdefault(profile.baseline.knobs, [VLLM_LABEL.removesuffix(_DEFAULTS)])
+    return {knobs: f"{listed(owners)}{_DEFAULTS}" for knobs, owners in found.items()}

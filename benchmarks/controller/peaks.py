@@ -20,7 +20,7 @@ _STANDS = 0.9  # of what a shorter run showed: a peak that is one
 
 
 class PeakSearch:
-    """Raises the rate while usual settings serve more; ranks all cells there; climbs along rates with the best of them."""
+    """Raises the rate while usual settings serve more; ranks all cells there; goes uphill along rates with the best of them."""
 
     def __init__(self, load: Load, workers: Workers) -> None:
         self._load = LOADS.index(load)
@@ -33,7 +33,7 @@ class PeakSearch:
         rate = self._raise()
         cells = _best(self._different(GRID.cells(), 1.1 * rate), _CELLS)
         for factor in (1.25, _STEP):
-            rate = self._climb(rate, factor, cells)
+            rate = self._uphill(rate, factor, cells)
         each = [(peak.goodput, r, knobs) for r, peaks in self._found.items() for knobs, peak in peaks.items()]
         each.sort(reverse=True, key=lambda found: found[0])
         final = [(self._mean(knobs, r), knobs, r) for _, r, knobs in each[:6]]
@@ -44,9 +44,11 @@ class PeakSearch:
             if best[0] > _STANDS * goodput:
                 break
             best = max(best, (self._mean(knobs, r), knobs, r), key=lambda found: found[0])
-        return self._climb_long(best, cells)
+        return self._uphill_in_longer_runs(best, cells)
 
-    def _climb_long(self, best: tuple[float, Knobs, float], cells: Sequence[Knobs]) -> tuple[float, Knobs, float]:
+    def _uphill_in_longer_runs(
+        self, best: tuple[float, Knobs, float], cells: Sequence[Knobs]
+    ) -> tuple[float, Knobs, float]:
         """The same in longer runs, from a rate that stands in them up and down: shorter ones have not said where the peak is."""
         for step in (_STEP, 1 / _STEP):
             while True:
@@ -59,8 +61,8 @@ class PeakSearch:
 
     @staticmethod
     def _of_lower_rates(each: Sequence[tuple[float, float, Knobs]]) -> list[tuple[float, float, Knobs]]:
-        """The best of each rate below those of the first six. Just past capacity a queue takes longer to grow than a run of the
-        climb lasts: all of the six may be there, and none of them stand in longer runs."""
+        """The best of each rate below those of the first six. Just past capacity a queue takes longer to grow than a run of
+        this search lasts: all of the six may be there, and none of them stand in longer runs."""
         lowest = min(r for _, r, _ in each[:6])
         best: dict[float, tuple[float, float, Knobs]] = {}
         for found in each:
@@ -88,7 +90,7 @@ class PeakSearch:
             rate *= 1.5
         return at
 
-    def _climb(self, rate: float, factor: float, cells: Sequence[Knobs]) -> float:
+    def _uphill(self, rate: float, factor: float, cells: Sequence[Knobs]) -> float:
         """The rate of the highest goodput, by steps of ``factor``; two lower ones in a row end the way."""
         best, at = self._goodput(rate, cells), rate
         for step in (factor, 1 / factor):

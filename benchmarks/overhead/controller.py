@@ -140,6 +140,7 @@ class Recorded:
         self.knobs, self.epoch = KNOBS, 0
         self.admission = None
         self.slos: Mapping[str, SLO] = {}
+        self.weights: Mapping[str, float] = {}
         self.listeners: list[Listener] = []
         self._leases = LeaseHolder()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 from runtime.batching.pool import Pool
@@ -62,6 +63,11 @@ class TunableBatcher(Tuning):
     def slots(self) -> int:
         """How many calls may run at a time."""
         return self._pool.core.state.slots
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """None but 1: a batcher's classes differ in their SLOs alone."""
+        return MappingProxyType({})
 
     @property
     def admission(self) -> None:

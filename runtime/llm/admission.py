@@ -173,7 +173,7 @@ class Admission:
         All of it, unless a step has room for one more beside them: then they go on side by side, and each is before the
         others with as much as those have at most.
         """
-        if self.policy.late and len(in_progress) < self.rate.abreast:
+        if self.policy.late and len(in_progress) < self.rate.prompts_per_step:
             return sum(min(left, own) for left in in_progress)
         return sum(in_progress)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Final, NamedTuple, Protocol, Self
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from runtime.records import LimitedBy, StepRecord
 
@@ -41,8 +42,9 @@ class Work(NamedTuple):
         return Work(self.tokens + other.tokens, self.pairs + other.pairs)
 
 
+@runtime_checkable
 class RateSource(Protocol):
-    """Says how fast prompts are computed. The last two may be left out."""
+    """Says how fast prompts are computed. A class that derives from it needs the first alone; the others are not known then."""
 
     @property
     def prefill_rate(self) -> float:
@@ -50,14 +52,14 @@ class RateSource(Protocol):
         ...
 
     @property
-    def prompts_abreast(self) -> int:
+    def prompts_per_step(self) -> int:
         """How many prompts a step has room for, each with the most tokens that it may compute in one; 1 if that is not known."""
-        ...
+        return 1
 
     @property
     def pair_tokens(self) -> float:
         """Tokens that take as long as one attention pair does (κ); 0 if that is not known."""
-        ...
+        return 0.0
 
 
 class PrefillRate:
@@ -94,7 +96,7 @@ class PrefillRate:
     def per_second(self, now: float) -> float:
         """0 if nothing is known. What was measured fades while nothing is."""
         old = max(0.0, now - self._until)
-        said = self._ask("prefill_rate", 0.0)
+        said = self._ask(lambda source: source.prefill_rate, 0.0)
         measured = self._tokens + self.pair_tokens * self._pairs
         if said > 0:
             left = math.exp(-old / _MEMORY_S)
@@ -102,20 +104,20 @@ class PrefillRate:
         return measured / self._seconds if self._seconds > 0 and old < STALE_S else 0.0
 
     @property
-    def abreast(self) -> int:
+    def prompts_per_step(self) -> int:
         """How many prompts go on side by side; 1, one after the other, where nobody says."""
-        return max(1, int(self._ask("prompts_abreast", 1.0)))
+        return max(1, int(self._ask(lambda source: source.prompts_per_step, 1.0)))
 
     @property
     def pair_tokens(self) -> float:
         """κ; 0 where nobody says."""
-        return max(0.0, self._ask("pair_tokens", 0.0))
+        return max(0.0, self._ask(lambda source: source.pair_tokens, 0.0))
 
-    def _ask(self, what: str, unknown: float) -> float:
+    def _ask(self, what: Callable[[RateSource], float], unknown: float) -> float:
         if self.source is None:
             return unknown
         try:
-            said = float(getattr(self.source, what, unknown))
+            said = float(what(self.source))
         except Exception:  # it must not stop an engine
             log.exception("the source of the prefill rate failed and is no longer used")
             self.source = None

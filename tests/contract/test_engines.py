@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 import autotune
+from autotune.control.decision_log import read_decisions
 from autotune.engines import Engine, EngineSource, VirtualEngine, adapt, virtual, waiting
 from autotune.engines.callable import CallableSource
 from autotune.engines.own import OwnSource
@@ -31,7 +33,7 @@ from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.request import Sequence as Running
-from runtime.slo import SLO
+from runtime.slo import SLO, RequestClass
 from runtime.tunable import Capabilities, Facts, SchedulerView
 from tests.fakes import FakeExecutor, FakeModel, Records
 from tests.unit.simulated_profile import scenario
@@ -62,27 +64,29 @@ class _Failing:
         self._executor.release(sequence)
 
 
-def _own(limits: KnobLimits, knobs: Knobs) -> Engine:
+def _own(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
     model = cast(Any, FakeModel(tokenizer=None))
-    return OwnSource(model, executor=_Failing(FakeExecutor()), kv_tokens=4096, slo=PATIENT).start(knobs, limits)
+    source = OwnSource(model, executor=_Failing(FakeExecutor()), kv_tokens=4096, slo=PATIENT)
+    return source.with_classes(classes).start(knobs, limits)
 
 
-def _simulated(limits: KnobLimits, knobs: Knobs) -> Engine:
-    engine = scenario(slo=PATIENT).start(knobs, limits)
+def _simulated(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
+    engine = scenario(slo=PATIENT, classes=classes).start(knobs, limits)
     engine.core.executor = _Failing(engine.core.executor)
     return engine
 
 
-def _callable(limits: KnobLimits, knobs: Knobs) -> Engine:
+def _callable(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
     def work(items: list[int]) -> list[Any]:
         return [ValueError("at fault") if item == FAULTY else item for item in items]
 
     # an input is its own cost, as a prompt is its own length
-    options = {"strategy": "dynamic", "cost": int, "slo": PATIENT}
+    slos = {"default": PATIENT, **{one.name: one.slo for one in classes}}
+    options = {"strategy": "dynamic", "cost": int, "slo": slos}
     return CallableSource(work, list(range(1, 33)), options).start(knobs, limits)
 
 
-ENGINES: dict[str, Callable[[KnobLimits, Knobs], Engine]] = {
+ENGINES: dict[str, Callable[..., Engine]] = {
     "own": _own,
     "simulated": _simulated,
     "callable": _callable,
@@ -90,7 +94,10 @@ ENGINES: dict[str, Callable[[KnobLimits, Knobs], Engine]] = {
 if find_spec("vllm") is not None:
     from tests.vllm_fakes import vllm_engine
 
-    ENGINES["vllm"] = lambda limits, knobs: vllm_engine(limits, knobs, slo=PATIENT, fail_on=FAULTY)
+    def _vllm(limits: KnobLimits, knobs: Knobs, classes: Sequence[RequestClass] = ()) -> Engine:
+        return vllm_engine(limits, knobs, slo=PATIENT, fail_on=FAULTY, classes=classes)
+
+    ENGINES["vllm"] = _vllm
 
 
 class World:
@@ -368,6 +375,29 @@ def test_slos_are_the_engines(world: World) -> None:
     assert engine.slos == {"default": PATIENT}
     engine.set_slo(SLO(e2e_ms=5000))
     assert engine.slos["default"] == SLO(e2e_ms=5000)
+
+
+def test_weights_are_those_of_its_request_classes(world: World, tmp_path: Path) -> None:
+    """A controller counts what each class lost by them. Classes of a callable have none."""
+    assert dict(world.engine.weights) == {}
+    classes = [RequestClass("chat", PATIENT), RequestClass("bulk", PATIENT, 0.25)]
+    engine = ENGINES[world.kind](LIMITS, START, classes)
+    weighs = engine.facts.callable is None
+    other, log = World(engine, world.kind), tmp_path / "log.jsonl"
+    try:
+        assert dict(engine.weights) == ({"chat": 1.0, "bulk": 0.25} if weighs else {})
+        with autotune.control(engine, slo=PATIENT, log=log):
+            for name in ("chat", "bulk"):
+                other.submit(request_class=name)
+            other.until(lambda: len(other.heard.requests) == 2)
+    finally:
+        engine.close(drain=False)
+    first, *_, last = read_decisions(log)
+    assert first.evidence.get("weights") == ({"bulk": 0.25, "chat": 1.0} if weighs else None)
+    assert {name: one["weight"] for name, one in last.evidence["outcomes"].items()} == {
+        "bulk": 0.25 if weighs else 1.0,
+        "chat": 1.0,
+    }
 
 
 # -- nothing is lost --------------------------------------------------------------------------------------------------------

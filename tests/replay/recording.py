@@ -97,6 +97,7 @@ class ReplayedEngine:
         self.facts = Facts("recorded", kv_tokens=recording.kv_tokens, block_size=recording.block_size)
         self.clock, self.admission = VirtualClock(recording.now), None
         self.slos: Mapping[str, SLO] = {}
+        self.weights: Mapping[str, float] = {}
         self._now = recording.now
         self._leases = LeaseHolder()
         self._listeners: list[Listener] = []

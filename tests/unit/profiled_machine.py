@@ -60,6 +60,7 @@ class Told(Silent):
         self.stages: list[str] = []
         self.notes: list[str] = []
         self.done: list[tuple[str, str]] = []
+        self.progressed: list[str] = []
         self.setup: Setup | None = None
 
     def stage(self, name: str) -> None:
@@ -70,6 +71,9 @@ class Told(Silent):
 
     def ready(self, setup: Setup) -> None:
         self.setup = setup
+
+    def progress(self, share: float, count: str, note: str, left_s: float | None) -> None:
+        self.progressed.append(note)
 
     def stage_done(self, count: str, note: str) -> None:
         self.done.append((count, note))

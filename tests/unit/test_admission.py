@@ -53,6 +53,8 @@ class World(SimulatedEngine):
 
 
 class Rate:
+    prompts_per_step = 1
+
     def __init__(self, per_second: float) -> None:
         self.prefill_rate = per_second
         self.pair_tokens = 0.0
@@ -162,14 +164,14 @@ def test_one_step_far_too_long_turns_nobody_away_once_it_is_over() -> None:
     assert [world.records[f"{n}"].reason for n in (3, 4)] == [FinishReason.LENGTH] * 2
 
 
-@pytest.mark.parametrize(("abreast", "found"), [(1, {"length": 1, "slo": 1}), (2, {"length": 2})])
+@pytest.mark.parametrize(("prompts", "found"), [(1, {"length": 1, "slo": 1}), (2, {"length": 2})])
 def test_a_long_prompt_in_small_chunks_counts_by_what_it_computes_beside_a_short_one(
-    abreast: int, found: dict[str, int]
+    prompts: int, found: dict[str, int]
 ) -> None:
     """4,000 tokens in chunks of 50 take 80 steps of 11 ms; the 100 tokens of another need two of those steps."""
 
     class Sharing(Rate):
-        prompts_abreast = abreast
+        prompts_per_step = prompts
 
     world = World(admission=AdmissionPolicy(order="fcfs"), classes=[RequestClass("long", SLO(ttft_ms=10_000))])
     world.set_knobs(Knobs(256, 0, 100, 50))
@@ -225,6 +227,8 @@ def test_a_source_that_raises_is_asked_no_more(caplog: pytest.LogCaptureFixture)
         @property
         def prefill_rate(self) -> float:
             raise ZeroDivisionError
+
+        prompts_per_step, pair_tokens = 1, 0.0
 
     world = World(admission=True)
     world.set_admission(True, source=Broken())

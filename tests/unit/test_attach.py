@@ -18,6 +18,7 @@ from autotune.cost.model import fit_cost_model
 from runtime.errors import AutotuneError, InputError, LeaseError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.prefill_rate import RateSource
 from runtime.records import RequestRecord, StepRecord, percentile
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
@@ -268,6 +269,27 @@ def test_admission_is_on_while_it_is_attached() -> None:
     assert engine.admission == AdmissionPolicy(queue_timeout=3.0)
     with pytest.raises(ValueError, match="admission is 1; it must be True, False or an AdmissionPolicy"):
         control(engine, slo=SLO_, admission=1)
+
+
+def test_admission_hears_what_a_controller_says_of_prefill() -> None:
+    class Plain(Fixed):
+        pass
+
+    class Rated(Fixed, RateSource):
+        prefill_rate = 1234.0
+
+    class Half(Fixed):
+        prefill_rate = 1234.0
+
+    engine = SimulatedEngine(h200)
+    for kind, rates in ((Plain, (0, 1, 0)), (Rated, (1234, 1, 0))):
+        with control(engine, slo=SLO_, controller=kind(VLLM), admission=True) as attached:
+            assert (attached.prefill_rate, attached.prompts_per_step, attached.pair_tokens) == rates
+        assert (attached.prefill_rate, attached.prompts_per_step, attached.pair_tokens) == (0, 1, 0)
+    lacking = "fixed controller failed: ValueError: it has prefill_rate but not prompts_per_step and pair_tokens; a RateSource"
+    with pytest.raises(InputError, match=lacking):
+        control(engine, slo=SLO_, controller=Half(VLLM))
+    engine.acquire("who comes next").release()
     assert engine.acquire("another").release() is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ from autotune.bench.table import show as show_bench
 from autotune.cli.main import run as typed
 from autotune.measure.score import ClassScore, Latency
 from autotune.profile import Profile, load_profile, save_profile
-from autotune.profiling.assemble import judge
+from autotune.profiling.assemble import judge, sidecar
 from autotune.profiling.findings import Findings
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import point
+from autotune.profiling.simulator import PAIRED
 from autotune.report.evidence import gather
-from autotune.report.page import compose
+from autotune.report.page import compose, html
 from autotune.report.profile_table import show
+from autotune.report.section import Section
+from autotune.report.wording import number
 from autotune.simulate.scenario import Scenario
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO, RequestClass, attained
-from tests.unit.profiled_machine import machine, question, session
+from tests.unit.profiled_machine import Told, machine, question, session
 from tests.unit.profiles import LARGE, SMALL, profile, run
+from tests.unit.report.reporting import Page
 from tests.unit.simulate_command import QUICK, flat, refused
 
 CHAT = RequestClass("chat", SLO(ttft_ms=300, tpot_ms=18, attainment=0.9))
@@ -256,7 +261,7 @@ def test_without_an_slo_the_lowest_mean_e2e_is_the_better() -> None:
     quick = point([run(SMALL, 20, e2e_mean_ms=800.0)])
     many = point([run(LARGE, 40, e2e_mean_ms=900.0, throughput=300.0)])
     assert quick.e2e_mean_ms == 800.0 and objective.worth(quick) == pytest.approx(500 / 1300)
-    assert objective.order(quick) > objective.order(many) and objective.merit(quick) > objective.merit(many)
+    assert objective.order(quick) > objective.order(many) and objective.value(quick) > objective.value(many)
     assert Objective(CHAT.slo).order(quick) < Objective(CHAT.slo).order(many), "by goodput the other"
     chosen = objective.choose([quick, many])
     assert chosen["balanced"].knobs == SMALL and chosen["balanced"].why.startswith("lowest mean E2E")
@@ -266,11 +271,41 @@ def test_without_an_slo_the_lowest_mean_e2e_is_the_better() -> None:
     assert objective.regret(1 - objective.worth(many) / worth, worth) == pytest.approx(900 / 800 - 1)
 
 
-def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
-    """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
+def test_an_objective_says_how_far_settings_are_apart() -> None:
+    quick, many = point([run(SMALL, 20, e2e_mean_ms=800.0)]), point([run(LARGE, 40, e2e_mean_ms=900.0)])
+    unknown = point([run(SMALL, 0)])
+    by_goodput, by_mean = Objective(CHAT.slo), Objective(CHAT.slo, name="mean-e2e", alone_ms=500.0)
+    assert (by_goodput.figure(quick), by_goodput.figure(many)) == (5.0, 10.0)
+    assert (by_mean.figure(quick), by_mean.figure(unknown)) == (800.0, None)
+    assert by_goodput.share(quick, many) == 0.5 and by_goodput.loss(quick, many) == 0.5
+    assert by_goodput.loss(many, quick) == -1.0 and by_goodput.loss(unknown, many) == 1.0
+    assert by_mean.share(many, quick) == pytest.approx(8 / 9) and by_mean.loss(many, quick) == pytest.approx(1 / 8)
+    assert by_mean.loss(quick, many) == pytest.approx(-1 / 9) and by_mean.loss(unknown, many) == inf
+    assert by_mean.value(quick) > by_mean.value(many) > by_mean.value(unknown) == 0.0
+    assert by_goodput.interval(many) == many.goodput and by_mean.interval(many) is None
+    assert by_goodput.said(many, "items/s") == "best 10.0 of 10.0 items/s within the SLO"
+    assert by_goodput.said(run(LARGE, 40).score, offered=False) == "best 10.0 req/s within the SLO"
+    assert by_mean.said(quick, offered=False) == "best mean E2E 800 ms"
+    assert by_mean.said(unknown) == "best mean E2E unknown"
+
+
+@pytest.fixture(scope="module")
+def lowest_mean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Told, Profile]:
+    """A run for the lowest mean E2E: what it found, what it told meanwhile, and the profile."""
     asked = question(slo=None, rate=30.0, objective="mean-e2e")
-    found = session(tmp_path / "a.journal", asked)[0]
-    made = profile(found, asked)
+    found, told = session(tmp_path_factory.mktemp("mean") / "a.journal", asked)
+    return found, told, profile(found, asked)
+
+
+def test_a_run_for_the_lowest_mean_e2e(lowest_mean: tuple[Findings, Told, Profile], tmp_path: Path) -> None:
+    """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
+    found, told, made = lowest_mean
+    told_of = [note for _, note in told.done[1:]] + told.progressed
+    assert len(told_of) > 12 and all("mean E2E" in note for note in told_of if note.startswith("best"))
+    assert any(note.startswith("best mean E2E ") for note in told.progressed)
+    assert not any("within the SLO" in note for note in told_of)
+    front = [p.e2e_mean_ms or inf for p in made.simulated if p.label != PAIRED]
+    assert front == sorted(front) and len(set(front)) > 2, "the lowest first: of a long one the others are left out"
     assert made.objective == "mean-e2e" and made.gain is None and made.slo_met
     chosen, measured = made.settings["balanced"].point, [p for p in made.points if p.stage == "validation"]
     (base,) = (p for p in measured if p.knobs == found.baseline)
@@ -287,6 +322,65 @@ def test_a_run_for_the_lowest_mean_e2e(tmp_path: Path) -> None:
     assert isinstance(console.file, io.StringIO)
     text = flat(console.file.getvalue())
     assert "E2E mean" in text and ("mean E2E" in text or "No setting beats" in text) and "shown beside it" in text
+
+
+def said_by(one: Section) -> str:
+    """All the words of a section but those of its tables."""
+    words = [one.title, one.topic, one.lead, one.absent or "", *one.notes]
+    for plot in one.plots:
+        words += [plot.title, plot.summary]
+        for view in plot.views:
+            words += [view.layout[where]["title"]["text"] for where in ("xaxis", "yaxis")]
+            words += [label.text for label in view.labels]
+            words += [text for trace in view.data for text in trace.get("text", ())]
+    return "\n".join(words)
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_the_page_of_a_run_for_the_lowest_mean_e2e(
+    lowest_mean: tuple[Findings, Told, Profile], with_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ranks settings by their mean E2E, and speaks of that; goodput is a column of its tables, and no more."""
+    monkeypatch.setattr("autotune.report.sweep.REQUESTS", 100)
+    found, _, made = lowest_mean
+    base = next(p for p in made.points if p.stage == "validation" and p.knobs == found.baseline)
+    made = made.model_copy(update={"baseline": base} | ({} if with_model else {"cost_model": None}))
+    (tmp_path / made.points_file).write_text(sidecar(found), encoding="utf-8")
+    evidence = gather(made, tmp_path / "mean.yaml")
+    report = compose(evidence)
+    by_key = {one.key: one for one in report.sections}
+    head, chosen = report.headline, made.settings["balanced"].point
+    mean = f"mean E2E {number(chosen.e2e_mean_ms or 0)} ms"
+    assert head.title.startswith(mean) and by_key["pareto"].title == f"Best: {head.title}"
+    assert "has a " + mean.replace("E2E", "E2E of") in head.meaning[0] and "no SLO was aimed at" in head.meaning[1]
+    assert (head.figures[0].name, head.figures[0].unit) == ("mean E2E", "ms")
+    assert head.figures[0].value == number(chosen.e2e_mean_ms or 0)
+    for words in (head.title, head.status, *head.meaning, head.sure, *(said_by(one) for one in report.sections)):
+        assert "oodput" not in words and "req/s within the SLO" not in words and "requests a second" not in words, words
+    for key in ("pareto", "history", "sensitivity"):
+        view = by_key[key].plots[0].views[0]
+        assert view.layout["yaxis"]["title"]["text"] == "mean E2E (ms)" and view.layout["yaxis"]["type"] == "log"
+    assert by_key["paired"].plots[0].title.startswith("Mean E2E") and "Simulated mean E2E" in by_key["paired"].title
+
+    means = [run_.score.e2e_mean_ms for run_ in found.simulated]
+    line = by_key["history"].plots[0].views[0].data[0]["y"]
+    assert line == [min(m for m in means[: n + 1] if m is not None) for n in range(len(means))]
+    assert "lowest mean E2E found so far" in by_key["history"].lead
+    assert f"Lowest mean E2E over {len(means)} trials, simulated: {number(line[-1])} ms." in said_by(by_key["history"])
+    sensitivity = said_by(by_key["sensitivity"])
+    if with_model:
+        assert "longer" in sensitivity or "No knob makes the mean E2E 1% longer" in sensitivity
+    else:
+        assert "only the lower edge" in sensitivity and "within 5% of the best from" in sensitivity
+
+    for shown in (head.purposes, *by_key["points"].tables):
+        assert "mean E2E (ms)" in shown.columns and "goodput (req/s)" in shown.columns
+        assert {len(row) for row in shown.rows} == {len(shown.columns)}
+    for shown in by_key["points"].tables:
+        column = [float(row[shown.columns.index("mean E2E (ms)")].replace(",", "")) for row in shown.rows]
+        assert column == sorted(column) and len(set(column)) > 1, "the lowest first"
+    page = " ".join(Page(html(report)).words)
+    assert "Mean E2E: from arrival to the last token" in page and "Goodput: requests a second" in page
 
 
 def test_the_objective_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from runtime import SLO, AdmissionPolicy, FinishReason, Knobs, RejectedError, RequestClass, RequestTimeoutError
+from runtime.llm.prefill_rate import RateSource
 from tests.engines import bench
 
 
@@ -67,5 +68,5 @@ def test_what_comes_too_late_is_computed_after_what_can_be_met() -> None:
         assert [r.reason for r in records if not r.completed] == [FinishReason.TIMEOUT]
 
 
-class SlowRate:
+class SlowRate(RateSource):
     prefill_rate = 1.0

@@ -15,6 +15,7 @@ from runtime.errors import DeviceError, RejectedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.plan import StepPlan, StepResult
+from runtime.llm.prefill_rate import RateSource
 from runtime.llm.scheduler import Scheduler
 from runtime.ordering import ORDERINGS
 from runtime.records import FinishReason
@@ -59,7 +60,7 @@ class Budget:
         return self.tokens
 
 
-class Rate:
+class Rate(RateSource):
     prefill_rate = 400.0
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from runtime.knobs import Knobs
 from runtime.llm.admission import AdmissionPolicy
+from runtime.llm.prefill_rate import RateSource
 from runtime.ordering import ORDERINGS
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
@@ -42,7 +43,7 @@ class FixedBudget:
         return self.tokens
 
 
-class Rate:
+class Rate(RateSource):
     prefill_rate = 400.0
 
 

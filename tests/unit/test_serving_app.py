@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from runtime.errors import DeviceError
+from runtime.llm.prefill_rate import RateSource
 from runtime.request import Sequence
 from runtime.serving.app import Api, create_app
 from runtime.slo import SLO, RequestClass
@@ -204,7 +205,7 @@ async def test_a_full_queue_is_429_and_says_when_to_come_back() -> None:
 
 
 async def test_what_would_come_too_late_is_429_with_a_hint_streamed_or_not() -> None:
-    class Slow:
+    class Slow(RateSource):
         prefill_rate = 0.5
 
     async with served(slo="ttft=100ms", admission=True) as (client, b):
@@ -220,7 +221,7 @@ async def test_what_would_come_too_late_is_429_with_a_hint_streamed_or_not() -> 
 
 
 async def test_what_is_relegated_is_answered_and_counted_by_class() -> None:
-    class Slow:
+    class Slow(RateSource):
         prefill_rate = 0.5
 
     batch = RequestClass("batch", SLO(ttft_ms=100), 0.2)

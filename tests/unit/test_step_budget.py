@@ -87,10 +87,10 @@ def test_prompts_that_share_a_step_are_counted_by_what_one_may_have_of_it() -> N
     steps = made()
     whole = view(0.03)
     steps.budget(whole)
-    assert steps.prompts_abreast == 1, "a chunk is the whole step"
+    assert steps.prompts_per_step == 1, "a chunk is the whole step"
     cut = whole._replace(knobs=whole.knobs.with_(chunk_size=200))
     steps.budget(cut)
-    assert steps.prompts_abreast in (4, 5)
+    assert steps.prompts_per_step in (4, 5)
 
 
 @pytest.mark.parametrize(

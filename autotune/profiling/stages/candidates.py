@@ -81,7 +81,7 @@ def _chosen(context: Context, setup: Setup) -> list[Candidate]:
 def shortlist(trials: Sequence[Point], setup: Setup, count: int) -> list[Knobs]:
     """Up to ``count`` settings that are not alike: by goodput, the Pareto set first, by throughput and by headroom in turn."""
     objective = Objective.under(setup)
-    merit = objective.merit
+    merit = objective.value
     best = max(map(merit, trials), default=0.0)
     good = [p for p in trials if merit(p) >= 0.85 * best]
     front = {p.knobs for p in pareto([p for p in good if merit(p) >= _NEARLY * best])}

@@ -105,9 +105,10 @@ def _search(
     """As many as proposed; at most so many, or those there are ``seconds`` for."""
     found, question = context.found, context.question
     found.simulated, found.failures = [], []
-    begun, best = context.host.now(), 0.0
+    begun, objective = context.host.now(), Objective.under(setup)
+    best: Score | None = None
     tried = search(
-        Trial(Objective.under(setup), context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
+        Trial(objective, context.simulator(setup), setup.rate, setup.simulated_seeds[0]),
         proposals.space,
         starting=proposals.starting,
         trials=proposals.trials,
@@ -125,11 +126,12 @@ def _search(
                 found.simulated.append(Run.of(trial.setting, "simulation", trial.label, score, trial=trial.number))
                 if not trial.again:
                     found.cpu_s += float(trial.outcome.result["cpu_s"])
-                best = max(best, score.goodput)
+                if best is None or objective.value(score) > objective.value(best):
+                    best = score
             done, spent = trial.number + 1, context.host.now() - begun
             share = max(done / (most or proposals.trials), 0.0 if not seconds else min(1.0, spent / seconds))
-            left, note = spent * (1 - share) / share, f"best {best:.1f} {context.target.unit} within the SLO"
-            context.reporter.progress(share, f"{done} trials", note, left)
+            note = "" if best is None else objective.said(best, context.target.unit, offered=False)
+            context.reporter.progress(share, f"{done} trials", note, spent * (1 - share) / share)
             if done == most or (seconds is not None and spent > seconds and done >= proposals.least):
                 return
 

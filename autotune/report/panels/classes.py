@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.report.evidence import Evidence
 from autotune.report.section import Section, Table
 from autotune.report.wording import number, percent, target_share
@@ -14,7 +15,7 @@ def sections(evidence: Evidence) -> tuple[Section, ...]:
         return ()
     shown = [("recommended", chosen.point)]
     if profile.baseline is not None and profile.baseline.knobs != chosen.knobs:
-        shown.append(("vLLM defaults", profile.baseline))
+        shown.append((VLLM_LABEL, profile.baseline))
     targets = {one.name: one.slo for one in profile.classes}
     columns = ["setting", "class", "SLO", "weight", "attainment", "target", "requests", "tokens/s"]
     columns += ["TTFT p99 (ms)", "TPOT p99 (ms)", "E2E p99 (ms)"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.score import CDF_AT, Latency
 from autotune.profile import Point
 from autotune.profiling.points import Run
@@ -36,7 +37,7 @@ def section(evidence: Evidence) -> Section:
         )
     series: list[tuple[str, str, list[Run]]] = [("recommended", "@accent", ours)]
     if baseline is not None and baseline.knobs != point.knobs:
-        series.append(("vLLM defaults", "@baseline", evidence.runs_of(baseline)))
+        series.append((VLLM_LABEL, "@baseline", evidence.runs_of(baseline)))
     bounds = {t.name: t for t in targets(evidence.profile.slo)}
     plots = tuple(made for name in _ALSO if (made := _plot(name, bounds.get(name), series)) is not None)
     runs = len(ours)
@@ -55,7 +56,7 @@ def _title(point: Point, baseline: Point | None, bounds: Sequence[Target]) -> st
     bound = max(bounds, key=lambda t: ratios[t])  # where it is told apart best
     text = f"{bound.name} p99 {ms(bound.of(point))}, target {bound.bound:,g} ms"
     if baseline is not None and baseline.knobs != point.knobs:
-        text += f"; vLLM defaults {ms(bound.of(baseline))}"
+        text += f"; {VLLM_LABEL} {ms(bound.of(baseline))}"
     return text
 
 

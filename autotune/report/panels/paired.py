@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from autotune.profile import Point
+from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence
 from autotune.report.figure import Plot, View, axis, dots, error_bars, layout, line, log_axis, plain
 from autotune.report.section import Section, absent
@@ -26,8 +27,7 @@ class _Metric(NamedTuple):
     of: Callable[[Point], float | None]
 
 
-_METRICS = (
-    _Metric("goodput", "Goodput", "req/s", False, lambda p: p.goodput.mean),
+_OTHERS = (
     _Metric("throughput", "Throughput", "output tokens/s", False, lambda p: p.throughput.mean),
     _Metric("ttft", "TTFT p99", "ms", True, lambda p: p.ttft_p99_ms),
     _Metric("tpot", "TPOT p99", "ms", True, lambda p: p.tpot_p99_ms),
@@ -44,21 +44,27 @@ def section(evidence: Evidence) -> Section:
         name = known.get(p.knobs, p.label)
         return name if math.isclose(p.rate, rate) else f"{name} at {number(p.rate)} req/s"
 
-    pairs = sorted(pairs, key=lambda pair: pair[0].goodput.mean)
+    objective = Objective.of(evidence.profile)
+    measure = objective.measure
+    first = _Metric(
+        measure.name.replace(" ", "-").lower(), measure.title, measure.unit, measure.lowest, objective.figure
+    )
+    pairs = sorted(pairs, key=lambda pair: objective.value(pair[0]))
     compared = [pair for pair in pairs if math.isclose(pair[0].rate, rate)] or pairs
     left = [pair for pair in pairs if pair not in compared]
     judged = frozenset(p.key for p, _ in compared)
     plots = tuple(
         made
-        for metric in _METRICS
+        for metric in (first, *_OTHERS)
         if (made := _plot(metric, [(called(a), a, b) for a, b in pairs], judged)) is not None
     )
-    offs = _errors((a.goodput.mean, b.goodput.mean) for a, b in compared)
+    offs = _errors((first.of(a), first.of(b)) for a, b in compared)
     title = (
-        off("Simulated goodput figures", statistics.median(offs), max(offs)) + _elsewhere(left)
+        off(f"Simulated {measure.name} figures", statistics.median(offs), max(offs)) + _elsewhere(first, left)
         if offs
-        else "No request met the SLO either way"
+        else f"No request {measure.met} either way"
     )
+    interval = "" if objective.interval(pairs[0][0]) is None else f"the 95% interval of {measure.name}, and "
     alike = (
         " and with the same arrivals"
         if all(set(a.seeds) == set(b.seeds) for a, b in pairs)
@@ -66,8 +72,8 @@ def section(evidence: Evidence) -> Section:
     )
     lead = (
         f"Median over the {len(compared)} setting{'s' if len(compared) != 1 else ''} that were both simulated and measured, at "
-        f"the {'rate compared' if left else 'same rate'}{alike}. Bars are the 95% interval of goodput, and the range of the runs "
-        "elsewhere."
+        f"the {'rate compared' if left else 'same rate'}{alike}. Bars are {interval}the range of the runs"
+        f"{' elsewhere' if interval else ''}."
     )
     if left:
         lead += (
@@ -77,14 +83,14 @@ def section(evidence: Evidence) -> Section:
     return Section(KEY, TOPIC, title, lead, plots)
 
 
-def _errors(pairs: Iterable[tuple[float, float]]) -> list[float]:
-    """How far (measured, simulated) lie apart, as shares of what was measured."""
-    return [abs(simulated / measured - 1) for measured, simulated in pairs if measured > 0]
+def _errors(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    """How far (measured, simulated) lie apart, as shares of what was measured, where both are known."""
+    return [abs(simulated / measured - 1) for measured, simulated in pairs if measured and simulated is not None]
 
 
-def _elsewhere(left: list[tuple[Point, Point]]) -> str:
+def _elsewhere(metric: _Metric, left: list[tuple[Point, Point]]) -> str:
     """How far off the simulation is at rates the comparison has left, for a title."""
-    offs = _errors((a.goodput.mean, b.goodput.mean) for a, b in left)
+    offs = _errors((metric.of(a), metric.of(b)) for a, b in left)
     if not offs:
         return ""
     most = "by up to " if len(offs) > 1 else "by "

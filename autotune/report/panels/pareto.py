@@ -1,4 +1,4 @@
-"""Goodput against latency: every setting that was tried, the front, and the region the SLO asks for."""
+"""What settings are compared by, against latency: every setting that was tried, the front, and the region the SLO asks for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autotune.profile import Point
+from autotune.profiling.objective import Measure, Objective
 from autotune.report.evidence import Evidence, Target, Trial, targets, trial_of, worst_ratio
 from autotune.report.figure import Label, Plot, Trace, View, axis, dots, error_bars, layout, line, log_axis, note, plain
 from autotune.report.section import Section, absent
 from autotune.report.standing import standing
-from autotune.report.wording import STAGES, defaults, ms, names, number, percent, plus_minus, short_setting
+from autotune.report.wording import STAGES, defaults, ms, names, number, percent, plus_minus, reached, short_setting
 from runtime.knobs import Knobs
 
-KEY, TOPIC = "pareto", "Goodput against latency"
+KEY = "pareto"
 _FEWEST = 2
-_LEAST = 0.1  # share of the best goodput below which a slow setting is left out
+_LEAST = 0.1  # as good as the best: a slow setting that is less is left out
 _SAME_LOAD = 0.05
 _MOST_DRAWN = 3000  # faint points; beyond that a page turns slow and nothing more is seen
 
@@ -42,30 +43,34 @@ class _Cloud(NamedTuple):
 
 
 def section(evidence: Evidence) -> Section:
-    compared, bounds = evidence.compared, targets(evidence.profile.slo)
+    compared, bounds, objective = evidence.compared, targets(evidence.profile.slo), Objective.of(evidence.profile)
+    measure = objective.measure
+    topic = f"{measure.title} against latency"
     scales, clouds = _scales(bounds), _clouds(evidence)
     trials = [t for cloud in clouds for t in cloud.trials]
     if len(compared) + len(trials) < _FEWEST:
-        return absent(KEY, TOPIC, "Only one setting was measured, so there is no front to draw.")
+        return absent(KEY, topic, "Only one setting was measured, so there is no front to draw.")
     notes = _cautions(compared, clouds)
-    kept = _drawn(trials, compared, scales)
+    kept = _drawn(objective, trials, compared, scales)
     if gone := [t for t in trials if t not in kept]:
-        most = max(t.goodput for t in gone)
+        best = max(gone, key=objective.value)
+        limit = "" if not objective.value(best) else "at best " if measure.lowest else "at most "
         what = "1 slow setting" if len(gone) == 1 else f"{len(gone)} slow settings"
-        notes.append(
-            f"Outside the picture: {what} with {'at most ' if most else ''}{number(most)} req/s within the SLO."
-        )
+        notes.append(f"Outside the picture: {what} with {limit}{reached(objective, best)}.")
     clouds = [cloud._replace(trials=[t for t in cloud.trials if t in kept]) for cloud in clouds]
-    views = [_view(evidence, scale, compared, clouds) for scale in scales]
+    views = [_view(evidence, objective, scale, compared, clouds) for scale in scales]
     title = f"Best: {standing(evidence).short}"
     tried = len({t.knobs for t in trials} | {p.knobs for p in compared})
+    known = (
+        "" if objective.interval(evidence.recommended.point) is None else f"the 95% interval of its {measure.name} and "
+    )
     lead = (
-        f"Each point is one of {tried} settings. Higher is more requests a second within the SLO, further left is faster; in the "
-        "shaded region the 99th percentile meets its target. The star is the recommended setting, with the 95% interval of its "
-        f"goodput and the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
+        f"Each point is one of {tried} settings. {measure.direction}, further left is faster; in the "
+        f"shaded region the 99th percentile meets its target. The star is the recommended setting, with {known}"
+        f"the range of its runs. {' '.join(cloud.said for cloud in clouds)}"
     )
     return Section(
-        KEY, TOPIC, title, lead.strip(), (Plot("pareto", "", f"{TOPIC}. {title}.", views, 460),), notes=tuple(notes)
+        KEY, topic, title, lead.strip(), (Plot("pareto", "", f"{topic}. {title}.", views, 460),), notes=tuple(notes)
     )
 
 
@@ -84,11 +89,14 @@ def _clouds(evidence: Evidence) -> list[_Cloud]:
     return found
 
 
-def _drawn(trials: list[Trial], compared: list[Point], scales: Sequence[_Scale]) -> set[Trial]:
+def _drawn(objective: Objective, trials: list[Trial], compared: list[Point], scales: Sequence[_Scale]) -> set[Trial]:
     """Without the slow ones that serve next to nothing in time: they would squeeze all others into a corner."""
-    best = max([t.goodput for t in trials] + [p.goodput.mean for p in compared])
+    tried: list[Trial | Point] = [*trials, *compared]
+    best = max(tried, key=objective.value)
+    none = objective.value(best) <= 0
     values = {t: [scale.of(t) for scale in scales] for t in trials}
-    shown = [values[t] for t in trials if t.goodput >= _LEAST * best] + [[s.of(p) for s in scales] for p in compared]
+    shown = [values[t] for t in trials if none or objective.share(t, best) >= _LEAST]
+    shown += [[s.of(p) for s in scales] for p in compared]
     edges = [
         max([scale.bound, *(v for row in shown if (v := row[place]) is not None)]) for place, scale in enumerate(scales)
     ]
@@ -107,45 +115,52 @@ def _scales(bounds: Sequence[Target]) -> list[_Scale]:
     return [worst, *single]
 
 
-def _view(evidence: Evidence, scale: _Scale, compared: list[Point], clouds: list[_Cloud]) -> View:
-    called, owners = names(evidence), defaults(evidence)
+def _view(evidence: Evidence, objective: Objective, scale: _Scale, compared: list[Point], clouds: list[_Cloud]) -> View:
+    called, owners, measure = names(evidence), defaults(evidence), objective.measure
     data: list[Trace] = []
     values = [scale.bound]
     for cloud in clouds:
-        known = [(t, x) for t in cloud.trials[-_MOST_DRAWN:] if (x := scale.of(t)) is not None]
+        known = [(t, at[0], at[1]) for t in cloud.trials[-_MOST_DRAWN:] if (at := _at(objective, scale, t))]
         if not known:
             continue
-        xs, ys, hover = [x for _, x in known], [t.goodput for t, _ in known], [_hover(t) for t, _ in known]
+        xs, ys, hover = [x for _, x, _ in known], [y for *_, y in known], [_hover(objective, t) for t, *_ in known]
         data.append(dots(xs, ys, hover, colour=cloud.colour, symbol=cloud.symbol, size=6, opacity=cloud.opacity))
         values += xs
         if len(known) > 2 and cloud.front:
-            data.append(line(*_front(xs, ys), colour=cloud.colour, width=1.5, line={"shape": "hv", "dash": "dot"}))
+            data.append(
+                line(*_front(measure, xs, ys), colour=cloud.colour, width=1.5, line={"shape": "hv", "dash": "dot"})
+            )
     labels: list[Label] = []
-    shown = [(p, x) for p in compared if (x := scale.of(p)) is not None]
-    values += [x for _, x in shown]
+    shown = [(p, at[0], at[1]) for p in compared if (at := _at(objective, scale, p))]
+    values += [x for _, x, _ in shown]
     if shown:
-        data.append(_validated(evidence, scale, shown, owners))
+        data.append(_validated(evidence, objective, scale, shown, owners))
     labels += [
-        Label(x, p.goodput.mean, called[p.knobs], _colour(evidence, p.knobs, owners), p.knobs == _chosen(evidence))
-        for p, x in shown
+        Label(x, y, called[p.knobs], _colour(evidence, p.knobs, owners), p.knobs == _chosen(evidence))
+        for p, x, y in shown
         if p.knobs in owners or p.knobs in _settings(evidence)
     ]
-    measured = {p.knobs for p, _ in shown}
+    measured = {p.knobs for p, *_ in shown}
     tried = [t for cloud in reversed(clouds) for t in cloud.trials]
     elsewhere = {owners[t.knobs]: t for t in reversed(tried) if t.knobs in owners and t.knobs not in measured}
-    others = [(t, x) for t in elsewhere.values() if (x := scale.of(t)) is not None]
+    others = [(t, at[0], at[1]) for t in elsewhere.values() if (at := _at(objective, scale, t))]
     if others:
         data.append(
-            dots([x for _, x in others], [t.goodput for t, _ in others], [_hover(t) for t, _ in others],
+            dots([x for _, x, _ in others], [y for *_, y in others], [_hover(objective, t) for t, *_ in others],
                  colour="@baseline", symbol="square-open", size=9)
         )  # fmt: skip
-        labels += [Label(x, t.goodput, f"{owners[t.knobs]}, {STAGES[t.stage]}", "@baseline") for t, x in others]
+        labels += [Label(x, y, f"{owners[t.knobs]}, {STAGES[t.stage]}", "@baseline") for t, x, y in others]
     across = log_axis(scale.title, values, pad=1.3)
     if scale.bound == 1.0:
         across["ticktext"] = [f"{text}×" for text in across["ticktext"]]
-    y = axis("goodput (requests/s)", rangemode="tozero")
-    top = max([t.goodput for t in tried] + [p.goodput.high for p in compared])
-    y["range"] = [-0.03 * top, 1.1 * top]
+    ys = [figure for t in tried if (figure := objective.figure(t)) is not None]
+    for p in compared:
+        interval, figure = objective.interval(p), objective.figure(p)
+        ys += [interval.high] if interval else [] if figure is None else [figure]
+    named = f"{measure.name} ({measure.unit_in_full})"
+    y = log_axis(named, ys) if measure.lowest else axis(named, rangemode="tozero")
+    if not measure.lowest:
+        y["range"] = [-0.03 * max(ys), 1.1 * max(ys)]
     region = {
         "type": "rect", "xref": "x", "yref": "paper", "x0": 10 ** across["range"][0], "x1": scale.bound, "y0": 0, "y1": 1,
         "fillcolor": "@region", "line": {"width": 0}, "layer": "below",
@@ -161,22 +176,36 @@ def _view(evidence: Evidence, scale: _Scale, compared: list[Point], clouds: list
     return View(scale.name, data, layout(across, y, shapes=[region], annotations=[inside]), labels)
 
 
-def _validated(evidence: Evidence, scale: _Scale, shown: list[tuple[Point, float]], owners: dict[Knobs, str]) -> Trace:
+def _at(objective: Objective, scale: _Scale, found: Trial | Point) -> tuple[float, float] | None:
+    """Where it is drawn; None where a latency or the figure is not known."""
+    x, y = scale.of(found), objective.figure(found)
+    return None if x is None or y is None else (x, y)
+
+
+def _validated(
+    evidence: Evidence,
+    objective: Objective,
+    scale: _Scale,
+    shown: list[tuple[Point, float, float]],
+    owners: dict[Knobs, str],
+) -> Trace:
     chosen = _chosen(evidence)
     called = names(evidence)
-    xs, ys = [x for _, x in shown], [p.goodput.mean for p, _ in shown]
+    xs, ys = [x for _, x, _ in shown], [y for *_, y in shown]
     trace = dots(
         xs,
         ys,
-        [_hover(p, called[p.knobs]) for p, _ in shown],
-        colour=[_colour(evidence, p.knobs, owners) for p, _ in shown],
-        size=[16 if p.knobs == chosen else 11 for p, _ in shown],
-        symbol=["star" if p.knobs == chosen else "square" if p.knobs in owners else "circle" for p, _ in shown],
+        [_hover(objective, p, called[p.knobs]) for p, *_ in shown],
+        colour=[_colour(evidence, p.knobs, owners) for p, *_ in shown],
+        size=[16 if p.knobs == chosen else 11 for p, *_ in shown],
+        symbol=["star" if p.knobs == chosen else "square" if p.knobs in owners else "circle" for p, *_ in shown],
         line={"color": "@card", "width": 1},
         opacity=1,  # plotly makes points of several sizes translucent
     )
-    trace["error_y"] = error_bars(ys, [p.goodput.low for p, _ in shown], [p.goodput.high for p, _ in shown], "@faint")
-    ranges = [_range(evidence, scale, p, x) for p, x in shown]
+    intervals = [interval for p, *_ in shown if (interval := objective.interval(p)) is not None]
+    if intervals:
+        trace["error_y"] = error_bars(ys, [one.low for one in intervals], [one.high for one in intervals], "@faint")
+    ranges = [_range(evidence, scale, p, x) for p, x, _ in shown]
     if any(low < high for low, high in ranges):
         trace["error_x"] = error_bars(xs, [low for low, _ in ranges], [high for _, high in ranges], "@faint")
     return trace
@@ -188,29 +217,31 @@ def _range(evidence: Evidence, scale: _Scale, point: Point, value: float) -> tup
     return min([value, *found]), max([value, *found])
 
 
-def _front(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The best goodput at or below each latency."""
+def _front(measure: Measure, xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The best figure at or below each latency."""
     front_x: list[float] = []
     front_y: list[float] = []
-    for x, y in sorted(zip(xs, ys, strict=True), key=lambda pair: (pair[0], -pair[1])):
-        if not front_y or y > front_y[-1]:
+    sign = -1 if measure.lowest else 1
+    for x, y in sorted(zip(xs, ys, strict=True), key=lambda pair: (pair[0], -sign * pair[1])):
+        if not front_y or sign * y > sign * front_y[-1]:
             front_x.append(x)
             front_y.append(y)
     return front_x, front_y
 
 
-def _hover(found: Trial | Point, called: str = "") -> str:
+def _hover(objective: Objective, found: Trial | Point, called: str = "") -> str:
+    said = reached(objective, found)
     if isinstance(found, Point):
         head = f"<b>{plain(called)}</b>, {STAGES[found.stage]}"
-        goodput = f"{plus_minus(found)} req/s within the SLO (95% interval)"
+        if objective.interval(found) is not None:
+            said = f"{objective.measure.reads.format(plus_minus(found))} (95% interval)"
     else:
         head = f"trial {found.number}, {STAGES[found.stage]}" if found.number >= 0 else STAGES[found.stage]
-        goodput = f"{number(found.goodput)} req/s within the SLO"
     return "<br>".join(
         (
             head,
             short_setting(found.knobs),
-            goodput,
+            said,
             f"{percent(found.attainment)} of requests met the SLO",
             f"p99: TTFT {ms(found.ttft_p99_ms)}, TPOT {ms(found.tpot_p99_ms)}",
         )
@@ -218,7 +249,7 @@ def _hover(found: Trial | Point, called: str = "") -> str:
 
 
 def _cautions(compared: list[Point], clouds: list[_Cloud]) -> list[str]:
-    """Goodput under one load says little beside goodput under another."""
+    """What a setting does under one load says little beside what another does under another."""
     offered = _mean([p.offered_rate for p in compared])
     found = []
     for cloud in clouds:

@@ -9,7 +9,7 @@ from autotune.profile import Point, Profile
 from autotune.profiling.objective import Objective
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.section import Section, Table
-from autotune.report.wording import STAGES, listed, names, number, percent, plus_minus, ratio
+from autotune.report.wording import STAGES, listed, mean_cell, mean_title, names, number, percent, plus_minus, ratio
 from runtime.knobs import KNOBS, Knobs
 
 _STAGE_ORDER = {"validation": 0, "search": 1, "capacity": 2, "simulation": 3}
@@ -68,7 +68,8 @@ def everything(evidence: Evidence) -> Section:
     profile = evidence.profile
     called = names(evidence)
     chosen = evidence.recommended.knobs
-    measured = sorted(profile.points, key=lambda p: (_STAGE_ORDER[p.stage], -p.goodput.mean))
+    objective = Objective.of(profile)
+    measured = sorted(profile.points, key=lambda p: (_STAGE_ORDER[p.stage], -objective.value(p)))
     columns = _columns(profile)
     tables = [
         Table(
@@ -84,7 +85,7 @@ def everything(evidence: Evidence) -> Section:
         tables.append(
             Table(
                 own,
-                [_trial_row(profile, t, called) for t in sorted(simulated, key=lambda t: -t.goodput)],
+                [_trial_row(profile, t, called) for t in sorted(simulated, key=lambda t: -objective.value(t))],
                 frozenset(range(2, len(own))),
                 frozenset(),
                 title=f"{len(simulated)} simulated settings",
@@ -101,6 +102,7 @@ def _columns(profile: Profile) -> list[str]:
         "stage",
         *(spec.name for spec in KNOBS),
         "load (req/s)",
+        *mean_title(Objective.of(profile)),
         "attainment",
         "goodput (req/s)",
         "tokens/s",
@@ -115,6 +117,7 @@ def _row(profile: Profile, p: Point, called: dict[Knobs, str]) -> tuple[str, ...
         STAGES[p.stage],
         *_knobs(p.knobs),
         number(p.offered_rate),
+        *mean_cell(Objective.of(profile), p),
         percent(p.attainment),
         plus_minus(p),
         number(p.throughput.mean, 4),
@@ -128,6 +131,7 @@ def _trial_row(profile: Profile, t: Trial, called: dict[Knobs, str]) -> tuple[st
         called.get(t.knobs, f"trial {t.number}" if t.number >= 0 else t.label),
         STAGES[t.stage],
         *_knobs(t.knobs),
+        *mean_cell(Objective.of(profile), t),
         percent(t.attainment),
         number(t.goodput),
         number(t.throughput, 4),

@@ -8,36 +8,48 @@ from typing import Any
 from autotune.measure.score import Score
 from autotune.profile import Profile
 from autotune.profile.serving import serving_speed
+from autotune.profiling.objective import Measure, Objective
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent
 from autotune.report.sweep import Sweep
-from autotune.report.wording import ms, number, percent, short_setting
+from autotune.report.wording import ms, percent, reached, short_setting
 from runtime.knobs import KNOBS, Knobs, KnobSpec
 
 KEY, TOPIC = "sensitivity", "Each knob around the choice"
 _FEWEST = 8  # trials that say something
-_NOTHING = 0.01  # changes of goodput below it are no change
+_NOTHING = 0.01  # changes of the figure compared by that are below it are no change
 _BINS = 9
-_NONE_MET = (
-    "At this rate no simulated request meets the SLO, whatever a knob is set to. "
-    "So the simulation cannot tell what a knob does."
-)
+_AHEAD = 1.03  # times as good as the choice: worth a word
+_GOOD = 0.95  # of the best
 _ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
 
 
 def section(evidence: Evidence, swept: Sweep | None) -> Section:
-    if swept is not None and (tops := _goodputs(swept)) and max(tops) > 0:
+    objective = Objective.of(evidence.profile)
+    if swept is not None and any(objective.value(score) > 0 for score in _scores(swept)):
         return _from_sweep(evidence, swept)
     trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
-    nothing = "" if swept is None else _NONE_MET
-    if len(trials) < _FEWEST or (nothing and not any(t.goodput > 0 for t in trials)):
+    nothing = "" if swept is None else _none_served(objective.measure)
+    if len(trials) < _FEWEST:
         return absent(KEY, TOPIC, nothing or _why(evidence.profile, len(trials)))
+    if not any(objective.value(t) > 0 for t in trials):
+        none = (
+            f"No request {objective.measure.met} in any of {len(trials)} trials, so they do not tell what a knob does."
+        )
+        return absent(KEY, TOPIC, nothing or none)
     return _from_trials(evidence, trials, nothing)
 
 
-def _goodputs(swept: Sweep) -> list[float]:
-    return [score.goodput for values in swept.by_knob.values() for _, score in values]
+def _scores(swept: Sweep) -> list[Score]:
+    return [score for values in swept.by_knob.values() for _, score in values]
+
+
+def _none_served(measure: Measure) -> str:
+    return (
+        f"At this rate no simulated request {measure.meets}, whatever a knob is set to. "
+        "So the simulation cannot tell what a knob does."
+    )
 
 
 def _why(profile: Profile, trials: int) -> str:
@@ -48,11 +60,12 @@ def _why(profile: Profile, trials: int) -> str:
 
 
 def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
-    here = evidence.recommended.knobs
-    losses = {s.name: _losses(s, here, swept.by_knob[s.name]) for s in KNOBS if s.name in swept.by_knob}
-    top = max(_goodputs(swept))
+    here, objective = evidence.recommended.knobs, Objective.of(evidence.profile)
+    measure = objective.measure
+    losses = {s.name: _losses(objective, s, here, swept.by_knob[s.name]) for s in KNOBS if s.name in swept.by_knob}
+    ys = [y for score in _scores(swept) if (y := objective.figure(score)) is not None]
     plots = [
-        _panel(spec, swept.by_knob[spec.name], here, top, losses[spec.name])
+        _panel(objective, spec, swept.by_knob[spec.name], here, ys, losses[spec.name])
         for spec in KNOBS
         if spec.name in swept.by_knob
     ]
@@ -60,12 +73,14 @@ def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
     worst = max(losses[most].values(), default=0.0)
     if not any(losses.values()):
         title = (
-            "No simulated request meets the SLO at the choice itself, so the simulation cannot tell what a knob does"
+            f"No simulated request {measure.meets} at the choice itself, so the simulation cannot tell what a knob does"
         )
+    elif worst == math.inf:
+        title = f"{most} matters most: {_step(losses[most])} leaves every request unserved"
     elif worst >= _NOTHING:
-        title = f"{most} matters most: {_step(losses[most])} costs {percent(worst, 0)} of goodput"
+        title = f"{most} matters most: {_step(losses[most])} {measure.costs_in_full.format(percent(worst, 0))}"
     else:
-        title = "No knob costs 1% of goodput when it is halved or doubled"
+        title = f"No knob {measure.costs_in_full.format('1%')} when it is halved or doubled"
     speed = serving_speed(evidence.profile)
     served = "" if abs(speed - 1) < 0.005 else f" at {percent(speed, 0)} of its speed, as the machine served"
     lead = (
@@ -81,30 +96,38 @@ def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
 
 
 def _panel(
-    spec: KnobSpec, values: list[tuple[float, Score]], here: Knobs, top: float, losses: dict[str, float]
+    objective: Objective,
+    spec: KnobSpec,
+    values: list[tuple[float, Score]],
+    here: Knobs,
+    every: list[float],
+    losses: dict[str, float],
 ) -> Plot:
-    xs, ys = [value for value, _ in values], [score.goodput for _, score in values]
-    hover = [_hover(spec, value, score) for value, score in values]
+    """``every``: the figures of all knobs, for one axis."""
+    known = [(x, y, score) for x, score in values if (y := objective.figure(score)) is not None]
+    xs, ys = [x for x, *_ in known], [y for _, y, _ in known]
+    hover = [_hover(objective, spec, x, score) for x, _, score in known]
     chosen = float(getattr(here, spec.name))
     data = [
         line(xs, ys, colour="@measured"),
         dots(xs, ys, hover, colour=["@accent" if x == chosen else "@measured" for x in xs],
              size=[13 if x == chosen else 8 for x in xs], symbol=["star" if x == chosen else "circle" for x in xs], opacity=1),
     ]  # fmt: skip
-    found = _costs(losses)
+    found = _costs(objective.measure, losses)
     return Plot(
         f"knob-{spec.name}",
         f"{spec.name}: {found}" if found else spec.name,
-        f"Goodput against {spec.name} around {chosen:g} {spec.unit}. {found}.",
-        [View("", data, _layout(spec, xs, chosen, top))],
+        f"{objective.measure.title} against {spec.name} around {chosen:g} {spec.unit}. {found}.",
+        [View("", data, _layout(objective.measure, spec, [value for value, _ in values], chosen, every))],
         height=230,
     )
 
 
-def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[str, Any]:
+def _layout(measure: Measure, spec: KnobSpec, xs: list[float], chosen: float, ys: list[float]) -> dict[str, Any]:
     title = f"{spec.name} ({spec.unit})"
     x = log_axis(title, xs) if spec.log else axis(title, range=[-0.03 * max(xs), 1.03 * max(xs)], nticks=6)
-    y = axis("goodput (req/s)", range=[-0.04 * top, 1.12 * top], nticks=5)
+    named, top = f"{measure.name} ({measure.unit})", max(ys) or 1.0
+    y = log_axis(named, ys) if measure.lowest else axis(named, range=[-0.04 * top, 1.12 * top], nticks=5)
     at = math.log10(chosen) if spec.log else chosen
     low, high = (math.log10(min(xs)), math.log10(max(xs))) if spec.log else (min(xs), max(xs))
     share = (at - low) / ((high - low) or 1.0)
@@ -116,20 +139,20 @@ def _layout(spec: KnobSpec, xs: list[float], chosen: float, top: float) -> dict[
     return made
 
 
-def _losses(spec: KnobSpec, here: Knobs, values: list[tuple[float, Score]]) -> dict[str, float]:
-    """Share of goodput lost by half and by double; of a knob at 0, by its next value."""
-    known = {value: score.goodput for value, score in values}
+def _losses(objective: Objective, spec: KnobSpec, here: Knobs, values: list[tuple[float, Score]]) -> dict[str, float]:
+    """What is lost by half and by double; of a knob at 0, by its next value."""
+    known = dict(values)
     chosen = float(getattr(here, spec.name))
-    base = known.get(chosen, 0.0)
-    if base <= 0:
+    base = known.get(chosen)
+    if base is None or objective.value(base) <= 0:
         return {}
     if not spec.log:
         others = [v for v in known if v != chosen]
         near = min(others, key=lambda v: abs(v - (10 if chosen != 10 else 0)), default=chosen)
-        return {f"{near:g} {spec.unit}": 1 - known[near] / base} if others else {}
+        return {f"{near:g} {spec.unit}": objective.loss(known[near], base)} if others else {}
     wanted = {"half": chosen / 2, "double": chosen * 2}
     return {
-        what: 1 - known[near] / base
+        what: objective.loss(known[near], base)
         for what, value in wanted.items()
         if (near := min(known, key=lambda v: abs(v - value))) != chosen and 0.9 < near / value < 1.1
     }
@@ -140,64 +163,76 @@ def _step(losses: dict[str, float]) -> str:
     return {"half": "halving it", "double": "doubling it"}.get(what, what)
 
 
-def _costs(losses: dict[str, float]) -> str:
+def _costs(measure: Measure, losses: dict[str, float]) -> str:
     if len(losses) > 1 and all(abs(loss) < _NOTHING for loss in losses.values()):
         return f"{' or '.join(losses)} changes nothing"
-    return ", ".join(_cost(what, loss) for what, loss in losses.items())
+    return ", ".join(f"{what} {_cost(measure, loss)}" for what, loss in losses.items())
 
 
-def _cost(what: str, loss: float) -> str:
+def _cost(measure: Measure, loss: float) -> str:
     if abs(loss) < _NOTHING:
-        return f"{what} changes nothing"
-    return f"{what} costs {percent(loss, 0)}" if loss > 0 else f"{what} gains {percent(-loss, 0)}"
+        return "changes nothing"
+    if loss == math.inf:
+        return "leaves every request unserved"
+    return measure.costs.format(percent(loss, 0)) if loss > 0 else measure.gains.format(percent(-loss, 0))
 
 
 def _better(evidence: Evidence, swept: Sweep) -> str:
     """Said when the simulator thinks that one knob alone could do better: the choice was made by measuring."""
-    here = evidence.recommended.knobs
-    base = [s.goodput for values in swept.by_knob.values() for _, s in values if s.setting == here.as_dict()]
-    found = [(s.goodput, name, value) for name, values in swept.by_knob.items() for value, s in values]
-    if not base or base[0] <= 0 or not found or max(found)[0] <= 1.03 * base[0]:
+    here, objective = evidence.recommended.knobs.as_dict(), Objective.of(evidence.profile)
+    found = [(s, name, value) for name, values in swept.by_knob.items() for value, s in values]
+    base = next((s for s, *_ in found if s.setting == here), None)
+    best, name, value = max(found, key=lambda one: (objective.value(one[0]), *one[1:]))
+    if base is None or objective.value(base) <= 0 or objective.share(best, base) <= _AHEAD:
         return ""
-    gain, name, value = max(found)
+    ahead = objective.measure.ahead.format(f"{name} = {value:,g}", percent(-objective.loss(best, base), 0))
     return (
-        f"The simulator puts {name} = {value:,g} {percent(gain / base[0] - 1, 0)} above the choice, which was made by measuring: "
+        f"The simulator puts {ahead}, which was made by measuring: "
         "the difference is within what it gets wrong, or worth trying."
     )
 
 
-def _hover(spec: KnobSpec, value: float, score: Score) -> str:
+def _hover(objective: Objective, spec: KnobSpec, value: float, score: Score) -> str:
     return "<br>".join(
         (
             f"<b>{spec.name} {value:,g} {spec.unit}</b>, simulated",
-            f"{number(score.goodput)} req/s within the SLO, {percent(score.attainment)} of requests",
+            f"{reached(objective, score)}, {objective.measure.attained.format(percent(score.attainment))}",
             f"p99: TTFT {ms(score.ttft_ms.p99)}, TPOT {ms(score.tpot_ms.p99)}",
         )
     )
 
 
 def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Section:
-    here = evidence.recommended.knobs
-    top = max(t.goodput for t in trials) or 1.0
-    enough = len(trials) >= _ENVELOPE
+    here, objective = evidence.recommended.knobs, Objective.of(evidence.profile)
+    measure, enough = objective.measure, len(trials) >= _ENVELOPE
+    known = [(t, y) for t in trials if (y := objective.figure(t)) is not None]
+    best = max(trials, key=objective.value)
     plots = []
     for spec in KNOBS:
         if len({getattr(t.knobs, spec.name) for t in trials}) < 3:
             continue
-        xs, ys = [float(getattr(t.knobs, spec.name)) for t in trials], [t.goodput for t in trials]
-        hover = [f"{short_setting(t.knobs)}<br>{number(t.goodput)} req/s within the SLO" for t in trials]
+        xs, ys = [float(getattr(t.knobs, spec.name)) for t, _ in known], [y for _, y in known]
+        hover = [f"{short_setting(t.knobs)}<br>{reached(objective, t)}" for t, _ in known]
         data = [dots(xs, ys, hover, colour="@faint" if enough else "@measured", size=7, opacity=0.6)]
         if enough:
-            data.append(line(*_envelope(spec, xs, ys), colour="@measured"))
+            data.append(line(*_envelope(measure, spec, xs, ys), colour="@measured"))
         chosen = float(getattr(here, spec.name))
-        low, high = _good(xs, ys, top)
+        good = [x for x, (t, _) in zip(xs, known, strict=True) if objective.share(t, best) >= _GOOD]
+        low, high = min(good), max(good)
         title = f"{spec.name}: within 5% of the best from {low:,g} to {high:,g} {spec.unit}"
         plots.append(
-            Plot(f"knob-{spec.name}", title, title, [View("", data, _layout(spec, [*xs, chosen], chosen, top))], 230)
+            Plot(
+                f"knob-{spec.name}",
+                title,
+                title,
+                [View("", data, _layout(measure, spec, [*xs, chosen], chosen, ys))],
+                230,
+            )
         )
     how = "simulated" if trials[0].stage == "simulation" else "measured"
     lead = (
-        f"Every dot is one of {len(trials)} {how} settings; the other knobs differ from dot to dot, so only the upper edge"
+        f"Every dot is one of {len(trials)} {how} settings; the other knobs differ from dot to dot, so only the "
+        f"{'lower' if measure.lowest else 'upper'} edge"
         f"{' (the line)' if enough else ''} speaks of the knob itself. "
     )
     lead += nothing or (
@@ -207,22 +242,18 @@ def _from_trials(evidence: Evidence, trials: list[Trial], nothing: str) -> Secti
     )
     title = "Where good settings lie" if plots else TOPIC
     if nothing and plots:
-        title = "At this rate no simulated request meets the SLO: where good settings lie, by the trials"
+        title = f"At this rate no simulated request {measure.meets}: where good settings lie, by the trials"
     return Section(KEY, TOPIC, title, lead, tuple(plots))
 
 
-def _good(xs: list[float], ys: list[float], top: float) -> tuple[float, float]:
-    near = [x for x, y in zip(xs, ys, strict=True) if y >= 0.95 * top]
-    return min(near), max(near)
-
-
-def _envelope(spec: KnobSpec, xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
-    """The best goodput within each of a few equal parts of the range."""
+def _envelope(measure: Measure, spec: KnobSpec, xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
+    """The best figure within each of a few equal parts of the range."""
     scale = math.log if spec.log else float
     low, high = min(map(scale, xs)), max(map(scale, xs))
+    better = min if measure.lowest else max
     best: dict[int, tuple[float, float]] = {}
     for x, y in zip(xs, ys, strict=True):
         part = min(_BINS - 1, int(_BINS * (scale(x) - low) / ((high - low) or 1.0)))
-        best[part] = max(best.get(part, (-1.0, 0.0)), (y, x))
+        best[part] = better(best.get(part, (y, x)), (y, x))
     ordered = [best[part] for part in sorted(best)]
     return [x for _, x in ordered], [y for y, _ in ordered]

@@ -94,7 +94,8 @@
         }
       taken.push(best.box);
       return {
-        x: xa.type === "log" ? Math.log10(label.x) : label.x, y: label.y, ax: best.cx - x, ay: best.cy - y,
+        x: xa.type === "log" ? Math.log10(label.x) : label.x, y: ya.type === "log" ? Math.log10(label.y) : label.y,
+        ax: best.cx - x, ay: best.cy - y,
         showarrow: true, arrowhead: 0, arrowwidth: 1, arrowcolor: best.far ? styled("@line", style) : "rgba(0,0,0,0)",
         standoff: 6, borderpad: 1, text: label.bold ? "<b>" + shown + "</b>" : shown,
         font: { size: 12, color: styled(label.colour, style) },

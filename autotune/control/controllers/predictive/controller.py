@@ -159,9 +159,9 @@ class PredictiveController:
         return self.model.pair_tokens
 
     @property
-    def prompts_abreast(self) -> int:
+    def prompts_per_step(self) -> int:
         """How many prompts such a step has room for."""
-        return self._steps.prompts_abreast
+        return self._steps.prompts_per_step
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         proposal = self._solve(now, knobs, limits)

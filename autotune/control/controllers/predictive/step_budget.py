@@ -36,7 +36,7 @@ class StepBudget:
             None  # the last step's view and target, until its rate is asked for
         )
         self._rate = 0.0
-        self._abreast = 1
+        self._prompts_per_step = 1
         self.prefill_quantum = 0
         """Prompt tokens of a step that holds any, where shorter ones do not carry the load; 0 where they do."""
 
@@ -135,13 +135,13 @@ class StepBudget:
         return self._rate
 
     @property
-    def prompts_abreast(self) -> int:
+    def prompts_per_step(self) -> int:
         """How many prompts the last step had room for, each with a chunk."""
         if self._granted is not None:
             view, target = self._granted
             room = self._fresh(view, target)
-            self._abreast = max(1, int(room / view.knobs.chunk_size)) if room < math.inf else 1
-        return self._abreast
+            self._prompts_per_step = max(1, int(room / view.knobs.chunk_size)) if room < math.inf else 1
+        return self._prompts_per_step
 
     def _fresh(self, view: SchedulerView, target: float) -> float:
         """Prompt tokens of a step within the target and the knobs, all of them of fresh prompts."""
