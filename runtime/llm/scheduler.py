@@ -177,8 +177,11 @@ class Scheduler:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         decodes = self.decodes
+        gave = list[Sequence]()
         while not decodes.grow():
-            self._preempt()
+            gave.append(self._preempt())
+        for sequence in gave:  # not before: what decodes grow by may have been cached for them
+            self._queue(sequence)
         n = len(decodes.members)
         most = knobs.token_budget if budget is None else min(budget, knobs.token_budget)
         if n == 0:
@@ -293,10 +296,10 @@ class Scheduler:
     def shed(self, most: int) -> None:
         """Preempt the newest until at most ``most`` sequences run, between two steps."""
         while self.running > most:
-            self._preempt()
+            self._queue(self._preempt())
 
-    def _preempt(self) -> None:
-        """The newest sequence gives its blocks back and waits to be recomputed."""
+    def _preempt(self) -> Sequence:
+        """The newest sequence gives its blocks back, to be queued and recomputed."""
         if self.before_preempting is not None:
             self.before_preempting()
         if self.prefills:
@@ -311,7 +314,7 @@ class Scheduler:
         sequence.target = sequence.request.prompt_len + sequence.generated
         sequence.preemptions += 1
         self.preemptions += 1
-        self._queue(sequence)
+        return sequence
 
     # -- what a step did ----------------------------------------------------------------------------------------------
 

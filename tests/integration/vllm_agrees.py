@@ -1,7 +1,8 @@
 """Run by the Python of an environment with vLLM: its own scheduler in virtual time, steered, against the simulated engine.
 
-``vllm_agrees.py LOADS SEED`` makes LOADS random loads under random knobs, serves each by both, and prints a JSON list: what each
-load was, and the first step or request that differs ("" if none does). No model is loaded.
+``vllm_agrees.py LOADS SEED [whole]`` makes LOADS random loads under random knobs, serves each by both, and prints a JSON list:
+what each load was, and the first step or request that differs ("" if none does). No model is loaded. ``whole``: each prompt is
+one chunk, most begin alike, and the pool is small.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ is full of prompts in progress, a decode of vLLM's still finds a block, and one 
 SHARES = "vLLM shares within a step"
 """The other. A prompt that begins in the same step as another with the same beginning finds its blocks in vLLM, which names them
 when it plans them; the simulated engine names them when they have been computed."""
-EVICTS = "vLLM evicts otherwise"
-"""The third, in whatever follows the first eviction of a cached prefix from a full pool. Its causes are not told apart. It is not
-only that vLLM takes blocks chunk by chunk: prompts computed in one step differ too."""
+EVICTS = "vLLM evicts later"
+"""The third, in whatever follows the first eviction of a cached prefix from a full pool: what vLLM hands a prompt chunk by chunk
+stays cached for longer. Prompts that are one chunk make no such difference."""
 TARGET = SLO(ttft_ms=800, tpot_ms=60)
 CLASSES = (RequestClass("default", TARGET), RequestClass("batch", SLO(ttft_ms=4000), weight=0.25))
 SLOS = {each.name: each.slo for each in CLASSES}
@@ -244,15 +245,23 @@ class Steered:
             self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
         )
         self._evictions = 0
+        self._named: set[int] = set()  # blocks whose content became known as the step was planned
         pool = scheduler.kv_cache_manager.block_pool
-        evict = pool._maybe_evict_cached_block
+        evict, name_blocks = pool._maybe_evict_cached_block, pool.cache_full_blocks
 
         def counted(block: Any) -> bool:
             evicted: bool = evict(block)
             self._evictions += evicted
             return evicted
 
+        def named(
+            request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *rest: Any, **more: Any
+        ) -> Any:
+            self._named.update(block.block_id for block in blocks[num_cached_blocks:num_full_blocks])
+            return name_blocks(request, blocks, num_cached_blocks, num_full_blocks, *rest, **more)
+
         pool._maybe_evict_cached_block = counted
+        pool.cache_full_blocks = named
         self.heard = Heard(lambda: self._evictions > 0)
         self.relegated = 0
         self._sampled = 10**7  # no token is sampled twice, so that no answer is found in the prefix cache
@@ -297,13 +306,12 @@ class Steered:
         while clock.now() < until and scheduler.has_requests():
             now = clock.now()
             held = steering.prepare()
-            cached = self._cached()
+            self._named.clear()
             output = None if held > now else scheduler.schedule()
             if output is not None:
                 names = list(output.num_scheduled_tokens)
                 if names:
-                    found = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-                    if any(found[name] > cached[name] for name in found):
+                    if any(map(self._shared, output.scheduled_new_reqs)):
                         self.heard.shared.add(len(self.heard.steps))
                     clock.advance(self.cost.predict(StepFeatures.of(steering.planned_last)))
                 sampled = [[self._next()] if self._samples(name) else [] for name in names]
@@ -317,12 +325,9 @@ class Steered:
         if until < inf:
             clock.advance_to(until)
 
-    def _cached(self) -> dict[str, int]:
-        """Tokens in the prefix cache for each request that waits."""
-        if self._hasher is None:
-            return {str(request.request_id): 0 for request in self.scheduler.waiting}
-        look = self.scheduler.kv_cache_manager.get_computed_blocks
-        return {str(request.request_id): int(look(request)[1]) for request in self.scheduler.waiting}
+    def _shared(self, new: Any) -> bool:
+        """Whether a request that begins found blocks in the prefix cache that the same step is to compute."""
+        return not self._named.isdisjoint(new.block_ids[0][: new.num_computed_tokens // BLOCK])
 
     def _next(self) -> int:
         self._sampled += 1
@@ -369,32 +374,31 @@ def _reasons(heard: Heard) -> dict[str, int]:
     return Counter(str(record.reason) for record in heard.requests)
 
 
-def loads(count: int, seed: int) -> list[Load]:
+def loads(count: int, seed: int, whole: bool = False) -> list[Load]:
     draw = random.Random(seed)
 
     def knobs() -> Knobs:
-        budget = draw.choice([16, 33, 64, 128, 256, 1024])
         return Knobs(
+            token_budget=1024 if whole else draw.choice([16, 33, 64, 128, 256, 1024]),
             max_batch_size=draw.choice([1, 3, 8, 20, 64]),
             max_wait_ms=draw.choice([0, 0, 0, 7, 90]),
-            token_budget=budget,
-            chunk_size=draw.choice([5, 16, 64, 300, 1024]),
+            chunk_size=1024 if whole else draw.choice([5, 16, 64, 300, 1024]),
         )
 
     return [
         Load(
             seed=draw.randrange(10**6),
             knobs=knobs(),
-            blocks=draw.choice([4000, 4000, 300, 70]),
+            blocks=draw.choice([300, 70] if whole else [4000, 4000, 300, 70]),
             requests=120,
             rate=draw.choice([4.0, 15.0, 60.0]),
-            budget=draw.choice(["", "", "by view"]),
+            budget="" if whole else draw.choice(["", "", "by view"]),
             admission=draw.random() < 0.35,
             turns=tuple((draw.uniform(0, 8), knobs()) for _ in range(draw.choice([0, 0, 3]))),
             ordering=draw.choice(["priority", *ORDERINGS]),
             mixed=draw.random() < 0.5,
             cancels=draw.random() < 0.3,
-            prefix_cache=draw.random() < 0.3,
+            prefix_cache=draw.random() < (1 if whole else 0.3),
         )
         for _ in range(count)
     ]
@@ -440,11 +444,11 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
 
 
 def main() -> None:
-    count, seed = int(sys.argv[1]), int(sys.argv[2])
+    count, seed, whole = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["whole"]
     out = sys.stdout
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # vLLM logs to stdout
         stock = Stock(Path(folder) / "model")
-        found = [compare(load, stock) for load in loads(count, seed)]
+        found = [compare(load, stock) for load in loads(count, seed, whole)]
     json.dump(found, out)
 
 

@@ -243,11 +243,11 @@ class Steering:
         self.waiting.push(sequence)
         self.slack.queued(sequence)
 
-    def _in_cache(self, sequence: Sequence) -> tuple[int, int]:
-        """Tokens of ``sequence`` in vLLM's prefix cache, and how many of their blocks nobody holds."""
+    def _in_cache(self, sequence: Sequence) -> tuple[int, set[int]]:
+        """Tokens of ``sequence`` in vLLM's prefix cache, and those of their blocks that nobody holds."""
         found = self._computed_blocks(sequence.data)
         cached = int(found[1])
-        return cached, sum([block.ref_cnt == 0 for block in found[0].blocks[0]]) if cached else 0
+        return cached, {block.block_id for block in found[0].blocks[0] if block.ref_cnt == 0} if cached else set()
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
@@ -506,6 +506,9 @@ class Steering:
         admission, waiting = self._admission, self.waiting
         turn, begins, owed, held, most = 0, 0, 0, -inf, slots
         yielding = False
+        shared: set[int] = (
+            set()
+        )  # blocks of a cached prefix that nobody held, which the first of this step takes for all
         spare: int | None = None
         heads = waiting.in_order()
         head = next(heads, None)
@@ -542,7 +545,8 @@ class Steering:
                     continue
             cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
             pending = head.target - cached
-            spare -= self._blocks(pending) + idle
+            spare -= self._blocks(pending) + len(idle - shared)
+            shared |= idle
             if spare < 0:
                 most, head = max(1, begins), None
                 continue
