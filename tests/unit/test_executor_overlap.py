@@ -21,7 +21,7 @@ from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.transfer import Readback
 from tests.fakes import FakeModel
-from tests.unit.executor_harness import VOCAB, TinyModel, prompts, reference, run, tiny
+from tests.unit.executor_harness import VOCAB, TinyModel, neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
@@ -150,6 +150,12 @@ def test_logits_that_are_not_finite_fail_their_own_row(backend: Backend) -> None
     assert [o for i, o in enumerate(outputs) if i not in (0, 3)] == [
         e for i, e in enumerate(expected) if i not in (0, 3)
     ]
+
+
+@EACH
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "later"])
+def test_what_a_row_for_nothing_leaves_in_its_block_does_no_harm(backend: Backend, late: bool) -> None:
+    neighbour_of_a_row_for_nothing(lambda loaded: overlapping(loaded, backend, kv_blocks=3), late)
 
 
 @EACH
