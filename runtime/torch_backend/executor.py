@@ -310,8 +310,8 @@ class TorchExecutor:
             device=self.device,
         )
 
-        def recorded(most: int, step: Callable[[int], None]) -> Graphs:
-            return record(most, step, self.device)
+        def recorded(step: Callable[[int], None]) -> Graphs:
+            return record(backend.ladder(most), step, self.device)
 
         try:
             return ResidentDecode(rows, self._forward_fixed, attention=attention, sampler=sampler, record=recorded)
