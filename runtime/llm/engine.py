@@ -126,6 +126,7 @@ class Engine(TunableEngine):
             prefix_cache=share != "none",
             growth_reserve=1,
             model=replace(parts.info, max_model_len=context),
+            graph_sizes=getattr(parts.executor, "graph_sizes", ()),
         )
         self._intake = Intake(
             served,
