@@ -112,7 +112,7 @@ class Engine(TunableEngine):
             seed=seed,
             threads=threads,
             clock=clock,
-            max_batch_size=limits.max_batch_size,
+            limits=limits,
         )
         self._model = served = parts.model
         self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
