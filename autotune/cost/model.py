@@ -102,7 +102,9 @@ class CostModel:
     def predict(self, step: StepFeatures) -> float:
         """Seconds of ``step``."""
         decodes, context, prefill, prefix, pairs, chunks = step
-        tokens = decodes + prefill if prefill or decodes >= len(self._rows) else self._rows[decodes]
+        tokens = decodes + prefill
+        if tokens == decodes < len(self._rows):
+            tokens = self._rows[decodes]
         if tokens >= len(self._memory):
             self._grow(tokens + 1)
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)

@@ -167,7 +167,8 @@ def padded(steps: StepFeatures, graph_sizes: Sequence[int]) -> Any:
     if not graph_sizes:
         return decodes
     sizes = np.asarray(graph_sizes)
-    recorded = (np.asarray(steps.prefill_tokens) == 0) & (decodes > 0) & (decodes <= sizes[-1])
+    alone = np.asarray(TERMS["tokens"].amount(steps)) == decodes
+    recorded = alone & (decodes > 0) & (decodes <= sizes[-1])
     return np.where(recorded, sizes[np.minimum(np.searchsorted(sizes, decodes), len(sizes) - 1)], decodes)
 
 
