@@ -115,6 +115,11 @@ class Term:
     typical: float = 1.0
     required: bool = False
 
+    @property
+    def padded(self) -> bool:
+        """Whether dummy rows of a recorded step count, where the offline model knows of them: curves are of tokens computed."""
+        return self.curve != "linear"
+
 
 def further_rows(tokens: Any, tile: int) -> Any:
     """Rows of whole tiles that ``tokens`` take beyond the first tile: products on GPUs are computed by the tile."""

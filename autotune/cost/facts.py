@@ -6,10 +6,11 @@ A profile holds :class:`CostFacts`, its sidecar a line for each :class:`StepPoin
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Share, Text, check_order
+from autotune.cost.fields import Amount, Count, Matrix, Number, Part, Positive, Row, Rows, Share, Text, check_order
 from autotune.cost.shape import EXPERT_TOKENS, Shape
 from runtime.step_model import Piece, learned_terms
 
@@ -126,11 +127,17 @@ class CostFacts(Part):
         description="that serving adds to a step beyond what the coefficients say, as short steps tell it, s",
     )
     jitter: JitterFacts | None = Field(default=None, description="of served steps; null: not known, none is simulated")
+    graph_sizes: tuple[Rows, ...] = Field(
+        default=(),
+        max_length=4096,
+        description="for how many rows the engine records decode steps (CUDA graphs), in ascending order: a step of fewer is "
+        "padded to the next of them; left out where it records none",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> CostFacts:
         try:
-            shape = Shape.of(self.family, self.coefficients)
+            shape = Shape.of(self.family, self.coefficients, self.graph_sizes)
         except ValueError as error:
             raise ValueError(f".{error}") from None
         most = shape.most | {EXPERT_TOKENS: _MOST_EXPERT_TOKENS}
@@ -141,9 +148,23 @@ class CostFacts(Part):
         names = [r.region for r in self.regions]
         if len(set(names)) < len(names):
             raise ValueError(f".regions are {', '.join(names)}; each may be there once")
+        if list(self.graph_sizes) != sorted(set(self.graph_sizes)):
+            raise ValueError(
+                f".graph_sizes are {', '.join(map(str, self.graph_sizes))}; each must be above the one before"
+            )
+        if self.planned is not None and self.planned.graph_sizes != self.graph_sizes:
+            raise ValueError(".planned.graph_sizes must be those of the cost model: it is the same engine's")
         if self.planned is not None and self.planned.planned is not None:
             raise ValueError(".planned.planned must be null: planned steps have no others among them")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A file says nothing of graphs where there are none, so that versions that know of none read it."""
+        data: dict[str, Any] = dump(self)
+        if not self.graph_sizes:
+            data.pop("graph_sizes", None)
+        return data
 
     def region_error(self, region: str) -> float:
         """The median error of ``region``, of all points where it has none of its own."""

@@ -36,5 +36,8 @@ Amount = Annotated[float, Field(ge=0, le=MOST)]
 AboveZero = Annotated[float, Field(gt=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+Rows = Annotated[int, Field(ge=1, le=65536)]
+"""Sequences in a step: no engine's ceiling is higher."""
+
 Row = tuple[Number, ...]
 Matrix = tuple[Row, ...]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -90,12 +90,15 @@ def _folds(points: Sequence[StepPoint]) -> Floats:
     return folds
 
 
-def fit(points: Sequence[StepPoint]) -> Fitted:
-    """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points."""
+def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitted:
+    """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points.
+
+    ``graph_sizes``: for how many rows the engine's decode steps are recorded.
+    """
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens for p in points]
     predicted: dict[Shape, Floats] = {}
-    for shapes in _chains(candidates(tokens), data):
+    for shapes in _chains(candidates(tokens, graph_sizes), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}
         for fold in range(FOLDS):
             inside = data.folds != fold
@@ -167,7 +170,7 @@ def _chains(shapes: Sequence[Shape], data: Measured) -> list[list[Shape]]:
 
 def _norms_up_to(shape: Shape) -> list[Shape]:
     norms = [n for n in (1.0, 2.0, 4.0, float("inf")) if n <= shape.norm]
-    return [Shape(norm, shape.knots, shape.experts) for norm in norms]
+    return [replace(shape, norm=norm) for norm in norms]
 
 
 def _solve_chain(shapes: Sequence[Shape], data: Measured) -> list[tuple[Shape, Floats]]:

@@ -64,6 +64,7 @@ class CostModel:
         "_pair",
         "_prefill_kv",
         "_prompt",
+        "_rows",
         "_shape",
         "_values",
         "facts",
@@ -72,7 +73,7 @@ class CostModel:
     def __init__(self, facts: CostFacts) -> None:
         values = facts.coefficients
         try:
-            self._shape = Shape.of(facts.family, values)
+            self._shape = Shape.of(facts.family, values, facts.graph_sizes)
         except ValueError as error:
             raise ValueError(f"cost_model.{error}") from None
         self.facts = facts
@@ -86,6 +87,7 @@ class CostModel:
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
         self._norm = _FROM_TABLE if self._more else self._shape.norm
+        self._rows = _rows(facts.graph_sizes)
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(_FIRST_TABLE)
@@ -101,6 +103,8 @@ class CostModel:
         """Seconds of ``step``."""
         decodes, context, prefill, prefix, pairs, chunks = step
         tokens = decodes + prefill
+        if tokens == decodes < len(self._rows):
+            tokens = self._rows[decodes]
         if tokens >= len(self._memory):
             self._grow(tokens + 1)
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
@@ -152,9 +156,10 @@ class CostModel:
         """
         if decodes < 1:
             raise ValueError(f"decodes is {decodes}; it must be at least 1")
-        if decodes >= len(self._memory):
-            self._grow(decodes + 1)
-        m, c = self._memory[decodes], self._compute[decodes]
+        rows = self._rows[decodes] if decodes < len(self._rows) else decodes
+        if rows >= len(self._memory):
+            self._grow(rows + 1)
+        m, c = self._memory[rows], self._compute[rows]
         kv, pair, norm, root = self._decode_kv, self._pair, self._norm, math.sqrt
         outside = self._overhead + self._decode * decodes
         reads = range(context, context + decodes * count, decodes)
@@ -227,20 +232,24 @@ def fit_cost_model(
     seconds: float = 0.0,
     serving_overhead_s: float = 0.0,
     jitter: JitterFacts | None = None,
+    graph_sizes: tuple[int, ...] = (),
 ) -> CostModel:
     """The cost model of measured ``points``, its shape chosen by cross-validation.
 
     ``seconds``: what measuring them took; ``serving_overhead_s``, ``jitter``: by how much served steps take longer, and how they
-    scatter; both are kept with it. Raises ``ValueError`` for too few points to tell anything.
+    scatter; ``graph_sizes``: for how many rows the engine records decode steps. All are kept with it. Raises ``ValueError`` for
+    too few points to tell anything.
     """
     planned = [p for p in points if p.region != SERVED]
-    of_planned = _fit(planned, seconds, None).facts if FEWEST <= len(planned) < len(points) else None
-    found = _fit(points, seconds, of_planned)
+    of_planned = _fit(planned, seconds, None, graph_sizes).facts if FEWEST <= len(planned) < len(points) else None
+    found = _fit(points, seconds, of_planned, graph_sizes)
     return CostModel(found.facts.model_copy(update={"serving_overhead_s": serving_overhead_s, "jitter": jitter}))
 
 
-def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None) -> CostModel:
-    fitted = fit(points)
+def _fit(
+    points: Sequence[StepPoint], seconds: float, planned: CostFacts | None, graph_sizes: tuple[int, ...]
+) -> CostModel:
+    fitted = fit(points, graph_sizes)
     values = dict(zip(fitted.shape.names, fitted.coefficients.tolist(), strict=True))
     covariance = fitted.covariance.tolist()
     if fitted.shape.experts:
@@ -257,13 +266,14 @@ def _fit(points: Sequence[StepPoint], seconds: float, planned: CostFacts | None)
             regions=_regions(points, fitted),
             learner=_learner(points),
             planned=planned,
+            graph_sizes=graph_sizes,
         )
     )
 
 
-def with_predictions(points: Sequence[StepPoint]) -> list[StepPoint]:
+def with_predictions(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> list[StepPoint]:
     """``points``, each with what a model fitted without it says of it. Raises as :func:`fit_cost_model`."""
-    predicted = fit(points).held_out.tolist()
+    predicted = fit(points, graph_sizes).held_out.tolist()
     return [p.model_copy(update={"predicted": float(t)}) for p, t in zip(points, predicted, strict=True)]
 
 
@@ -318,6 +328,14 @@ def undetermined_terms(points: Sequence[StepPoint]) -> list[str]:
 def features_of(point: StepPoint) -> StepFeatures:
     """The features of a measured step."""
     return StepFeatures(*(getattr(point, name) for name in StepFeatures._fields))
+
+
+def _rows(graph_sizes: Sequence[int]) -> list[int]:
+    """By the decodes of a step without prompts, how many rows are computed; as far as steps are recorded."""
+    made = [0]
+    for size in graph_sizes:
+        made += [size] * (size + 1 - len(made))
+    return made if graph_sizes else []
 
 
 def _symmetric(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

@@ -79,10 +79,14 @@ class OwnSource:
 
     # -- the memory of this machine -----------------------------------------------------------------------------------
 
-    def default_kv_tokens(self) -> int:
-        """The KV pool that an engine started now would choose for itself, tokens in blocks of :data:`BLOCK`."""
+    def default_kv_tokens(self) -> int | None:
+        """The KV pool that an engine started now would choose for itself, tokens in blocks of :data:`BLOCK`; None where that
+        depends on what its largest step takes."""
+        from runtime.torch_backend.backends import backend_for
         from runtime.torch_backend.kv_pool import default_kv_blocks
 
+        if backend_for(self._loaded.device).memory is not None:
+            return None
         return default_kv_blocks(self._loaded, BLOCK) * BLOCK
 
     def free_bytes(self) -> int:

@@ -82,7 +82,9 @@ def _fitted(cost: CostModel, steps: Sequence[StepPoint], served: Sequence[StepPo
     """Fitted to ``steps`` and to what ``served`` would take at a speed of 1."""
     served = [p.model_copy(update={"seconds": p.seconds * speed}) for p in served]
     facts = cost.facts
-    fitted = fit_cost_model([*steps, *served], seconds=facts.seconds, jitter=facts.jitter)
+    fitted = fit_cost_model(
+        [*steps, *served], seconds=facts.seconds, jitter=facts.jitter, graph_sizes=facts.graph_sizes
+    )
     load = [(fitted.predict(features_of(p)), p.seconds) for p in served for _ in range(p.repeats)]
     return CostModel(fitted.facts.model_copy(update={"serving_overhead_s": overhead_of([load])}))
 
@@ -116,5 +118,8 @@ def _mean(points: Sequence[StepPoint]) -> StepPoint:
 
 def cost_name(cost: CostModel) -> str:
     """Equal for equal cost models: what is simulated by one is kept in the study under its name."""
-    facts = json.dumps([cost.facts.coefficients, cost.facts.serving_overhead_s], sort_keys=True)
+    known: list[object] = [cost.facts.coefficients, cost.facts.serving_overhead_s]
+    if cost.facts.graph_sizes:  # else it keeps the name it had in earlier versions' studies
+        known.append(cost.facts.graph_sizes)
+    facts = json.dumps(known, sort_keys=True)
     return f"{cost.facts.family} {hashlib.sha256(facts.encode()).hexdigest()[:12]}"

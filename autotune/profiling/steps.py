@@ -73,7 +73,8 @@ class MeasuredSteps(NamedTuple):
 
     ``seconds``: on the engine's clock. ``served``: what the steps of served loads took together, stalls and all, over what a
     model fitted to the points says; 1 where none were served. ``serving_overhead_s``: what serving adds to each, as short ones
-    tell it; ``jitter``: how they scattered around that, None if there were too few.
+    tell it; ``jitter``: how they scattered around that, None if there were too few. ``graph_sizes``: for how many rows the engine
+    records decode steps.
     """
 
     points: list[StepPoint]
@@ -82,12 +83,14 @@ class MeasuredSteps(NamedTuple):
     served: float
     serving_overhead_s: float
     jitter: JitterFacts | None
+    graph_sizes: tuple[int, ...] = ()
 
     def cost(self, seconds: float) -> CostModel:
         """The model of all of it, which took ``seconds``. Raises as :func:`~autotune.cost.model.fit_cost_model`."""
         return fit_cost_model(
-            self.points, seconds=seconds, serving_overhead_s=self.serving_overhead_s, jitter=self.jitter
-        )
+            self.points, seconds=seconds, serving_overhead_s=self.serving_overhead_s, jitter=self.jitter,
+            graph_sizes=self.graph_sizes,
+        )  # fmt: skip
 
 
 def measure_steps(
@@ -107,7 +110,7 @@ def measure_steps(
     changed. Raises :class:`EvaluationError` when a request fails or too few kinds of steps came about, :class:`Interrupted` on
     ``stop``.
     """
-    clock = engine.clock
+    clock, graph_sizes = engine.clock, engine.facts.graph_sizes
     begun = clock.now()
     driver = StepDriver(engine, model.vocab_size, most_tokens(engine, model), seed=seed, stop=stop or (lambda: False))
     plan = StepPlan(driver, engine, seed)
@@ -159,7 +162,7 @@ def measure_steps(
             points = step_points(stretches, Drift(references))
         if len(points) < FEWEST:
             raise EvaluationError(f"only {len(points)} kinds of steps came about; it takes {FEWEST} to fit their cost")
-        fitted = fit_cost_model(points)
+        fitted = fit_cost_model(points, graph_sizes=graph_sizes)
         probes = probes or [StepFeatures.of(record) for stretch in stretches for record, _ in stretch.steps]
         before, predicted = predicted, [fitted.predict(step) for step in probes]
         moved = (
@@ -170,12 +173,13 @@ def measure_steps(
     drift = Drift(references)
     served = _served_and_predicted(stretches, drift, fitted)
     return MeasuredSteps(
-        with_predictions(points),
+        with_predictions(points, graph_sizes),
         drift.unevenness,
         clock.now() - begun,
         served_over_predicted(served),
         overhead_of(served),
         jitter_of(served),
+        graph_sizes,
     )
 
 

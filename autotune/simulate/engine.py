@@ -68,6 +68,7 @@ class SimulatedEngine(TunableSimulation):
     ``max_queue`` are those of :class:`runtime.Engine`. ``noise``: deviation of each step's time, relative, and
     ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
     times whatever is run); both drawn from ``seed``.
+    ``graph_sizes``: for how many rows its decode steps are recorded, a fact that it tells; ``cost`` says what padding takes.
     ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
     turning knobs.
 
@@ -94,6 +95,7 @@ class SimulatedEngine(TunableSimulation):
         jitter_by_time: bool = False,
         seed: int = 0,
         fast_forward: bool = True,
+        graph_sizes: tuple[int, ...] = (),
     ) -> None:
         for name, value, least in (
             ("block_size", block_size, 1), ("kv_tokens", kv_tokens, block_size), ("max_queue", max_queue, 1),
@@ -113,7 +115,10 @@ class SimulatedEngine(TunableSimulation):
         )  # fmt: skip
         executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time)
         weights = {c.name: c.weight for c in classes}
-        facts = Facts("simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve)
+        facts = Facts(
+            "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,
+            graph_sizes=graph_sizes,
+        )  # fmt: skip
         super().__init__(EngineCore(scheduler, executor, knobs=knobs, limits=limits), slos, weights, facts)
         if admission:
             self.set_admission(admission)

@@ -139,6 +139,7 @@ class Scenario:
             jitter=self.cost.facts.jitter,
             jitter_by_time=True,
             seed=seed,
+            graph_sizes=self.cost.facts.graph_sizes,
         )
 
     def window(self, rate: float, seed: int, requests: int) -> tuple[float, float]:

@@ -40,7 +40,8 @@ def simulated_engine(
     **options: Any,
 ) -> SimulatedEngine:
     """An engine with the KV pool of ``truth``; ``options`` are those of :class:`SimulatedEngine`. Raises as that does."""
-    options = {"kv_tokens": truth.kv_tokens // _BLOCK * _BLOCK, "prefix_cache": False} | options
+    pool = truth.kv_tokens // _BLOCK * _BLOCK
+    options = dict[str, Any](kv_tokens=pool, prefix_cache=False, graph_sizes=truth.flags.pad) | options
     knobs = knobs or limits.clamp(Knobs(limits.max_batch_size, 0, limits.token_budget, limits.chunk_size))
     engine = SimulatedEngine(truth, limits=limits, knobs=knobs, noise=noise, seed=seed, **options)
     engine.core.executor = ChunkExecutor(truth, noise=noise, seed=seed)

@@ -112,7 +112,7 @@ class Engine(TunableEngine):
             seed=seed,
             threads=threads,
             clock=clock,
-            max_batch_size=limits.max_batch_size,
+            limits=limits,
         )
         self._model = served = parts.model
         self._block_size, self._kv_tokens = block_size, parts.kv_blocks * block_size
@@ -126,6 +126,7 @@ class Engine(TunableEngine):
             prefix_cache=share != "none",
             growth_reserve=1,
             model=replace(parts.info, max_model_len=context),
+            graph_sizes=getattr(parts.executor, "graph_sizes", ()),
         )
         self._intake = Intake(
             served,

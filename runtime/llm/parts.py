@@ -41,13 +41,13 @@ def parts_of(
     seed: int,
     threads: int | None,
     clock: Clock,
-    max_batch_size: int,
+    limits: KnobLimits,
 ) -> Parts:
     """Load ``model`` if it is a name, prove that it can be served, and size its pool.
 
     With an ``executor`` nothing of torch is touched: ``model`` then only says what prompts may be. ``kv_tokens`` None
-    takes the memory that is left, by the rule of :func:`runtime.torch_backend.kv_pool.default_kv_blocks`. ``max_batch_size``: the
-    knob's ceiling, up to which a GPU's decode steps are recorded.
+    takes the memory that is left, by the rule of :func:`runtime.torch_backend.pool_size.pool_blocks`. ``limits``: up to its
+    ``max_batch_size`` a GPU's decode steps are recorded.
     """
     if executor is not None:
         if isinstance(model, str) or kv_tokens is None:
@@ -59,8 +59,9 @@ def parts_of(
     import torch
 
     from runtime.torch_backend.executor import TorchExecutor
-    from runtime.torch_backend.kv_pool import check_pool, default_kv_blocks
+    from runtime.torch_backend.kv_pool import check_pool
     from runtime.torch_backend.loading import LoadedModel, load_model
+    from runtime.torch_backend.pool_size import pool_blocks
     from runtime.torch_backend.self_test import self_test
 
     if threads is not None:
@@ -74,7 +75,7 @@ def parts_of(
     if kv_tokens is not None:
         check_pool(loaded, kv_tokens, block_size)
     self_test(loaded)
-    kv_blocks = default_kv_blocks(loaded, block_size) if kv_tokens is None else kv_tokens // block_size
+    kv_blocks = pool_blocks(loaded, limits, block_size, kv_tokens)
     return Parts(
         loaded,
         loaded.info,
@@ -84,7 +85,7 @@ def parts_of(
             block_size=block_size,
             seed=seed,
             clock=clock,
-            max_batch_size=max_batch_size,
+            max_batch_size=limits.max_batch_size,
         ),
         kv_blocks,
     )

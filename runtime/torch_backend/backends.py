@@ -15,9 +15,10 @@ from runtime.torch_backend.contract import Loaded
 from runtime.torch_backend.cpu.backend import CPUAttention
 from runtime.torch_backend.cpu.linear import pack_linears
 from runtime.torch_backend.kv_pool import KVPool
+from runtime.torch_backend.memory import DeviceMemory
 from runtime.torch_backend.operations import Operations
 from runtime.torch_backend.padded import PaddedAttention
-from runtime.torch_backend.resident import Graphs
+from runtime.torch_backend.resident import Graphs, batch_ladder
 from runtime.torch_backend.sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -28,15 +29,18 @@ _MIN_CACHE_BYTES = 64 << 20
 class Backend(NamedTuple):
     """``operations``: of fused layers. ``attention``: makes what attends over a pool. ``lay_out``: brings the weights of a model
     whose layers are fused into the layout that suits the device. ``sampler``: makes what samples, of the size of the vocabulary,
-    the device and a seed. ``record``: records decode steps of up to so many rows on the device, where that is possible.
-    ``overlaps``: whether the host gains by launching a step before it has read the last one."""
+    the device and a seed. ``record``: records decode steps of these numbers of rows on the device, where that is possible;
+    ``ladder``: which ones, up to so many. ``overlaps``: whether the host gains by launching a step before it has read the last
+    one. ``memory``: makes what tells the memory of the device, where a KV pool is sized by that."""
 
     operations: Operations
     attention: Callable[[KVPool, Loaded], AttentionBackend]
     lay_out: Callable[[nn.Module], object]
     sampler: Callable[[int, torch.device, int], Sampler] = Sampler
-    record: Callable[[int, Callable[[int], None], torch.device], Graphs] | None = None
+    record: Callable[[tuple[int, ...], Callable[[int], None], torch.device], Graphs] | None = None
+    ladder: Callable[[int], tuple[int, ...]] = batch_ladder
     overlaps: bool = False
+    memory: Callable[[torch.device], DeviceMemory] | None = None
 
 
 def _contiguous(pool: KVPool, loaded: Loaded) -> CPUAttention:

@@ -85,14 +85,34 @@ class _Begun(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible. ``spoiled``: it
-    was fed by a step that failed, so what it computed is worth nothing."""
+    """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible. ``blocks``: those
+    of each row and chunk as it was launched. ``spoiled``: it was fed by a step that failed, or reads what that left in blocks, so
+    what it computed is worth nothing."""
 
     work: tuple[tuple[Sequence, ...], tuple[Chunk, ...]]
     step: int
     begun: _Begun | None
     cause: Exception | None
+    blocks: list[list[int]]
     spoiled: bool = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        rows, chunks = self.work
+        return [*rows, *(chunk.sequence for chunk in chunks)]
+
+    def blocks_of(self, sequence: Sequence) -> list[int]:
+        return self.blocks[self.sequences.index(sequence)]
+
+    def uses(self, blocks: Seq[int]) -> bool:
+        """Whether somebody who is still there has one of ``blocks``."""
+        held = zip(self.sequences, self.blocks, strict=True)
+        return any(not set(blocks).isdisjoint(own) for sequence, own in held if sequence.state != "finished")
+
+    def without(self, sequence: Sequence) -> _Launched:
+        """The same with no blocks for ``sequence``."""
+        held = zip(self.sequences, self.blocks, strict=True)
+        return self._replace(blocks=[[] if other is sequence else own for other, own in held])
 
 
 def _owner(work: Work) -> Sequence:
@@ -211,13 +231,15 @@ class TorchExecutor:
                         begun = self._begin(PackedBatch(self._rows, plan.chunks, left, taken, followed=True), flight)
             except Exception as error:
                 cause = error
-        self._launched.append(_Launched((rows, plan.chunks), plan.step, begun, cause))
+        blocks = [sequence.blocks for sequence in rows] + [chunk.sequence.blocks for chunk in plan.chunks]
+        self._launched.append(_Launched((rows, plan.chunks), plan.step, begun, cause, blocks))
 
     def collect(self) -> StepResult:
         """What the step launched first yields; waits for the device, but not for a step launched since."""
         if not self._launched:
             raise RuntimeError("no step was launched")
-        (rows, chunks), step, begun, cause, spoiled = self._launched.popleft()
+        launched = self._launched.popleft()
+        (rows, chunks), step, begun, cause, _, spoiled = launched
         outcome = _Outcome()
         if begun is not None:
             try:
@@ -236,7 +258,7 @@ class TorchExecutor:
                 self._divide(work, step, cause, outcome)
         if rows or chunks:
             for sequence, _ in outcome.failed:
-                self._tainted.update(sequence.blocks)
+                self._taint(sequence, launched.blocks_of(sequence))
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
         result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed)
@@ -288,8 +310,8 @@ class TorchExecutor:
             device=self.device,
         )
 
-        def recorded(most: int, step: Callable[[int], None]) -> Graphs:
-            return record(most, step, self.device)
+        def recorded(step: Callable[[int], None]) -> Graphs:
+            return record(backend.ladder(most), step, self.device)
 
         try:
             return ResidentDecode(rows, self._forward_fixed, attention=attention, sampler=sampler, record=recorded)
@@ -389,6 +411,17 @@ class TorchExecutor:
         self._serial += 1
         step = StepInputs(self._serial, self.pool, places, self._operations, self.attention, state)
         return _Prepared(tokens, wanted[0] if wanted else None, step, sampling)
+
+    def _taint(self, failed: Sequence, blocks: list[int]) -> None:
+        """Have ``blocks``, which ``failed`` had, scrubbed before others fill them."""
+        self._tainted.update(blocks)
+        if failed.state != "finished":  # it may be in the step that is in flight, for nothing, and fail once more
+            self._launched = deque(later.without(failed) for later in self._launched)
+            return
+        # it had ended before this was known, and others may have its blocks already: scrub, then run their step again
+        self._launched = deque(
+            later._replace(begun=None, spoiled=True) if later.uses(blocks) else later for later in self._launched
+        )
 
     def _scrub(self, sequences: Seq[Sequence], positions: Ints, chunks: Seq[Chunk]) -> None:
         """Zero the tainted blocks whose first slot this step writes: they have a new owner, who will not fill them at once."""

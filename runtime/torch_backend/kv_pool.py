@@ -7,6 +7,7 @@ the model has seen its layers keep: the number and width of heads may differ by 
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 
@@ -136,11 +137,11 @@ def _zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
 
 
 def default_kv_blocks(loaded: Loaded, block_size: int = 16) -> int:
-    """How many KV blocks the free memory of the model's device allows, with its weights in place.
+    """How many KV blocks the free memory of the model's device allows, with its weights in place, by a rule of thumb.
 
-    CUDA: the share ``CUDA_SHARE`` of what is free now, the rest for activations. CPU: the share ``CPU_SHARE`` of
-    available memory and never more than ``MAX_CPU_POOL_BYTES``. Never more than 4096 sequences of the model's full context.
-    Raises ``ValueError`` when not even one block fits.
+    CUDA (where :mod:`runtime.torch_backend.pool_size` knows nothing better): the share ``CUDA_SHARE`` of what is free now, the
+    rest for activations. CPU: the share ``CPU_SHARE`` of available memory and never more than ``MAX_CPU_POOL_BYTES``. Never more
+    than 4096 sequences of the model's full context. Raises ``ValueError`` when not even one block fits.
     """
     free = free_bytes(loaded)
     budget = int(free * CUDA_SHARE) if loaded.device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_POOL_BYTES)
@@ -157,6 +158,7 @@ def free_bytes(loaded: Loaded) -> int:
     """Memory of the model's device that nobody uses now."""
     if loaded.device.type != "cuda":
         return int(psutil.virtual_memory().available)
+    gc.collect()  # an engine that was closed may hold its pool until then
     free, _ = torch.cuda.mem_get_info(loaded.device)
     # memory that torch's caching allocator holds but does not use is free to us as well
     return int(free + torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device))

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class DeviceMemory(Protocol):
+    """What a device tells of its memory."""
+
+    def free(self) -> int:
+        """Bytes that nobody uses, once all that is queued is done and garbage is collected; what an allocator holds in reserve
+        for no tensor counts."""
+        ...
+
+    def peak(self, call: Callable[[], object]) -> int:
+        """Bytes that ``call`` takes at most beyond those that are taken before it."""
+        ...
+
 
 HUGE = 2 << 20  # bytes of a huge page on x86 and most others
 _ADVISE_HUGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE of <sys/mman.h>

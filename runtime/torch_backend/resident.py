@@ -25,7 +25,26 @@ from runtime.torch_backend.inputs import Ints
 from runtime.torch_backend.sampling import Columns, FixedSampler
 from runtime.torch_backend.transfer import to_device
 
+_LADDER: Final = ((8, 64, 8), (64, 256, 16), (256, 512, 32), (512, 1 << 16, 64))
+"""(first size, first one beyond, stride)."""
+
 _ABSENT: Final = -1  # the position of a row that is not on the device, or not as it should be
+
+
+def batch_ladder(most: int) -> tuple[int, ...]:
+    """The numbers of rows that decode steps are recorded for: 1, 2, 4, 8, then in steps of 8 up to 64, of 16 up to 256, of 32 up
+    to 512 and of 64 beyond; the last one is ``most``.
+
+    A step of n rows runs as the next size, and what is left over are dummies: up to 44% of at most 16 rows, which cost little
+    where steps wait for memory, 19% from 65 rows on, 11% from 129 on. docs/log.md says what that costs. Raises ``ValueError``
+    below 1.
+    """
+    if most < 1:
+        raise ValueError(f"max_batch_size is {most}; it must be at least 1")
+    sizes = [1, 2, 4]
+    for begin, end, stride in _LADDER:
+        sizes += range(begin, min(end, most), stride)
+    return (*(size for size in sizes if size < most), most)
 
 
 class InFlight:
@@ -216,7 +235,7 @@ class ResidentDecode:
     """Steps of decode rows alone, by :class:`Graphs`.
 
     ``forward(ids, positions, slots, state)``: logits ``[rows, vocab]`` of ids, positions and pool slots ``[rows]``, where
-    ``state`` is what ``attention`` made. ``record(most, step)`` records ``step(size)`` for its sizes, none above ``most``.
+    ``state`` is what ``attention`` made. ``record(step)`` records ``step(size)`` for its sizes, none above ``rows.most``.
     Raises what a model raises that cannot be recorded.
     """
 
@@ -227,13 +246,13 @@ class ResidentDecode:
         *,
         attention: FixedAttention,
         sampler: FixedSampler,
-        record: Callable[[int, Callable[[int], None]], Graphs],
+        record: Callable[[Callable[[int], None]], Graphs],
     ) -> None:
         self.rows = rows
         self._forward, self._attention, self._sampler = forward, attention, sampler
         self._states: dict[int, Any] = {}
         with torch.inference_mode():
-            self._graphs = record(rows.most, self._step)
+            self._graphs = record(self._step)
         self.sizes = self._graphs.sizes
 
     def fits(self, plan: StepPlan) -> bool:

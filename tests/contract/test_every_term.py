@@ -30,9 +30,10 @@ from tests.sample_profile import full_profile, sample_cost_model
 ROOT = Path(__file__).parents[2]
 PIECES: tuple[Piece, ...] = ("decode", "mixed")
 SHAPES = [
-    Shape(norm, knots, experts)
+    Shape(norm, knots, experts, graph_sizes)
     for norm in (1.0, 2.0, 4.0, math.inf)
     for knots, experts in (((0,), None), ((0, 16, 64), None), ((0,), 8.0))
+    for graph_sizes in ((), (1, 2, 4, 30, 100, 150))
 ]
 
 
@@ -52,8 +53,9 @@ def facts(shape: Shape, values: dict[str, float]) -> CostFacts:
     if shape.experts:
         values[EXPERT_TOKENS] = shape.experts
     return sample_cost_model(
-        family=shape.family, coefficients=values, covariance=tuple((0.0,) * len(values) for _ in values)
-    )
+        family=shape.family, coefficients=values, covariance=tuple((0.0,) * len(values) for _ in values),
+        graph_sizes=shape.graph_sizes,
+    )  # fmt: skip
 
 
 # -- counts: of a plan, of a record, of a measured point ------------------------------------------------------------------
@@ -114,7 +116,7 @@ def test_a_plan_and_the_record_of_its_step_are_counted_alike() -> None:
 # -- what is written out says what the table says --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.family)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.family + "+graphs" * bool(s.graph_sizes))
 def test_the_cost_model_says_what_the_table_says_row_by_row(shape: Shape) -> None:
     counted = steps()
     columns = shape.columns(np.array(counted, dtype=float))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,3 +101,36 @@ def run(
         with contextlib.suppress(AttributeError):
             scheduler.check_integrity()
     return [s.output for s in sequences], failures, preemptions
+
+
+def neighbour_of_a_row_for_nothing(made: Callable[[TinyModel], TorchExecutor], late: bool) -> None:
+    """Check that NaN which nobody is told of spoils nobody.
+
+    A request stops at a token that makes its next row NaN, and where steps overlap, that row is in flight when the stop is found.
+    Another takes its blocks, all three that there are, and fills only a little of the last: in the step that is launched before
+    that row is read, or, ``late``, in one launched later.
+    """
+    loaded = tiny()
+    (first, second), (count, more) = prompts([13, 17], seed=2), (10, 4)
+    ends, expected = reference(loaded, first, count), reference(loaded, second, more)
+    used = {*first, *second, *expected}
+    stop = next(at for at in range(5, count) if ends[at] not in used and ends[at] not in ends[:at])
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[ends[stop]] = float("nan")
+    scheduler, output = Scheduler(kv_blocks=3, block_size=8), OutputProcessor((ends[stop],))
+    core = EngineCore(scheduler, made(loaded), knobs=Knobs(2, 0, 48, 24), output=output)
+    core.add(Request("first", tuple(first), SamplingParams(max_tokens=count), count, 0.0))
+    failed: list[str] = []
+
+    def serve() -> None:
+        while core.has_work:
+            result = core.step(1.0).result
+            failed.extend(str(error) for _, error in (result.failed if result is not None else ()))
+
+    if late:
+        serve()
+    params = SamplingParams(max_tokens=more, ignore_eos=True)
+    neighbour = core.add(Request("second", tuple(second), params, more, 0.0))
+    serve()
+    assert not failed, failed
+    assert neighbour.output == expected, neighbour.output

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from runtime.torch_backend.cuda.graphs import DecodeGraphs, batch_ladder
+from runtime.torch_backend.cuda.graphs import DecodeGraphs
 
 
 class Recorder:
@@ -29,6 +29,6 @@ class Recorder:
 
         return replay
 
-    def graphs(self, most: int, step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
+    def graphs(self, sizes: tuple[int, ...], step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
         """What a backend's ``record`` is."""
-        return DecodeGraphs(batch_ladder(most), step, self)
+        return DecodeGraphs(sizes, step, self)

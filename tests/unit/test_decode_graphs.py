@@ -15,7 +15,7 @@ from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.backends import PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
-from tests.unit.executor_harness import prompts, reference, run, tiny
+from tests.unit.executor_harness import neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
 from tests.unit.kernels import DEVICE, INTERPRETED
 
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention  # isort: skip
@@ -219,6 +219,14 @@ def test_a_failed_row_and_a_failed_replay_stay_with_their_requests(monkeypatch: 
     replays[4] = broken
     outputs, failures, _ = run(executor, requests, Knobs(5, 0, 64, 64))
     assert len(calls) > 2 and not failures and outputs == expected
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "later"])
+def test_what_a_row_for_nothing_leaves_in_its_block_does_no_harm(late: bool) -> None:
+    recorder = Recorder()
+    options: dict[str, Any] = {"kv_blocks": 3, "max_batch_size": 2}
+    neighbour_of_a_row_for_nothing(lambda loaded: executor_of(loaded, plain(recorder), overlaps=True, **options), late)
+    assert len(recorder.replayed) > 8
 
 
 def test_the_kernels_are_where_the_models_are() -> None:

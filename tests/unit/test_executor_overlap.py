@@ -21,7 +21,7 @@ from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.transfer import Readback
 from tests.fakes import FakeModel
-from tests.unit.executor_harness import VOCAB, TinyModel, prompts, reference, run, tiny
+from tests.unit.executor_harness import VOCAB, TinyModel, neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
@@ -137,7 +137,7 @@ def test_a_request_that_raises_fails_alone(backend: Backend) -> None:
 
 
 @EACH
-def test_logits_that_are_not_finite_fail_their_own_row(backend: Backend) -> None:
+def test_logits_that_are_not_finite_fail_their_own_row(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny()
     requests = work([21, 17, 9, 30, 12, 26, 8, 19], [8, 12, 6, 8, 9, 15, 4, 11])
     expected = [reference(loaded, p, n) for p, n in requests]
@@ -145,11 +145,20 @@ def test_logits_that_are_not_finite_fail_their_own_row(backend: Backend) -> None
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight[BAD] = float("nan")
     requests[0][0][7] = requests[3][0][29] = BAD
-    outputs, failures, _ = run(overlapping(loaded, backend, kv_blocks=14), requests, KNOBS)
+    executor, again = overlapping(loaded, backend, kv_blocks=14), list[Any]()
+    monkeypatch.setattr(executor, "_attempt", lambda work, *rest: again.append(work))
+    outputs, failures, _ = run(executor, requests, KNOBS)
+    assert not again, "a step was run again for blocks that had been scrubbed"
     assert set(failures) == {"0", "3"} and all(isinstance(error, StepFailedError) for error in failures.values())
     assert [o for i, o in enumerate(outputs) if i not in (0, 3)] == [
         e for i, e in enumerate(expected) if i not in (0, 3)
     ]
+
+
+@EACH
+@pytest.mark.parametrize("late", [False, True], ids=["waiting", "later"])
+def test_what_a_row_for_nothing_leaves_in_its_block_does_no_harm(backend: Backend, late: bool) -> None:
+    neighbour_of_a_row_for_nothing(lambda loaded: overlapping(loaded, backend, kv_blocks=3), late)
 
 
 @EACH

@@ -1,20 +1,37 @@
-"""The KV pool is allocated when an engine is made, and one that does not fit beside the weights is refused by name."""
+"""The KV pool is allocated when an engine is made, by what is free beside the weights and, where a device tells, the largest
+step; one that does not fit is refused by name."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from autotune.engines.own import OwnSource
+from runtime.errors import ModelError
+from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.engine import Engine
-from runtime.torch_backend import kv_pool
-from runtime.torch_backend.contract import KVLayer
+from runtime.request import SamplingParams, Sequence
+from runtime.torch_backend import backends, kv_pool
+from runtime.torch_backend.attention import AttentionBackend
+from runtime.torch_backend.backends import CPU, PLAIN, Backend
+from runtime.torch_backend.contract import KVLayer, Loaded
+from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.inputs import PackedBatch
 from runtime.torch_backend.kv_pool import KVPool, check_pool
 from runtime.torch_backend.loading import LoadedModel, from_model
+from runtime.torch_backend.pool_size import MARGIN, largest_step, pool_blocks
+from runtime.torch_backend.sampling import Columns, Sampler
 from tests.unit import loading_models
+from tests.unit.recording import Recorder
 
 
 @pytest.fixture
@@ -85,3 +102,214 @@ def test_memory_that_runs_out_while_the_pool_is_allocated(monkeypatch: pytest.Mo
         ValueError, match=r"kv_tokens is 160; memory of cpu ran out after 3 of 4 layers .* 120 tokens fit"
     ):
         KVPool(10, 16, [KVLayer((2, 8), (2, 8), torch.float32)] * 4)
+
+
+# -- on a device that tells what its memory holds ---------------------------------------------------------------------------
+
+LIMITS = KnobLimits(max_batch_size=6, token_budget=40, chunk_size=16)
+
+
+class Device:
+    """Says of its memory what it is told to say, in turn, and remembers the pools that were there when it was last asked."""
+
+    def __init__(self, *free: int, peak: int, most_tokens: int = 1 << 30) -> None:
+        self.says, self.peak_bytes, self.most_tokens = list(free), peak, most_tokens
+        self.steps: list[tuple[int, int]] = []
+        """Sequences and tokens of each."""
+        self.peaks: list[tuple[int, int]] = []
+        self._pools: list[weakref.ref[KVPool]] = []
+        self.pools_left = -1
+
+    def free(self) -> int:
+        if self._there():  # as any device that is asked
+            gc.collect()
+        self.pools_left = self._there()
+        return self.says.pop(0)
+
+    def _there(self) -> int:
+        return sum(pool() is not None for pool in self._pools)
+
+    def peak(self, call: Callable[[], object]) -> int:
+        before = len(self.steps)
+        call()
+        self.peaks += self.steps[before:]
+        return self.peak_bytes
+
+    @property
+    def backend(self) -> Backend:
+        """The CPU's, which runs whatever is asked of this device."""
+        return CPU._replace(attention=lambda pool, loaded: Watched(self, pool, loaded), memory=lambda device: self)
+
+    def watch(self, pool: KVPool) -> None:
+        self._pools.append(weakref.ref(pool))
+
+
+class Watched:
+    """The CPU's attention, which runs out of memory where a step is too large for ``device``."""
+
+    def __init__(self, device: Device, pool: KVPool, loaded: Loaded) -> None:
+        device.watch(pool)
+        self._device, self._inner = device, CPU.attention(pool, loaded)
+
+    def plan(self, batch: PackedBatch) -> Any:
+        found = self._inner.plan(batch)
+        tokens = len(batch.rows.sequences) + sum(chunk.count for chunk in batch.chunks)
+        if tokens > self._device.most_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self._device.steps.append((len(batch.rows.sequences) + len(batch.chunks), tokens))
+        return found
+
+    def run(self, *given: Any) -> torch.Tensor:
+        return self._inner.run(*given)
+
+
+def protocol_holds(watched: Watched) -> AttentionBackend:
+    return watched
+
+
+def test_the_pool_gets_what_is_free_behind_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole engine: it runs the largest step with the weights loaded, lets go of that, and allocates once."""
+    loaded = loaded_model()
+    block = 16 * loaded.kv_bytes_per_token
+    device = Device(999, 1000 * block, peak=300 * block)
+    monkeypatch.setattr(backends, "CPU", device.backend)
+    with Engine(loaded, limits=LIMITS) as engine:
+        blocks = int((1000 - 300 - 2) * (1 - MARGIN))
+        assert engine.facts.kv_tokens == blocks * 16 == 677 * 16
+        assert isinstance(engine.executor, TorchExecutor)
+        assert engine.executor.pool.bytes == (677 + 1) * block
+        assert not device.says and device.pools_left == 0, "a pool was still there when what is free was asked"
+        assert device.peaks == [(6, 40)], "as many sequences and tokens as the ceilings allow"
+        before = engine.executor.pool.bytes
+        engine.generate([[1, 2, 3]], max_tokens=3)
+        assert engine.executor.pool.bytes == before
+    assert OwnSource(loaded).default_kv_tokens() is None, "it is known when an engine has been started"
+
+
+def test_tokens_that_do_not_fit_beside_weights_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_model()
+    block = 16 * loaded.kv_bytes_per_token
+    monkeypatch.setattr(backends, "CPU", Device(0, 1 << 30, peak=(1 << 30) - 102 * block).backend)
+    with Engine(loaded, limits=LIMITS, kv_tokens=100 * 16) as engine:
+        assert engine.facts.kv_tokens == 1600
+    monkeypatch.setattr(backends, "CPU", Device(0, 1 << 30, peak=(1 << 30) - 102 * block).backend)
+    with pytest.raises(ValueError) as refused:
+        Engine(loaded, limits=LIMITS, kv_tokens=101 * 16)
+    assert str(refused.value) == (
+        "kv_tokens is 1616; that KV pool takes 0.000385 GiB, and 1 GiB of cpu are free beside the weights of llama, of which a "
+        "step of 6 sequences and 40 tokens takes 1 GiB and its graphs 0 GiB; it must be at most 1600"
+    )
+
+
+def test_no_block_is_left_beside_weights_and_step() -> None:
+    loaded = loaded_model()
+    with pytest.raises(ValueError, match=r"limits\.token_budget is 40 and limits\.max_batch_size 6; .*lower them"):
+        pool_blocks(loaded, LIMITS, 16, backend=Device(0, 5000, peak=4000).backend)
+
+
+def test_a_largest_step_that_does_not_fit_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    """Ceilings are lowered as steps run out of memory; what such a step would take is not kept free."""
+    loaded = loaded_model()
+    block = 16 * loaded.kv_bytes_per_token
+    device = Device(0, 100 * block, peak=10 * block, most_tokens=20)
+    assert pool_blocks(loaded, LIMITS, 16, backend=device.backend) == int(88 * (1 - MARGIN))
+    assert device.peaks == [(3, 20)]
+    assert "a step of 40 tokens does not fit beside the weights of llama" in caplog.text
+    with pytest.raises(ModelError, match="model llama: a step of one token does not fit beside its weights on cpu"):
+        pool_blocks(loaded, LIMITS, 16, backend=Device(peak=0, most_tokens=0).backend)
+
+
+def test_never_more_than_sequences_of_the_whole_context_fill() -> None:
+    loaded = loaded_model()
+    assert pool_blocks(loaded, LIMITS, 16, backend=Device(0, 1 << 60, peak=0).backend) == 4096 * 16
+
+
+@given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 200), st.integers(1, 100))
+def test_the_largest_step_fills_the_ceilings(batch: int, budget: int, chunk: int, context: int) -> None:
+    limits = KnobLimits(max_batch_size=batch, token_budget=budget, chunk_size=chunk)
+    plan = largest_step(limits, context, 4, 7)
+    sequences, tokens = plan.n_decode + len(plan.chunks), plan.n_decode + plan.prefill_tokens
+    assert sequences <= batch and tokens <= budget
+    assert all(part.count <= min(chunk, context) and part.samples for part in plan.chunks)
+    longest = min(chunk, context)
+    assert tokens == budget or sequences == batch == len(plan.chunks)
+    assert sequences == min(batch, budget) or (tokens == budget and len(plan.chunks) <= -(-budget // longest))
+    contexts = [s.computed + 1 for s in plan.decode_rows()]
+    assert contexts == [max(2, context), *[2] * (len(contexts) - 1)] or not contexts
+    assert plan.decode_context == sum(contexts)
+    blocks = [b for s in (*plan.decode_rows(), *(c.sequence for c in plan.chunks)) for b in s.blocks]
+    assert set(blocks) <= set(range(7))
+
+
+class Likeliest(Sampler):
+    """Greedy whatever is asked for, so that a step can be recorded."""
+
+    def choose_from(self, logits: torch.Tensor, columns: Columns, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(logits.argmax(1))
+
+    def seed_of(self, sequence: Sequence) -> int:
+        return 0
+
+    def top_k_of(self, params: SamplingParams) -> int:
+        return 0
+
+
+class Refuses(Recorder):
+    """A device that cannot record this model."""
+
+    def record(self, call: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_the_pool_leaves_room_for_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest is recorded to see what it takes, then the two largest; and once the pool is there, all of them, once."""
+    loaded = loaded_model()
+    block, recorder = 16 * loaded.kv_bytes_per_token, Recorder()
+    device = Device(900 * block, 800 * block, 795 * block, 1000 * block, peak=50 * block)
+
+    def attention(pool: KVPool, loaded: Loaded) -> AttentionBackend:
+        device.watch(pool)
+        return PLAIN.attention(pool, loaded)
+
+    recorded = PLAIN._replace(attention=attention, sampler=Likeliest, record=recorder.graphs, memory=lambda _: device)
+    monkeypatch.setattr(backends, "CPU", recorded)
+    with Engine(loaded, limits=LIMITS) as engine:
+        tables = 8 * 6 * (loaded.max_model_len // 16)
+        graphs = 100 * block + 3 * 5 * block + tables
+        assert engine.facts.kv_tokens == int((948 * block - graphs) * (1 - MARGIN)) // block * 16
+        assert engine.facts.graph_sizes == (1, 2, 4, 6)
+        assert recorder.recorded == [6, 6, 4, 6, 4, 2, 1] and not device.says and device.pools_left == 0
+        for knobs in (Knobs(5, 0, 24, 12), Knobs(2, 0, 9, 3)):
+            engine.set_knobs(knobs)
+            engine.generate([[1, 2, 3], [4, 5]], max_tokens=3)
+        assert len(recorder.recorded) == 7 and recorder.replayed, "no knob has a step recorded"
+    device.says = [900 * block, 1000 * block]
+    refuses = recorded._replace(record=Refuses().graphs)
+    assert pool_blocks(loaded, LIMITS, 16, backend=refuses) == int(948 * (1 - MARGIN)), (
+        "no graphs, and no room for them"
+    )
+
+
+def test_what_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    reserved = iter([5000, 9500])
+
+    def said(name: str, value: Callable[[], Any] = lambda: None) -> None:
+        def answer(device: object = None) -> Any:
+            asked.append(name)
+            return value()
+
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+    monkeypatch.setattr(gc, "collect", lambda: asked.append("collect"))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        said(name)
+    said("mem_get_info", lambda: (700, 1000))
+    said("memory_reserved", lambda: next(reserved))
+    said("max_memory_reserved", lambda: next(reserved))
+    memory = CUDAMemory(torch.device("cuda"))
+    assert memory.free() == 700 and asked == ["collect", "synchronize", "empty_cache", "mem_get_info"]
+    asked.clear()
+    assert memory.peak(lambda: asked.append("step")) == 4500
+    settled = ["collect", "synchronize", "empty_cache", "memory_reserved", "reset_peak_memory_stats"]
+    assert asked == [*settled, "step", "synchronize", "max_memory_reserved"]

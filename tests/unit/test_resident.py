@@ -16,9 +16,9 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.plan import DecodeSet, StepPlan
 from runtime.records import LimitedBy
 from runtime.request import Request, SamplingParams, Sequence
-from runtime.torch_backend.cuda.graphs import DecodeGraphs, batch_ladder, record_decode
+from runtime.torch_backend.cuda.graphs import DecodeGraphs, record_decode
 from runtime.torch_backend.inputs import Ints
-from runtime.torch_backend.resident import InFlight, ResidentDecode, ResidentRows
+from runtime.torch_backend.resident import InFlight, ResidentDecode, ResidentRows, batch_ladder
 from runtime.torch_backend.sampling import Columns
 from runtime.torch_backend.transfer import MARKS, Readback
 from tests.examples import examples
@@ -37,15 +37,24 @@ BLOCK, VOCAB, MOST, WIDTH, BLOCKS = 4, 89, 12, 16, 200
         (8, (1, 2, 4, 8)),
         (20, (1, 2, 4, 8, 16, 20)),
         (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
+        (100, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)),
     ],
 )
 def test_the_ladder(most: int, sizes: tuple[int, ...]) -> None:
     assert batch_ladder(most) == sizes
 
 
-def test_no_step_has_more_than_seven_rows_for_nothing() -> None:
-    ladder = batch_ladder(300)
-    assert all(min(size for size in ladder if size >= rows) - rows <= 7 for rows in range(1, 301))
+def test_a_long_ladder_has_few_sizes_and_pads_little() -> None:
+    """docs/log.md says what padding costs, and which other ladders were weighed."""
+    ladder = batch_ladder(1024)
+    assert len(ladder) == 39 and ladder[-1] == 1024 and list(ladder) == sorted(set(ladder))
+    padded = {rows: next(size for size in ladder if size >= rows) for rows in range(1, 1025)}
+    share = {rows: 1 - rows / size for rows, size in padded.items()}
+    assert max(share, key=share.__getitem__) == 9 and share[9] == 7 / 16
+    assert max(share[rows] for rows in range(65, 1025)) == share[65] == 15 / 80
+    assert max(share[rows] for rows in range(129, 1025)) == pytest.approx(0.109, abs=1e-3)
+    assert sum(share.values()) / 1024 < 0.05
+    assert len(batch_ladder(256)) == 23 and len(batch_ladder(65536)) < 1100
     with pytest.raises(ValueError, match="max_batch_size is 0; it must be at least 1"):
         batch_ladder(0)
 
@@ -96,7 +105,7 @@ class FakeCUDA:
 
 def test_a_graph_is_recorded_behind_two_calls_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCUDA(monkeypatch)
-    graphs = record_decode(2, lambda size: cuda.log.append(f"step of {size}"), torch.device("cuda"))
+    graphs = record_decode((1, 2), lambda size: cuda.log.append(f"step of {size}"), torch.device("cuda"))
     one = ["side waits for default", "on side", "step of 1", "step of 1", "end"]
     one += ["recording on side", "step of 1", "end", "default waits for side"]
     assert cuda.log == [line.replace("of 1", "of 2") for line in one] + one
@@ -159,7 +168,7 @@ class Rows:
         )
         self.decode = ResidentDecode(
             self.resident, self.model.forward, attention=self.model, sampler=self.model,
-            record=lambda most, step: self.recorder.graphs(most, step, torch.device("cpu")),
+            record=lambda step: self.recorder.graphs(batch_ladder(MOST), step, torch.device("cpu")),
         )  # fmt: skip
         self.decodes, self.step = DecodeSet(), 0
         self.made = 0
@@ -351,7 +360,7 @@ def test_a_step_of_the_same_rows_is_one_call_and_sends_nothing(monkeypatch: pyte
     rows = ResidentRows(
         MOST, WIDTH, block_size=BLOCK, pad_block=BLOCKS, scratch_block=BLOCKS + 1, sampler=model, device=DEVICE
     )
-    decode = ResidentDecode(rows, model.forward, attention=model, sampler=model, record=lambda most, step: idle)
+    decode = ResidentDecode(rows, model.forward, attention=model, sampler=model, record=lambda step: idle)
     decodes = DecodeSet()
     for at in range(5):
         sequence = Sequence(Request(f"r{at}", (1, 2, 3), SamplingParams(), 50, 0.0))

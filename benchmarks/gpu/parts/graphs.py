@@ -1,9 +1,12 @@
-"""Decode steps replayed as CUDA graphs against the same steps launched call by call: greedy tokens, request by request."""
+"""Decode steps replayed as CUDA graphs against the same steps launched call by call: greedy tokens, request by request; and what
+a ladder of graphs takes at the start of an engine."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
+import time
 from typing import Any
 
 from benchmarks.gpu.place import LeftOutError, Place
@@ -13,8 +16,11 @@ from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.executor import TorchExecutor
+from runtime.torch_backend.kv_pool import free_bytes
 from runtime.torch_backend.loading import LoadedModel, load_model
+from runtime.torch_backend.pool_size import largest_step, pool_blocks
 
+_BLOCK = 16
 _ALIKE = 0.95
 """Of the requests at least so many must agree: padding to a graph's size may choose another product kernel, whose roundings let
 two tokens that are nearly as likely change places."""
@@ -23,6 +29,8 @@ two tokens that are nearly as likely change places."""
 def run(place: Place, model: str) -> None:
     if "max_batch_size" not in inspect.signature(TorchExecutor).parameters:
         raise LeftOutError("this tree has no CUDA graphs")
+    _start(place, load_model(place.model(model), dtype=place.dtype(), device=place.device))
+    gc.collect()  # an executor's parts hold each other, and its pool
     batch, output = (3, 5) if place.dry else (37, 64)
     for dtype in ("float32",) if place.dry else ("float32", "bfloat16"):
         loaded = load_model(place.model(model), dtype=dtype, device=place.device)
@@ -34,6 +42,26 @@ def run(place: Place, model: str) -> None:
             raise RuntimeError(f"{batch - alike} of {batch} requests have other tokens with graphs, in {dtype}")
     if place.dry:
         place.keep("note", "a CPU records no graphs: both ran call by call")
+
+
+def _start(place: Place, loaded: LoadedModel) -> None:
+    """Seconds that sizing the KV pool and making an executor take, and what they leave of the device's memory."""
+    limits = KnobLimits(max_batch_size=4, token_budget=64, chunk_size=64) if place.dry else KnobLimits()
+    begun = time.perf_counter()
+    blocks = pool_blocks(loaded, limits, _BLOCK)
+    sized = time.perf_counter()
+    blocks = min(blocks, 64) if place.dry else blocks
+    executor = TorchExecutor(loaded, kv_blocks=blocks, block_size=_BLOCK, max_batch_size=limits.max_batch_size)
+    found = {
+        "sizing_s": round(sized - begun, 2),
+        "executor_s": round(time.perf_counter() - sized, 2),
+        "graphs": len(executor.graph_sizes),
+        "kv_tokens": blocks * _BLOCK,
+        "free_gib": round(free_bytes(loaded) / 2**30, 3),
+    }
+    parted = executor.execute(largest_step(limits, loaded.max_model_len, _BLOCK, blocks), 0.0, 0.0).oom
+    found |= {"largest_step_in_parts": bool(parted), "free_gib_behind_it": round(free_bytes(loaded) / 2**30, 3)}
+    place.keep("start", found)
 
 
 def _tokens(loaded: LoadedModel, batch: int, output: int, **options: Any) -> list[list[int]]:

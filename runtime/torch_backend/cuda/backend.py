@@ -15,6 +15,7 @@ from runtime.torch_backend.cuda.activation import gated
 from runtime.torch_backend.cuda.attention import paged_attention
 from runtime.torch_backend.cuda.attention_plan import AttentionPlan, PlanSizes, plan_sizes
 from runtime.torch_backend.cuda.graphs import record_decode
+from runtime.torch_backend.cuda.memory import CUDAMemory
 from runtime.torch_backend.cuda.norm import rms_norm
 from runtime.torch_backend.cuda.rope import rope_and_write
 from runtime.torch_backend.cuda.sampler import KernelSampler
@@ -188,4 +189,5 @@ CUDA = Backend(
     sampler=KernelSampler,
     record=record_decode,
     overlaps=True,
+    memory=CUDAMemory,
 )

@@ -16,16 +16,6 @@ from typing import Protocol
 import torch
 
 
-def batch_ladder(most: int) -> tuple[int, ...]:
-    """The batch sizes that graphs are recorded for: powers of two up to 8, multiples of 8, and ``most`` itself.
-
-    So at most 7 rows of a step, or half of it, are dummies. Raises ``ValueError`` below 1.
-    """
-    if most < 1:
-        raise ValueError(f"max_batch_size is {most}; it must be at least 1")
-    return tuple(sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}))
-
-
 class Capture(Protocol):
     """What records a call: the piece of CUDA that this module needs."""
 
@@ -72,6 +62,6 @@ class DecodeGraphs:
         self._replays[size]()
 
 
-def record_decode(most: int, step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
-    """Graphs of ``step`` on ``device`` for :func:`batch_ladder` up to ``most`` rows."""
-    return DecodeGraphs(batch_ladder(most), step, CUDACapture(device))
+def record_decode(sizes: tuple[int, ...], step: Callable[[int], None], device: torch.device) -> DecodeGraphs:
+    """Graphs of ``step`` on ``device`` for ``sizes``."""
+    return DecodeGraphs(sizes, step, CUDACapture(device))
