@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autotune.control.controllers.predictive.feedback import FeedbackGain
+from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 
 
 def unbudgeted(
@@ -17,9 +17,11 @@ def unbudgeted(
     return gain.value / before - 1
 
 
-def budgeted(gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True) -> float:
+def budgeted(
+    gain: FeedbackGain, *, slow: bool = False, late: bool = False, loaded: bool = True, may_miss: float = 0.0
+) -> float:
     before = gain.value
-    gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=0.99)
+    gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=0.99, worth=may_miss)
     return gain.value / before - 1
 
 
@@ -28,6 +30,16 @@ def test_where_steps_have_budgets_a_late_first_token_outweighs_slow_steps() -> N
     assert budgeted(gain, slow=True) == pytest.approx(-0.02)
     assert budgeted(gain, slow=True) == pytest.approx(-0.02)
     assert budgeted(gain, slow=True, late=True) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("relief", "missed"), [(0.0, 0.01), (0.5, 0.01), (0.75, 0.03), (0.8, 0.04), (0.9, 0.05), (1.0, 0.05)]
+)
+def test_where_steps_have_budgets_more_may_miss_the_more_shorter_steps_cost(relief: float, missed: float) -> None:
+    """It settles where as many miss as the way back says: of a hundred requests that share lowers it, the rest raise it."""
+    gain = FeedbackGain()
+    budgeted(gain, slow=True)
+    assert budgeted(gain, may_miss=worth_missing(relief)) == pytest.approx(0.02 * missed)
 
 
 def test_where_steps_have_budgets_and_late_requests_leave_nothing_makes_steps_longer_than_the_target() -> None:

@@ -10,6 +10,7 @@ AHEAD = 0.5  # share of what the tightest request is ahead of its schedule that 
 BEHIND = 0.5  # of the step-time target: what a step may take at least, however late decodes are
 RATE = 0.02  # by how much of itself one request moves the gain
 GAIN = (0.6, 4.0)  # bounds of the gain
+MISSED = (0.01, 0.05)  # share of requests that may miss a step-time target under load, at least and at most
 BUSY = 0.9  # share of the time that may go into steps with prompts (M9, M10)
 LONG = 1.0  # what a second of a step beyond the target counts beside a second of the mean gap (M9, M10)
 DEMAND_S = 5.0  # memory of the demand (M2, M4, M9, M10, M14)
@@ -47,6 +48,10 @@ ENTRIES = 2  # times that one was entered before it counts
 AGE = 5000  # steps after which it may have gone
 REST_S = 10.0  # in which the gain returns to 1 while demand is the limit, by e
 UNRELIABLE = 0.3  # mean relative error of predictions from which on they say nothing of the rate of prompts
+
+# Chosen on the loads of benchmarks.vllm_live in virtual time, on M9 and M5 with stalls, seeds 1 and 2, and on the busy host.
+
+SCATTER = 0.01  # half of how much the TPOT of requests scatters about the target of their steps, relative
 
 # Not tuned: windows, and bounds on what is said without proof.
 

@@ -44,7 +44,7 @@ from typing import Any
 
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive import constants
-from autotune.control.controllers.predictive.feedback import FeedbackGain
+from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
 from autotune.control.controllers.predictive.step_size import full_step
@@ -140,7 +140,12 @@ class PredictiveController:
             late = 1e3 * usual <= targets.ttft
         loaded = self._traffic.bound > 0.1
         if self._budgeted:
-            self._gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment)
+            worth = 0.0
+            if self._unsteady:  # then misses say little of how long steps are
+                worth = math.inf
+            elif loaded and self._gain.value < 1:
+                worth = worth_missing(self._relief)
+            self._gain.budgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, worth=worth)
         else:
             relief = self._relief if late else 0.0
             self._gain.unbudgeted(slow=slow, late=late, loaded=loaded, attainment=slo.attainment, relief=relief)

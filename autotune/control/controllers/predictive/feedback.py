@@ -7,8 +7,11 @@ Formula. Each request that ends, and has a TPOT target, moves the factor k by a 
 - where knobs alone hold: down by 1 for a TPOT missed, or an ITL. A TTFT missed moves it up by ``relief`` (0 to 1), how much
   faster, as a share, prompts would be computed in larger steps: where a step costs little beside its tokens, larger ones help
   no queue;
-- either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a twentieth with budgets and a
-  hundredth without, where a step at the target is one at the limit.
+- either way, while load binds and nothing is missed below 1: up by 1 − attainment, at least a hundredth. So k settles where that
+  share of the requests misses. With budgets it is up to a twentieth, by how much throughput shorter steps cost: a step 1% shorter
+  computes e% fewer prompt tokens a second, e = relief ÷ (1 − relief), and where the TPOT of requests scatters by σ about it,
+  what is gained and what is missed are level when about e·σ/2 miss (``SCATTER`` is σ/2). While the speed of the machine keeps
+  changing, it is a twentieth: misses then say little of how long steps are.
 
 While demand is what limits, k above 1 goes back to it, by e in ten seconds: what a burst taught is not true of what comes after.
 k stays in 0.6 to 4; with budgets in 0.6 to 1 once late requests have been rejected or timed out. Where those leave, longer steps
@@ -22,6 +25,11 @@ from __future__ import annotations
 import math
 
 from autotune.control.controllers.predictive import constants
+
+
+def worth_missing(relief: float) -> float:
+    """Share of requests that may miss a target before shorter steps gain more than they cost: e·σ/2 of the module."""
+    return constants.SCATTER * relief / (1 - relief) if relief < 1 else math.inf
 
 
 class FeedbackGain:
@@ -43,14 +51,16 @@ class FeedbackGain:
         if self.value > 1:
             self.value = 1 + (self.value - 1) * math.exp(-seconds / constants.REST_S)
 
-    def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float) -> None:
-        """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget."""
-        by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, 0.05))
+    def budgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, worth: float) -> None:
+        """A request has ended that was ``slow`` (TPOT) or ``late`` (TTFT), while each step had its own budget. ``worth``: the
+        share of misses that costs what shorter steps would, see :func:`worth_missing`."""
+        least, most = constants.MISSED
+        by = 1.0 if late else -1.0 if slow else self._back(loaded, max(1 - attainment, min(max(worth, least), most)))
         self._move(by, 1.0 if self.sheds else constants.GAIN[1])
 
     def unbudgeted(self, *, slow: bool, late: bool, loaded: bool, attainment: float, relief: float) -> None:
         """The same while knobs alone held."""
-        self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, 0.01)))
+        self._move(-1.0 if slow else relief if late else self._back(loaded, max(1 - attainment, constants.MISSED[0])))
 
     def _back(self, loaded: bool, by: float) -> float:
         # without load, a target that is met says nothing about the limit
