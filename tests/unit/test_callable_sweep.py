@@ -6,12 +6,12 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState, create_trial
 
 import autotune
 from autotune.cli.main import run
@@ -174,6 +174,12 @@ def test_stopped_at_once_nothing_was_tried() -> None:
     assert found.stopped and not found.simulated and not found.runs
 
 
+@pytest.fixture
+def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few in a simulation to find the best setting by, enough for all that happens on the way."""
+    monkeypatch.setattr("autotune.profiling.callable._SIMULATED_ITEMS", 100)
+
+
 class Notes(Silent):
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -203,6 +209,7 @@ class Tireless(CallableTarget):
         return Measured(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
 
 
+@pytest.mark.usefixtures("few_items")
 def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
     target, notes, still = Tireless(ticking), Notes(), VirtualClock()
@@ -219,24 +226,36 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert ranked(second) == ranked(first)
 
 
+@pytest.mark.usefixtures("few_items")
 def test_a_study_of_the_version_before_is_gone_on_with() -> None:
-    """Its plan was a fact, not a result; what it measured is under the same keys."""
+    """Its measurements had no number, for there was one of each; its plan gave the rate's reason in words, and fewer seeds."""
     ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
     target, before, still = Tireless(ticking), new_study(), VirtualClock()
-    first = CallableSession(target, asked, study, Silent(), host=still).run()
+    first, runs = CallableSession(target, asked, study, Silent(), host=still).run(), 0
     for key, result in study.measurements.results():
-        if key != "plan":
-            before.measured(key, partial(dict, result))
+        if key == "plan":
+            del result["speed"]
+            result |= {"rate_from": "as requested", "validation_seeds": [1, 2], "simulated_seeds": [1]}
+        if key.startswith("run/") and key.endswith("/0"):
+            runs, key = runs + 1, key.removesuffix("/0")
+        elif not key.startswith(("calls/", "trials/", "plan")):
+            continue
+        attrs = {"key": key, "result": result}
+        before._study.add_trial(create_trial(state=TrialState.COMPLETE, value=0.0, user_attrs=attrs))
     for fact in ("calibrated", "spent"):
         before.put(fact, study.get(fact))
-    before.put("plan", {"settings": [], "window_s": 1.0, "warmup_s": 0.1, "each_s": 2.0, "tried": 9})
     target.tried.clear()
     ticking.sizes.clear()
     second = CallableSession(target, asked, before, Silent(), host=still).run()
-    assert target.tried == [] and ticking.sizes == []
-    assert (second.setup, second.runs) == (first.setup, first.runs)
+    assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
+    assert second.setup == first.setup and runs == 3
+    assert {key: run.score for key, run in second.measured.items()} == {
+        key: run.score for key, run in first.measured.items()
+    }
+    assert [p.setting for p in ranked(second)] == [p.setting for p in ranked(first)]
 
 
+@pytest.mark.usefixtures("few_items")
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
     class Lasting(Tireless):
         def measure(self, *rest: Any, **options: Any) -> Measured:
@@ -244,7 +263,7 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
             return super().measure(*rest, **options)
 
     ticking, study = Ticking(0.001, 0.0), new_study()
-    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 60.0, most=2), trials=2), Lasting(ticking)
+    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 20.0, most=2), trials=2), Lasting(ticking)
     typical = []
     for _ in range(2):
         session = CallableSession(target, asked, study, Silent(), host=VirtualClock())
@@ -274,6 +293,7 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
     assert (paired.stage, paired.batcher_setting, paired.score) == ("simulation", ONE_AT_A_TIME, run.score)
 
 
+@pytest.mark.usefixtures("few_items")
 def test_a_setting_that_fails_is_left_out() -> None:
     class Failing(Tireless):
         def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
