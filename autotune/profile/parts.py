@@ -144,7 +144,7 @@ class EngineFacts(Part):
 
 
 class LoadFacts(Part):
-    """The load settings were compared under. Of a callable each input is a prompt of ``cost`` tokens, its result one token."""
+    """The load settings were compared under. An input of a callable is a prompt as long as it costs, its result one token."""
 
     spec: Text = Field(description="the workload; reads back as --workload")
     description: str

@@ -46,7 +46,7 @@ def callable_from_1(data: Fields) -> Fields:
     window = None  # s, of all the runs of the first point
     if figures and all(isinstance(figure, int | float) and figure > 0 for figure in figures):
         window = figures[1] / figures[2]
-    seeds = {n for p in points if p.get("source") == "measured" for n in p.get("seeds") or () if isinstance(n, int)}
+    known = [p["seeds"] for p in points if p.get("source") == "measured" and isinstance(p.get("seeds"), list)]
     data["service"] = service | {name: load.pop(name) for name in ("capacity", "capacity_size") if name in load}
     data["workload"] = {
         "spec": "poisson:rate=1,prompt=1,output=1",
@@ -58,7 +58,7 @@ def callable_from_1(data: Fields) -> Fields:
         "mean_output": 1.0,
         "offered_rate": figures[0] / window if window else load.get("rate"),
         "search_seed": load.pop("seed", 0),
-        "validation_seeds": sorted(seeds),
+        "validation_seeds": sorted({seed for seeds in known for seed in seeds if isinstance(seed, int)}),
     } | load
     if load.get("window_s") == 0:  # nothing was measured: the window that was simulated
         data["workload"]["window_s"] = window or 1.0
