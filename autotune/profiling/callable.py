@@ -11,7 +11,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +29,7 @@ from autotune.profiling.reporting import Reporter
 from autotune.profiling.session import Sweep
 from autotune.profiling.setup import Comparison
 from autotune.profiling.simulator import PAIRED
-from autotune.profiling.stages.candidates import SPEEDS, Candidate, around, candidate, kept_candidates
+from autotune.profiling.stages.candidates import Candidate, around, candidate, kept_candidates
 from autotune.profiling.stages.race import Race
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
@@ -59,21 +59,17 @@ _SIMULATED_ITEMS = 2000
 _SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
 _MEASURED, _RUNS = 4, 2  # settings, unless a number is asked for, and runs that windows are sized for of each
 _SEEDS = 6  # to measure under
+_SHORT_S = 5.0  # to measure a setting: where there is less, fewer are
 _SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
 _SIMULATED_SEED, _FRESH_SEED, _MEASURED_SEED = 1_000_003, 1_500_003, 2_000_003  # to the seed of the question
 _UNSEEN = 1 << 16  # to the seed of a load nobody measures
-_PLAN = "plan"
 
 
 class CallableSetup(Comparison):
-    """What the calibration of a callable decided, and what may be measured after simulating.
-
-    ``capacity``: items/s in calls of ``capacity_size``; ``chosen``: the candidates.
-    """
+    """What the calibration of a callable decided. ``capacity``: items/s in calls of ``capacity_size``."""
 
     capacity: float
     capacity_size: int
-    chosen: tuple[BatcherSetting, ...] = ()
 
     @property
     def e2e_ms(self) -> float:
@@ -349,8 +345,6 @@ class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
 class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
     """Profiles a callable. Its rate follows from the calibration. The best few settings by simulation, and the batcher as it
     comes, are candidates of the race.
-
-    A study of an earlier session goes on with what that had planned to measure.
     """
 
     begun_with = "calls/1"
@@ -365,62 +359,45 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         stop: Callable[[], bool] | None = None,
         host: Clock | None = None,
     ) -> None:
-        budget = question.budget_s
+        budget, self._count, each = question.budget_s, question.trials or _MEASURED, _UNBOUNDED_S
+        if budget is not None:
+            left = (1 - _CALIBRATING - _SIMULATING) * budget
+            self._count = min(self._count, max(2, int(left / _SHORT_S)))
+            each = left / (_RUNS * self._count)
+        warmup = min(2.0, each / 5)
         schedule = Schedule(
             budget,
-            window_s=0.0,  # of what time is left after simulating
-            warmup_s=0.0,
+            window_s=min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2)),
+            warmup_s=warmup,
             calibrate_s=CALIBRATE_S if budget is None else _CALIBRATING * budget,
             simulate_s=None if budget is None else _SIMULATING * budget,
         )
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: CallableSetup) -> CallableSetup:
-        """The one it has; no other is looked for. As an earlier session planned to measure at it, if one came as far."""
+        """The one it has; no other is looked for. A study of the version before goes on with the windows it had planned."""
         why = why_rate(setup.rate_from, setup.rate, setup.capacity)
         self._context.reporter.note(f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({why})")
-        planned = self._context.study.measurements.find(_PLAN)
-        if planned is None:
-            return setup
-        now = setup.model_dump(
-            include={"rate_from", "validation_seeds", "simulated_seeds"}
-        )  # were others in earlier versions
-        return CallableSetup.model_validate(planned | now)
+        planned = self._context.study.measurements.find("plan") or {}
+        return setup.model_copy(update={name: planned[name] for name in ("window_s", "warmup_s") if name in planned})
 
     def _measure(self, setup: CallableSetup) -> None:
         context = self._context
         context.check()
         context.reporter.stage("measuring")
-        if not setup.chosen:
-            setup = context.stored(_PLAN, setup, lambda: self._planned(setup))
-        context.found.setup = setup
-        context.schedule = replace(context.schedule, window_s=setup.window_s, warmup_s=setup.warmup_s)
         context.recall()
         CallableRace(context, setup, self._candidates(setup), end=context.question.budget_s).run()
 
     def _candidates(self, setup: CallableSetup) -> list[Candidate]:
-        """The chosen, simulated under a seed that the search has not seen."""
+        """The best by simulation, and the batcher as it comes; simulated again under a seed that the search has not seen."""
+        context = self._context
+        best_first = Objective.under(setup).ranked(callable_points(context.found.simulated))
+        chosen = choose([point.setting for point in best_first], self._count)
 
         def simulated() -> list[Candidate]:
-            simulators = around(self._context, setup)
-            return [candidate(str(setting), setting, simulators, setup) for setting in setup.chosen]
+            return [candidate(str(setting), setting, around(context, setup), setup) for setting in chosen]
 
-        return kept_candidates(self._context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
-
-    def _planned(self, setup: CallableSetup) -> CallableSetup:
-        """``setup`` with as many candidates as were asked for, or as there is time for, and how long each is measured."""
-        context, found, question = self._context, self._context.found, self._context.question
-        left = _RUNS * _MEASURED * _UNBOUNDED_S
-        count = question.trials or _MEASURED
-        if question.budget_s is not None:
-            left = max(0.0, question.budget_s - context.meter.spent_s - _SHORTEST_S)
-            count = min(count, max(2, int(left / 5)))
-        chosen = choose([point.setting for point in ranked(found)], count)
-        simulating = len(chosen) * len(SPEEDS) * found.cpu_s / len(found.simulated)  # of the candidates
-        each = max(left / 2, left - simulating) / (_RUNS * len(chosen))
-        warmup = min(2.0, each / 5)
-        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
-        return setup.model_copy(update={"chosen": tuple(chosen), "window_s": window, "warmup_s": warmup})
+        return kept_candidates(context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
 
 
 def _digest(paths: Sequence[Path]) -> str:

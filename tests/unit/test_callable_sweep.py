@@ -70,6 +70,16 @@ def test_a_few_dear_inputs_do_not_end_the_doubling() -> None:
     assert found.largest == 8 and "8 takes" in found.ended and "on average" in found.ended
 
 
+def test_a_machine_of_another_speed_takes_the_inverse_of_it_for_every_part_of_a_call() -> None:
+    ticking = Ticking(0.020, 0.002, 0.0001)
+    found = calibrated(ticking, subject(ticking, range(10, 200, 7), by_length=True))
+    slower = found.at_speed(0.5)
+    assert slower.price == pytest.approx([2 * seconds for seconds in found.price])
+    assert (
+        slower.capacity(50, 10.0)[0] == pytest.approx(found.capacity(50, 10.0)[0] / 2) and found.at_speed(1.0) == found
+    )
+
+
 def test_memory_ends_the_doubling() -> None:
     ticking = Ticking(0.020, 0.002)
 
@@ -211,7 +221,7 @@ class Tireless(CallableTarget):
 
 @pytest.mark.usefixtures("few_items")
 def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, notes, still = Tireless(ticking), Notes(), VirtualClock()
     first = CallableSession(target, asked, study, notes, host=still).run()
     assert notes.begun == ["calibrating", "simulating", "measuring"]
@@ -228,18 +238,14 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
 
 @pytest.mark.usefixtures("few_items")
 def test_a_study_of_the_version_before_is_gone_on_with() -> None:
-    """Its measurements had no number, for there was one of each; its plan gave the rate's reason in words, and fewer seeds."""
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    """Its measurements had no number, for there was one of each, and it had planned how long each is."""
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, before, still = Tireless(ticking), new_study(), VirtualClock()
-    first, runs = CallableSession(target, asked, study, Silent(), host=still).run(), 0
-    for key, result in study.measurements.results():
-        if key == "plan":
-            del result["speed"]
-            result |= {"rate_from": "as requested", "validation_seeds": [1, 2], "simulated_seeds": [1]}
-        if key.startswith("run/") and key.endswith("/0"):
-            runs, key = runs + 1, key.removesuffix("/0")
-        elif not key.startswith(("calls/", "trials/", "plan")):
-            continue
+    first, known = CallableSession(target, asked, study, Silent(), host=still).run(), study.measurements.results()
+    kept = [(key, result) for key, result in known if key.startswith(("calls/", "trials/"))]
+    kept += [(key[:-2], result) for key, result in known if key.startswith("run/") and key.endswith("/0")]
+    kept.append(("plan", {"window_s": 1.25, "warmup_s": 0.25, "rate_from": "as requested", "chosen": []}))
+    for key, result in kept:
         attrs = {"key": key, "result": result}
         before._study.add_trial(create_trial(state=TrialState.COMPLETE, value=0.0, user_attrs=attrs))
     for fact in ("calibrated", "spent"):
@@ -248,10 +254,9 @@ def test_a_study_of_the_version_before_is_gone_on_with() -> None:
     ticking.sizes.clear()
     second = CallableSession(target, asked, before, Silent(), host=still).run()
     assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
-    assert second.setup == first.setup and runs == 3
-    assert {key: run.score for key, run in second.measured.items()} == {
-        key: run.score for key, run in first.measured.items()
-    }
+    assert second.setup is not None and (second.setup.window_s, second.setup.warmup_s) == (1.25, 0.25)
+    once = {key: run for key, run in first.measured.items() if key.endswith("/0")}
+    assert len(once) == 3 and once.items() <= second.measured.items() and len(second.measured) == 4
     assert [p.setting for p in ranked(second)] == [p.setting for p in ranked(first)]
 
 
@@ -294,6 +299,30 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
 
 
 @pytest.mark.usefixtures("few_items")
+def test_what_serves_less_than_its_simulation_is_not_recommended_and_the_race_says_how_sure_it_is() -> None:
+    class Misjudged(Tireless):
+        """The simulation's favourite takes three times as long as calibrated."""
+
+        def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+            super().measure(setting, load, setup, **options)
+            cost = self.cost.at_speed(0.3) if setting == AS_IT_COMES else self.cost
+            return Measured(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
+
+    asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
+    target = Misjudged(Ticking(0.020, 0.002))
+    found = CallableSession(target, asked, new_study(), Silent(), host=VirtualClock()).run()
+    tried = [setting for what, setting in target.tried if what == "validation"]
+    assert tried[:2] == [AS_IT_COMES] * 2, "the best by simulation, and a repeat for the noise"
+    best, *others = ranked(found)
+    assert best.setting != AS_IT_COMES and best.attainment > 0.9 and AS_IT_COMES in [p.setting for p in others]
+    assert len(set(best.seeds)) >= 2, "what is recommended has met more than one sample of arrivals"
+    assert found.confidence is not None and found.confidence.best > 0.9
+    assert found.baseline == AS_IT_COMES and set(found.expected) == set(tried)
+    keys = list(found.measured)
+    assert len(keys) == len(set(keys)) == len(tried) <= 16
+
+
+@pytest.mark.usefixtures("few_items")
 def test_a_setting_that_fails_is_left_out() -> None:
     class Failing(Tireless):
         def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
@@ -303,7 +332,7 @@ def test_a_setting_that_fails_is_left_out() -> None:
             return found
 
     def profiled(reporter: Silent) -> list[CallablePoint]:
-        asked = question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+        asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
         return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
 
     target, notes = Failing(Ticking(0.001, 0.0)), Notes()

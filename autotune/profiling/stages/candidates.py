@@ -26,7 +26,7 @@ MOST = 16
 _FEWEST = 4
 _NEARLY = 0.95  # of the best goodput: where what else a setting is good at decides
 SLOWEST, FASTEST = 0.95, 1.05  # in units of the speed that is taken for true
-SPEEDS = (SLOWEST, 1.0, FASTEST)
+_SPEEDS = (SLOWEST, 1.0, FASTEST)
 
 
 class Candidate(Part):
@@ -129,7 +129,7 @@ def pairs(seeds: Sequence[int]) -> list[tuple[int, int]]:
     Of six loads speed is not correlated with load, and neither extreme meets the slowest machine: that would be a rare day.
     """
     if len(seeds) == 1:
-        return [(seeds[0], speed) for speed in range(len(SPEEDS))]
+        return [(seeds[0], speed) for speed in range(len(_SPEEDS))]
     order = {2: (1, 1), 3: (1, 0, 2)}.get(len(seeds), (1, 0, 2, 2, 0, 1))
     return list(zip(seeds, order, strict=True))
 
@@ -151,7 +151,7 @@ def baseline_of(context: Context[SettingT, SetupT, CostT, SpaceT], found: Sequen
 
 def around(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT) -> list[Simulates[SettingT]]:
     """At the speeds the hardware may have."""
-    return [context.simulator(setup.model_copy(update={"speed": factor * setup.speed})) for factor in SPEEDS]
+    return [context.simulator(setup.model_copy(update={"speed": factor * setup.speed})) for factor in _SPEEDS]
 
 
 def candidate(label: str, setting: SettingT, simulators: Sequence[Simulates[SettingT]], setup: Comparison) -> Candidate:

@@ -200,7 +200,10 @@ class Race(Generic[SettingT, SetupT, CostT, SpaceT]):
 
     def _next(self) -> int | None:
         index = None if self._counts.total() >= self._most else self._wanted()
-        if index is None or (self._must <= 0 and not self._context.in_time(self._end, self._request(index))):
+        if index is None:
+            return None
+        optional = self._must <= 0 and bool(self._runs or self._before)  # something is measured however late it is
+        if optional and not self._context.in_time(self._end, self._request(index)):
             return None
         if self._opening:
             self._must -= 1
