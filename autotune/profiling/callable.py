@@ -330,11 +330,7 @@ class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
     goes on until that is plain."""
 
     def _unsettled(self) -> int | None:
-        """A second setting, where there was but one; then the choice, until it has met enough arrivals to say that it meets the
-        SLO or violates it."""
-        unseen = [i for i in range(len(self._candidates)) if i not in self._counts]
-        if len(self._posterior.measured) == 1 and unseen:
-            return unseen[0]
+        """The choice, until it has met arrivals enough to say that it meets the SLO or violates it."""
         self._conclude()
         choice, objective = self._choice(), self._objective
         point = by_setting(self._validated())[self._candidates[choice].setting]

@@ -154,7 +154,7 @@ class Race(Generic[SettingT, SetupT, CostT, SpaceT]):
     # -- what is measured next --------------------------------------------------------------------------------------------
 
     def _first_looks(self) -> list[int]:
-        """The best, twice; the baseline; the most headroom and the most throughput, where they are others.
+        """The best, twice; the baseline; the most headroom and the most throughput, where they are others; else the second best.
 
         Noise comes first. Only where there is no time for three measurements, the baseline comes before the repeat: two settings
         compared tell more than one measured twice.
@@ -170,6 +170,9 @@ class Race(Generic[SettingT, SetupT, CostT, SpaceT]):
         for index in (quick, full):
             if not any(alike(chosen[index].setting, chosen[known].setting) for known in (best, *others)):
                 others.append(index)
+        if not others and not self._tried:
+            rest = [index for index in range(len(chosen)) if index != best]
+            others = sorted(rest, key=lambda index: self._objective.order(chosen[index].point), reverse=True)[:1]
         others = [index for index in others if index not in self._tried]
         if trials is not None:
             left = max(0, trials - 1 - len(self._tried))
