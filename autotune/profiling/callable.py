@@ -326,11 +326,15 @@ def items(load: Load, costs: Sequence[int]) -> list[Item]:
 
 
 class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
-    """The race among settings of a callable. No capacity is looked for behind it, which would show what the choice can do, so it
-    goes on until that is plain."""
+    """The race among settings of a callable. They are few and no capacity is looked for behind it, so what time is left is
+    theirs."""
 
     def _unsettled(self) -> int | None:
-        """The choice, until it has met arrivals enough to say that it meets the SLO or violates it."""
+        """What was measured but once or not at all, for that may have been a bad minute; then the choice, until it has met
+        arrivals enough to say that it meets the SLO or violates it."""
+        few = [i for i in range(len(self._candidates)) if self._counts[i] < _RUNS and i not in self._failed]
+        if few:
+            return max(few, key=self._posterior.expected)
         self._conclude()
         choice, objective = self._choice(), self._objective
         point = by_setting(self._validated())[self._candidates[choice].setting]

@@ -225,7 +225,7 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     target, notes, still = Tireless(ticking), Notes(), VirtualClock()
     first = CallableSession(target, asked, study, notes, host=still).run()
     assert notes.begun == ["calibrating", "simulating", "measuring"]
-    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 4
+    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 5
     target.tried.clear()
     ticking.sizes.clear()
     again = Notes()
@@ -256,7 +256,7 @@ def test_a_study_of_the_version_before_is_gone_on_with() -> None:
     assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
     assert second.setup is not None and (second.setup.window_s, second.setup.warmup_s) == (1.25, 0.25)
     once = {key: run for key, run in first.measured.items() if key.endswith("/0")}
-    assert len(once) == 3 and once.items() <= second.measured.items() and len(second.measured) == 4
+    assert len(once) == 4 and once.items() <= second.measured.items() and len(second.measured) == 5
     assert [p.setting for p in ranked(second)] == [p.setting for p in ranked(first)]
 
 
@@ -272,9 +272,9 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
     typical = []
     for _ in range(2):
         session = CallableSession(target, asked, study, Silent(), host=VirtualClock())
-        assert len(session.run().runs) == 4
+        assert len(session.run().runs) == 5
         typical.append(session._context.meter.typical(9.0))
-    assert typical == [pytest.approx((4 + 2 + 2 + 2) / 4), 9.0], "the first has the warm-up in it"
+    assert typical == [pytest.approx((4 + 2 + 2 + 2 + 2) / 5), 9.0], "the first has the warm-up in it"
 
 
 def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
