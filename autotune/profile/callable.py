@@ -12,18 +12,20 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from autotune.cost.fields import AboveZero, Amount, Count, Positive, Text
-from autotune.profile import KnobsField, Machine, Part, Profile, SLOField, Software, load_profile
+from autotune.profile import Confidence, KnobsField, LoadFacts, Machine, Part, Profile, SLOField, Software, load_profile
 from autotune.profile.complaints import checked
 from autotune.profile.fields import Moment, shortened
 from autotune.profile.parts import Tally
 from autotune.profile.schema import schema_of
 from autotune.profile.text import dump_yaml, read_yaml
-from autotune.profile.versions import version_of
+from autotune.profile.versions import CALLABLE_STEPS, CALLABLE_VERSION, migrated
 from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS
+from runtime.knobs import KNOBS, Knobs
 
-SCHEMA_VERSION = 1
+MOST_RATE = 1000.0
+"""Items/s that are offered unless asked for: one process sends these on time."""
+
 StrategyName = Literal["adaptive", "dynamic"]
 
 
@@ -39,6 +41,11 @@ class BatcherSetting(NamedTuple):
     def as_dict(self) -> dict[str, float]:
         """Its numbers: those of the knobs."""
         return self.knobs.as_dict()
+
+
+def setting_of(knobs: Knobs, strategy: StrategyName | None) -> Knobs | BatcherSetting:
+    """A setting of an engine, or of a batcher where there is a strategy."""
+    return knobs if strategy is None else BatcherSetting(strategy, knobs)
 
 
 class Inputs(Part):
@@ -69,18 +76,17 @@ class ServiceTime(Part):
     beside: AboveZero = Field(default=1.0, description="how many times as long a call takes while all workers call")
     largest: Positive = Field(description="items of the largest call tried")
     ended: Text = Field(description="why no larger one was tried")
+    capacity: AboveZero = Field(description="items/s that it can do in calls short enough for the SLO")
+    capacity_size: Positive = Field(description="items in such a call")
 
 
-class CallableLoad(Part):
-    """Under what the settings were compared. ``capacity``: items/s by calibration, in calls short enough for the SLO."""
-
-    rate: AboveZero
-    rate_from: Text
-    capacity: AboveZero
-    capacity_size: Positive
-    window_s: Amount = Field(description="of each measured run; 0 when nothing was measured")
-    warmup_s: Amount
-    seed: Count
+def why_rate(rate_from: str, rate: float, capacity: float) -> str:
+    """Why a callable that can do so many items/s is offered ``rate``."""
+    if rate_from == "user":
+        return "as requested"
+    if rate == MOST_RATE:
+        return "the most that is offered unless --rate asks for more"
+    return f"{rate / capacity:.0%} of what it can do inside the SLO"
 
 
 class _Tried(Part):
@@ -111,7 +117,7 @@ class CallableProfile(Part):
     """One profiling run of one callable, and the setting it recommends."""
 
     kind: Literal["callable"]
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     name: Text
     created: Moment
     command: str = Field(description="what was typed")
@@ -128,11 +134,14 @@ class CallableProfile(Part):
     knobs: KnobsField = Field(description="the recommended setting")
     replicas: Positive = Field(default=1, description="workers that called the function at a time")
     service: ServiceTime
-    load: CallableLoad
+    workload: LoadFacts
     points: tuple[CallablePoint, ...] = Field(min_length=1, description="what was tried, the recommended setting first")
     simulated: Count = Field(description="how many settings were simulated")
     verdict: Text
     slo_met: bool
+    confidence: Confidence | None = Field(
+        default=None, description="null: nothing was measured, or by an earlier version"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> CallableProfile:
@@ -140,6 +149,11 @@ class CallableProfile(Part):
         if (first.strategy, first.knobs) != (self.strategy, self.knobs):
             raise ValueError(f"knobs are {self.strategy} {self.knobs}; they must be those of the first of points")
         return self
+
+    @property
+    def why_rate(self) -> str:
+        """Why settings were compared at its rate, in words."""
+        return why_rate(self.workload.rate_from, self.workload.rate, self.service.capacity)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -152,7 +166,7 @@ class CallableProfile(Part):
 @functools.cache
 def callable_schema() -> dict[str, Any]:
     """JSON Schema of the file, for editors and other programs."""
-    return schema_of(CallableProfile, f"autotune profile of a callable, schema version {SCHEMA_VERSION}")
+    return schema_of(CallableProfile, f"autotune profile of a callable, schema version {CALLABLE_VERSION}")
 
 
 def save_callable_profile(profile: CallableProfile, path: Path) -> None:
@@ -168,8 +182,7 @@ def load_callable_profile(path: str | Path) -> CallableProfile:
         raise InputError(
             f"{path}: is not the profile of a callable (kind is {kind}); `autotune profile --callable` makes one"
         )
-    version_of(data, path, SCHEMA_VERSION)
-    return checked(CallableProfile, data, path, callable_schema())
+    return checked(CallableProfile, migrated(data, path, CALLABLE_STEPS), path, callable_schema())
 
 
 def load_either(path: str | Path) -> Profile | CallableProfile:

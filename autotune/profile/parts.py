@@ -144,14 +144,14 @@ class EngineFacts(Part):
 
 
 class LoadFacts(Part):
-    """The load settings were compared under."""
+    """The load settings were compared under. An input of a callable is a prompt as long as it costs, its result one token."""
 
     spec: Text = Field(description="the workload; reads back as --workload")
     description: str
     length_scale: AboveZero = Field(description="what the workload's lengths were multiplied by")
     cap_prompt: Positive | None = Field(description="longest prompt, tokens")
     cap_output: Positive | None = Field(description="longest output, tokens")
-    mean_prompt: Amount = Field(description="tokens")
+    mean_prompt: Amount = Field(description="tokens; of a callable the cost of an input")
     mean_output: Amount = Field(description="tokens")
     rate: Rate = Field(description="requests/s where settings were compared")
     offered_rate: Amount = Field(description="requests/s that came in the windows of the recommended setting")

@@ -36,10 +36,48 @@ def from_2(data: Fields) -> Fields:
     return data
 
 
-STEPS: Mapping[int, Callable[[Fields], Fields]] = {1: from_1, 2: from_2}
+def callable_from_1(data: Fields) -> Fields:
+    """Version 1 of a callable's profile had a ``load`` of its own, which also held what the function can do."""
+    load, service, inputs, points = (data.get(name) for name in ("load", "service", "inputs", "points"))
+    if not isinstance(load, dict) or not isinstance(service, dict):
+        return data
+    load, points = dict(load), [p for p in points if isinstance(p, dict)] if isinstance(points, list) else []
+    figures = [points[0].get(name) for name in ("offered", "met", "goodput")] if points else []
+    window = None  # s, of all the runs of the first point
+    if figures and all(isinstance(figure, int | float) and figure > 0 for figure in figures):
+        window = figures[1] / figures[2]
+    known = [p["seeds"] for p in points if p.get("source") == "measured" and isinstance(p.get("seeds"), list)]
+    data["service"] = service | {name: load.pop(name) for name in ("capacity", "capacity_size") if name in load}
+    data["workload"] = {
+        "spec": "poisson:rate=1,prompt=1,output=1",
+        "description": "independent users, exponential gaps",
+        "length_scale": 1.0,
+        "cap_prompt": None,
+        "cap_output": None,
+        "mean_prompt": inputs.get("mean_cost") if isinstance(inputs, dict) else None,
+        "mean_output": 1.0,
+        "offered_rate": figures[0] / window if window else load.get("rate"),
+        "search_seed": load.pop("seed", 0),
+        "validation_seeds": sorted({seed for seeds in known for seed in seeds if isinstance(seed, int)}),
+    } | load
+    if load.get("window_s") == 0:  # nothing was measured: the window that was simulated
+        data["workload"]["window_s"] = window or 1.0
+    if "rate_from" in load:
+        data["workload"]["rate_from"] = "user" if load["rate_from"] == "as requested" else "calibration"
+    del data["load"]
+    return data
+
+
+Steps = Mapping[int, Callable[[Fields], Fields]]
+
+STEPS: Steps = {1: from_1, 2: from_2}
 """From each earlier version to the one after it."""
 
+CALLABLE_STEPS: Steps = {1: callable_from_1}
+"""The same of a callable's profile."""
+
 SCHEMA_VERSION = max(STEPS) + 1
+CALLABLE_VERSION = max(CALLABLE_STEPS) + 1
 
 
 def version_of(data: Mapping[str, Any], path: str | Path, newest: int) -> int:
@@ -59,9 +97,9 @@ def version_of(data: Mapping[str, Any], path: str | Path, newest: int) -> int:
     return version
 
 
-def migrated(data: Mapping[str, Any], path: str | Path) -> Fields:
+def migrated(data: Mapping[str, Any], path: str | Path, steps: Steps = STEPS) -> Fields:
     """``data`` in the shape of the present version. Raises :class:`InputError` for a version that is not known."""
-    present = dict(data)
-    for number in range(version_of(data, path, SCHEMA_VERSION), SCHEMA_VERSION):
-        present = STEPS[number](present) | {"schema_version": number + 1}
+    present, newest = dict(data), max(steps) + 1
+    for number in range(version_of(data, path, newest), newest):
+        present = steps[number](present) | {"schema_version": number + 1}
     return present

@@ -22,10 +22,10 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
-from autotune.profile.callable import SCHEMA_VERSION as CALLABLE_VERSION
-from autotune.profile.callable import CallableLoad, CallablePoint, Group, Inputs, ServiceTime
+from autotune.profile.callable import CallablePoint, Group, Inputs, ServiceTime
+from autotune.profile.versions import CALLABLE_VERSION
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
-from autotune.profiling.callable import CallableFindings, CallableQuestion, CallableSetup, ranked
+from autotune.profiling.callable import SIMULATED_WARM_UP, CallableFindings, CallableQuestion, CallableSetup, ranked
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import callable_points, gain, pareto, points
@@ -73,6 +73,19 @@ def _with_setup(kind: type[PartT], setup: Comparison, /, **more: Any) -> PartT:
     return kind(**{name: getattr(setup, name) for name in names} | more)
 
 
+def _load(findings: Findings[Any, Any, Any, Any], question: Question[Any], spec: str, **more: Any) -> LoadFacts:
+    assert findings.setup is not None
+    return _with_setup(
+        LoadFacts,
+        findings.setup,
+        spec=spec,
+        description=question.workload.description,
+        search_seed=question.seed,
+        validation_seeds=tuple(sorted({run.score.seed for run in findings.runs if run.stage == "validation"})),
+        **more,
+    )
+
+
 def of_engine(
     findings: Findings,
     question: Question,
@@ -90,20 +103,11 @@ def of_engine(
         raise ValueError("nothing was measured, so there is nothing to recommend")
     balanced = settings["balanced"]
     met, verdict = judge(findings, balanced.point)
-    validated = {run.score.seed for run in findings.runs if run.stage == "validation"}
     return {
         "schema_version": SCHEMA_VERSION,
         "engine": engine,
         "model": model,
-        "workload": _with_setup(
-            LoadFacts,
-            setup,
-            spec=spec,
-            description=question.workload.description,
-            offered_rate=balanced.point.offered_rate,
-            search_seed=question.seed,
-            validation_seeds=tuple(sorted(validated)),
-        ),
+        "workload": _load(findings, question, spec, offered_rate=balanced.point.offered_rate),
         "knobs": balanced.knobs,
         "settings": settings,
         "baseline": next((p for p in findings.comparable() if p.knobs == baseline), None),
@@ -134,7 +138,9 @@ def of_callable(found: CallableFindings, question: CallableQuestion, subject: Su
     shown = best_first[:_MOST_SIMULATED]
     shown += [p for p in baselines if p.setting not in [r.setting for r in shown]]
     slo_met = not Objective.under(setup).refuted(best)
-    unmeasured = {} if found.runs else {"window_s": 0.0, "warmup_s": 0.0}
+    is_measured = best.source == "measured"
+    scores = [run.score for run in (found.runs if is_measured else found.simulated) if run.setting == best.setting]
+    window = setup.window_s if is_measured else scores[0].window_s
     return {
         "kind": "callable",
         "schema_version": CALLABLE_VERSION,
@@ -154,12 +160,27 @@ def of_callable(found: CallableFindings, question: CallableQuestion, subject: Su
             groups=tuple(Group(items=t.items, cost=t.cost, ms=t.seconds * 1e3) for t in cost.timed),
             largest=cost.largest,
             ended=cost.ended,
+            capacity=setup.capacity,
+            capacity_size=setup.capacity_size,
         ),
-        "load": _with_setup(CallableLoad, setup, seed=question.seed, **unmeasured),
+        "workload": _load(
+            found,
+            question,
+            question.workload.name,
+            length_scale=1.0,
+            cap_prompt=None,
+            cap_output=None,
+            mean_prompt=subject.mean_cost,
+            mean_output=1.0,
+            offered_rate=sum(score.offered for score in scores) / sum(score.window_s for score in scores),
+            window_s=window,
+            warmup_s=setup.warmup_s if is_measured else SIMULATED_WARM_UP * window,
+        ),
         "points": tuple(shown),
         "simulated": len(found.simulated),
         "verdict": _callable_verdict(setup, best, slo_met),
         "slo_met": slo_met,
+        "confidence": found.confidence,
     }
 
 

@@ -29,6 +29,10 @@ class BatcherSpace:
     strategies: Sequence[StrategyName] = STRATEGIES
     most: int = 256
 
+    def allows(self, setting: BatcherSetting) -> bool:
+        """Whether it may be recommended."""
+        return setting.strategy in self.strategies
+
 
 def grid(
     strategies: Sequence[StrategyName],
@@ -79,11 +83,12 @@ def choose(ranked: Sequence[BatcherSetting], count: int) -> list[BatcherSetting]
     for setting in ranked:
         if len(chosen) >= count:
             break
-        if all(_unlike(setting, other) for other in chosen):
+        if not any(alike(setting, other) for other in chosen):
             chosen.append(setting)
     return chosen
 
 
-def _unlike(a: BatcherSetting, b: BatcherSetting) -> bool:
-    sizes = sorted((a.knobs.max_batch_size, b.knobs.max_batch_size))
-    return a.strategy != b.strategy or sizes[1] >= 2 * sizes[0]
+def alike(a: BatcherSetting, b: BatcherSetting) -> bool:
+    """Whether two settings are of one strategy, and their sizes within a factor of two."""
+    small, large = sorted((a.knobs.max_batch_size, b.knobs.max_batch_size))
+    return a.strategy == b.strategy and large < 2 * small

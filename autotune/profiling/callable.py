@@ -1,6 +1,6 @@
-"""A callable in a batcher as what is profiled: its calibration, its simulator, its settings, and which of them are measured.
+"""A callable in a batcher as what is profiled: its calibration, its simulator, its settings, and which of them may be measured.
 
-The rest is as for an LLM engine (:mod:`autotune.profiling.session`): one study, one search in simulation, one way to measure. A
+The rest is as for an LLM engine (:mod:`autotune.profiling.session`): one study, one search in simulation, one race to measure. A
 callable has no KV pool and no steps to fit a cost model to; its load follows from the calibration, so no rate is looked for.
 """
 
@@ -19,17 +19,18 @@ from autotune.engines import callable_source
 from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score, score
 from autotune.profile import Machine
-from autotune.profile.callable import BatcherSetting, CallablePoint
-from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, choose, grid
+from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, why_rate
+from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, alike, choose, grid
 from autotune.profiling.calls import CallCost, calibrated, measure_calls
 from autotune.profiling.findings import Findings, Question
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import Run, callable_points
+from autotune.profiling.points import Run, by_setting, callable_points
 from autotune.profiling.reporting import Reporter
 from autotune.profiling.session import Sweep
 from autotune.profiling.setup import Comparison
 from autotune.profiling.simulator import PAIRED
-from autotune.profiling.stages.rounds import measure_in_rounds
+from autotune.profiling.stages.candidates import Candidate, around, candidate, kept_candidates
+from autotune.profiling.stages.race import Race
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
 from autotune.profiling.target import Calibrated, Load, Measured, Proposals
@@ -52,31 +53,23 @@ ITEMS: Workload = parse_workload("poisson:rate=1,prompt=1,output=1")
 RATE_SHARE = 0.8
 """Of what the callable can do by its calibration: near enough to the limit for settings to differ."""
 
-MOST_RATE = 1000.0
-"""Items/s that are offered unless asked for: one process sends these on time."""
-
 _CALIBRATING, _SIMULATING = 0.15, 0.15  # of the budget
+SIMULATED_WARM_UP = 0.1  # of a simulated window
 _SIMULATED_ITEMS = 2000
 _SLO_CALLS = 10  # the SLO in calls of one item, unless it is given
-_MEASURED, _ROUNDS = 4, 2  # settings, unless a number is asked for, and runs of each
+_MEASURED, _RUNS = 4, 2  # settings, unless a number is asked for, and runs that windows are sized for of each
+_SEEDS = 6  # to measure under
+_SHORT_S = 5.0  # to measure a setting: where there is less, fewer are
 _SHORTEST_S, _LONGEST_S, _UNBOUNDED_S = 0.5, 60.0, 6.0  # of a window; the latter where there is no budget
-_SIMULATED_SEED, _MEASURED_SEED, _UNSEEN = (
-    1_000_003,
-    2_000_003,
-    1 << 16,
-)  # to the seed of the question, the latter to a load's
-_PLAN = "plan"
+_SIMULATED_SEED, _FRESH_SEED, _MEASURED_SEED = 1_000_003, 1_500_003, 2_000_003  # to the seed of the question
+_UNSEEN = 1 << 16  # to the seed of a load nobody measures
 
 
 class CallableSetup(Comparison):
-    """What the calibration of a callable decided, and what to measure after simulating.
-
-    ``capacity``: items/s in calls of ``capacity_size``; ``chosen``: the settings to measure.
-    """
+    """What the calibration of a callable decided. ``capacity``: items/s in calls of ``capacity_size``."""
 
     capacity: float
     capacity_size: int
-    chosen: tuple[BatcherSetting, ...] = ()
 
     @property
     def e2e_ms(self) -> float:
@@ -94,7 +87,9 @@ def ranked(found: CallableFindings) -> list[CallablePoint]:
     assert found.setup is not None
     failed = {setting for _, setting, _ in found.unmeasured}
     measured = [p for p in callable_points(found.runs) if p.offered and p.setting not in failed]
-    return Objective.under(found.setup).ranked(measured or callable_points(found.simulated))
+    order = Objective.under(found.setup).ranked(measured or callable_points(found.simulated))
+    chosen = found.choice()[0] if found.expected else None
+    return sorted(order, key=lambda p: p.setting != chosen)
 
 
 def identity(
@@ -127,6 +122,8 @@ class CallableTarget:
 
     virtual = False
     unit = "items/s"
+    baseline = str(AS_IT_COMES)
+    alike = staticmethod(alike)
 
     def __init__(self, subject: Subject, replicas: int = 1, clock: Clock | None = None) -> None:
         self.subject, self.replicas = subject, replicas
@@ -186,7 +183,9 @@ class CallableTarget:
         return Proposals(starting, None, len(starting), len(baselines))
 
     def simulator(self, cost: CallCost, setup: CallableSetup) -> CallSimulator:
-        return CallSimulator(cost, self.subject.costs, setup.slo, setup.warmup_s, self.subject.grouping)
+        return CallSimulator(
+            cost.at_speed(setup.speed), self.subject.costs, setup.slo, setup.warmup_s, self.subject.grouping
+        )
 
     def warm_up(self, setup: CallableSetup, rate: float, seed: int) -> Load:
         """Half a second, for whatever is slow once."""
@@ -242,21 +241,16 @@ def draw_setup(subject: Subject, question: CallableQuestion, cost: CallCost, sch
     assert slo.e2e_ms is not None
     # An item waits for the call before its own: a size serves all comers only if two calls fit the SLO.
     capacity, size = cost.capacity(subject.mean_cost, slo.e2e_ms / 2e3)
-    rate, rate_from = question.rate, "as requested"
-    if rate is None:
-        rate = min(RATE_SHARE * capacity, MOST_RATE)
-        rate_from = f"{RATE_SHARE:.0%} of what it can do inside the SLO"
-        if rate == MOST_RATE:
-            rate_from = "the most that is offered unless --rate asks for more"
+    rate = question.rate or min(RATE_SHARE * capacity, MOST_RATE)
     return CallableSetup(
         rate=float(f"{rate:.4g}"),
-        rate_from=rate_from,
+        rate_from="calibration" if question.rate is None else "user",
         slo=slo,
         slo_from=slo_from,
         window_s=schedule.window_s,
         warmup_s=schedule.warmup_s,
-        validation_seeds=tuple(question.seed + _MEASURED_SEED + n for n in range(_ROUNDS)),
-        simulated_seeds=(question.seed + _SIMULATED_SEED,),
+        validation_seeds=tuple(question.seed + _MEASURED_SEED + n for n in range(_SEEDS)),
+        simulated_seeds=(question.seed + _SIMULATED_SEED, question.seed + _FRESH_SEED),
         capacity=capacity,
         capacity_size=size,
     )
@@ -276,7 +270,7 @@ class CallSimulator:
     def window(self, rate: float) -> tuple[float, float]:
         """(warm-up, window) of :meth:`long`, s. At any rate it holds the same items."""
         window = _SIMULATED_ITEMS / rate
-        return window / 10, window
+        return SIMULATED_WARM_UP * window, window
 
     def long(self, setting: BatcherSetting, rate: float, seed: int, *, stop: Callable[[], bool] | None = None) -> Score:
         """Under as many items as tell settings apart."""
@@ -331,11 +325,26 @@ def items(load: Load, costs: Sequence[int]) -> list[Item]:
 # -- the session ----------------------------------------------------------------------------------------------------------
 
 
+class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
+    """The race among settings of a callable. They are few and no capacity is looked for behind it, so what time is left is
+    theirs."""
+
+    def _unsettled(self) -> int | None:
+        """What was measured but once or not at all, for that may have been a bad minute; then the choice, until it has met
+        arrivals enough to say that it meets the SLO or violates it."""
+        few = [i for i in range(len(self._candidates)) if self._counts[i] < _RUNS and i not in self._failed]
+        if few:
+            return max(few, key=self._posterior.expected)
+        self._conclude()
+        choice, objective = self._choice(), self._objective
+        point = by_setting(self._validated())[self._candidates[choice].setting]
+        plain = len(set(point.seeds)) >= _RUNS and (objective.confirmed(point) or objective.refuted(point))
+        return None if plain or choice in self._failed else choice
+
+
 class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
     """Profiles a callable. Its rate follows from the calibration. The best few settings by simulation, and the batcher as it
-    comes, are measured in rounds, each under a seed of its own.
-
-    A study of an earlier session goes on with what that had planned to measure.
+    comes, are candidates of the race.
     """
 
     begun_with = "calls/1"
@@ -350,44 +359,45 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         stop: Callable[[], bool] | None = None,
         host: Clock | None = None,
     ) -> None:
-        budget = question.budget_s
+        budget, self._count, each = question.budget_s, question.trials or _MEASURED, _UNBOUNDED_S
+        if budget is not None:
+            left = (1 - _CALIBRATING - _SIMULATING) * budget
+            self._count = min(self._count, max(2, int(left / _SHORT_S)))
+            each = left / (_RUNS * self._count)
+        warmup = min(2.0, each / 5)
         schedule = Schedule(
             budget,
-            window_s=0.0,  # of what time is left after simulating
-            warmup_s=0.0,
+            window_s=min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2)),
+            warmup_s=warmup,
             calibrate_s=CALIBRATE_S if budget is None else _CALIBRATING * budget,
             simulate_s=None if budget is None else _SIMULATING * budget,
         )
         super().__init__(target, question, study, reporter, schedule, stop=stop, host=host)
 
     def _at_rate(self, setup: CallableSetup) -> CallableSetup:
-        """The one it has; no other is looked for. As an earlier session planned to measure at it, if one came as far."""
-        self._context.reporter.note(
-            f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({setup.rate_from})"
-        )
-        planned = self._context.study.measurements.find(_PLAN)
-        return setup if planned is None else CallableSetup.model_validate(planned)
+        """The one it has; no other is looked for. A study of the version before goes on with the windows it had planned."""
+        why = why_rate(setup.rate_from, setup.rate, setup.capacity)
+        self._context.reporter.note(f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({why})")
+        planned = self._context.study.measurements.find("plan") or {}
+        return setup.model_copy(update={name: planned[name] for name in ("window_s", "warmup_s") if name in planned})
 
     def _measure(self, setup: CallableSetup) -> None:
         context = self._context
         context.check()
         context.reporter.stage("measuring")
-        setup = context.found.setup = context.stored(_PLAN, setup, lambda: self._planned(setup))
-        measure_in_rounds(context, setup, setup.chosen)
+        context.recall()
+        CallableRace(context, setup, self._candidates(setup), end=context.question.budget_s).run()
 
-    def _planned(self, setup: CallableSetup) -> CallableSetup:
-        """``setup`` with as many settings as were asked for, or as there is time for, and how long each is measured."""
-        context, found, question = self._context, self._context.found, self._context.question
-        left = _ROUNDS * _MEASURED * _UNBOUNDED_S
-        count = question.trials or _MEASURED
-        if question.budget_s is not None:
-            left = max(0.0, question.budget_s - context.meter.spent_s - _SHORTEST_S)
-            count = min(count, max(2, int(left / 5)))
-        chosen = choose([point.setting for point in ranked(found)], count)
-        each = left / (_ROUNDS * len(chosen))
-        warmup = min(2.0, each / 5)
-        window = min(_LONGEST_S, max(_SHORTEST_S, each - warmup - 0.2))
-        return setup.model_copy(update={"chosen": tuple(chosen), "window_s": window, "warmup_s": warmup})
+    def _candidates(self, setup: CallableSetup) -> list[Candidate]:
+        """The best by simulation, and the batcher as it comes; simulated again under a seed that the search has not seen."""
+        context = self._context
+        best_first = Objective.under(setup).ranked(callable_points(context.found.simulated))
+        chosen = choose([point.setting for point in best_first], self._count)
+
+        def simulated() -> list[Candidate]:
+            return [candidate(str(setting), setting, around(context, setup), setup) for setting in chosen]
+
+        return kept_candidates(context, f"candidates/{setup.rate:g}/{setup.speed:.6f}", simulated)
 
 
 def _digest(paths: Sequence[Path]) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -61,6 +61,10 @@ class CallCost:
     def error(self) -> float:
         """Median relative error of the model over the groups."""
         return median(abs(self.price.of(t.items, t.cost) / t.seconds - 1) for t in self.timed)
+
+    def at_speed(self, speed: float) -> CallCost:
+        """On a machine of another ``speed``, in units of the calibrated one."""
+        return replace(self, price=Price(*(seconds / speed for seconds in self.price)))
 
     def seconds(self, items: int, mean_cost: float) -> float:
         return self.price.of(items, items * mean_cost)

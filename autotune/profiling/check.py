@@ -330,7 +330,7 @@ def _region(
 def sizes_of(profile: CallableProfile) -> list[int]:
     """One item, the size of the highest throughput inside the SLO, and as many as were tried."""
     tried = sorted({group.items for group in profile.service.groups})
-    best = max((size for size in tried if size <= profile.load.capacity_size), default=tried[0])
+    best = max((size for size in tried if size <= profile.service.capacity_size), default=tried[0])
     return sorted({tried[0], best, tried[-1]})
 
 

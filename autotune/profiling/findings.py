@@ -10,9 +10,8 @@ from autotune.profile import Purpose
 from autotune.profile.parts import Capacity, Confidence, ObjectiveName, Point, Setting, StepPoint
 from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
-from autotune.profiling.points import Run, Stage, clearly_better, points
+from autotune.profiling.points import Run, Stage, by_setting, clearly_better
 from autotune.workload import Workload
-from runtime.knobs import Knobs
 from runtime.slo import SLO, RequestClass
 
 SIM_TRIALS = 240
@@ -49,9 +48,9 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     stage, in order; ``measured``: what was measured on the hardware, by its key in the study; ``failures``: (number, cause) of
     simulated trials; ``unmeasured``: what failed on the hardware, and why.
 
-    Of an LLM engine alone: ``paired``: the simulation of what was measured; ``candidates``: that of the settings worth
-    measuring, at the rate of the comparison; ``expected``: attainment that each validated setting is expected to have,
-    measurement and simulation taken together; ``capacity`` None: not looked for.
+    ``candidates``: the simulation of the settings worth measuring, at the rate of the comparison; ``expected``: attainment that
+    each validated setting is expected to have, measurement and simulation taken together. Of an LLM engine alone: ``paired``: the
+    simulation of what was measured; ``capacity`` None: not looked for.
 
     ``hardware_s``: seconds the hardware was held, by its own clock, calibration included; ``simulating_s``, ``cpu_s``: of the
     host while simulating, by the wall and of CPU.
@@ -88,10 +87,13 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
     def spent_s(self) -> float:
         return self.hardware_s + self.simulating_s
 
-    def comparable(self: Findings) -> list[Point]:
+    def comparable(self) -> list[Point]:
         """The points settings are chosen from, all at the rate of the comparison: validated ones, else the simulated."""
-        validated = [] if self.setup is None else points(self.validated_at(self.setup.rate))
-        return validated or points(self.simulated)
+        return list(self._compared().values())
+
+    def _compared(self) -> dict[SettingT, Point]:
+        validated = {} if self.setup is None else by_setting(self.validated_at(self.setup.rate))
+        return validated or by_setting(self.simulated)
 
     def validated_at(self, rate: float) -> list[Run]:
         """What was measured to compare settings at ``rate``."""
@@ -99,20 +101,30 @@ class Findings(Generic[SettingT, SetupT, CostT, SpaceT]):
 
     def settings(self: Findings) -> dict[Purpose, Setting]:
         """What to recommend; empty while there is nothing to choose from."""
-        found = self.comparable()
+        found = self._eligible()
         if self.setup is None or not found:
             return {}
-        found = [p for p in found if p.knobs in self.expected] or found  # what one run showed is not what is expected
-        allowed = [p for p in found if self.space.allows(p.knobs)]
         return Objective.under(self.setup).choose(
-            allowed or found, self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
+            list(found.values()), self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
         )
 
-    def _clearly_better(self: Findings, mine: Knobs, base: Knobs) -> bool:
+    def choice(self) -> tuple[SettingT, str]:
+        """The setting to recommend, and why; something must have been simulated."""
+        assert self.setup is not None
+        return Objective.under(self.setup).balanced(
+            self._eligible(), self.expected, noise=self.noise, baseline=self.baseline, better=self._clearly_better
+        )
+
+    def _eligible(self) -> dict[SettingT, Point]:
+        found = self._compared()
+        found = {s: p for s, p in found.items() if s in self.expected} or found  # one run shows not what is expected
+        return {s: p for s, p in found.items() if self.space.allows(s)} or found
+
+    def _clearly_better(self, mine: SettingT, base: SettingT) -> bool:
         """By what was measured at the rate of the comparison alone; of goodput."""
         assert self.setup is not None
         if self.setup.objective != "goodput":
             return False
         runs = self.validated_at(self.setup.rate)
-        here, there = ([run for run in runs if run.knobs == knobs] for knobs in (mine, base))
+        here, there = ([run for run in runs if run.setting == setting] for setting in (mine, base))
         return bool(here and there) and clearly_better(here, there, self.noise)

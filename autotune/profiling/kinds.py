@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from typing_extensions import TypeVar
 
@@ -21,6 +21,14 @@ class Tried(Protocol):
     def as_dict(self) -> Mapping[str, float]: ...
 
 
+class Allowing(Protocol):
+    """Where settings are looked for."""
+
+    def allows(self, setting: Any, /) -> bool:
+        """Whether a setting may be recommended: one of another engine's that was tried beside them may not."""
+        ...
+
+
 SettingT = TypeVar("SettingT", bound=Tried, default=Knobs)
 """What is tried: knobs, or a strategy of the batcher with knobs."""
 
@@ -32,5 +40,5 @@ SetupT = TypeVar("SetupT", bound=Comparison, default=Setup)
 CostT = TypeVar("CostT", default=CostModel)
 """What predicts time: of a step, or of a call."""
 
-SpaceT = TypeVar("SpaceT", default=SearchSpace)
+SpaceT = TypeVar("SpaceT", bound=Allowing, default=SearchSpace)
 """Where settings are looked for."""

@@ -21,12 +21,16 @@ from autotune.measure.score import Score
 from autotune.profile import Point, Profile, Purpose, Setting, Spread
 from autotune.profile.callable import CallablePoint
 from autotune.profile.parts import Calibration, ClassPoint, ObjectiveName
+from autotune.profiling.kinds import SettingT
 from autotune.profiling.setup import Comparison, Setup
 from runtime.knobs import Knobs
 from runtime.slo import SLO, Counted, RequestClass
 
 GIVE_UP = 0.15
 """Goodput the interactive setting may cost, as a share of the best."""
+
+SAME_P99 = 0.05
+"""Share by which p99s of settings of a batcher may differ before the lower one is worth anything."""
 
 SIGNIFICANCE = 0.05
 
@@ -126,7 +130,8 @@ class Objective:
     """Goodput within ``slo``, and what that costs on a machine of ``price_per_hour`` (None: not known).
 
     Requests of ``classes`` are judged by their own SLO and count by their weight. ``name`` mean-e2e: the lowest mean E2E instead,
-    in units of ``alone_ms``, about that of a request that has the engine to itself.
+    in units of ``alone_ms``, about that of a request that has the engine to itself. ``same_p99``: share by which the p99s of
+    settings may differ that are equal otherwise, and still the first of them is taken; 0: the lowest is.
     """
 
     slo: SLO
@@ -134,6 +139,7 @@ class Objective:
     classes: tuple[RequestClass, ...] = ()
     name: ObjectiveName = "goodput"
     alone_ms: float = 1.0
+    same_p99: float = 0.0
 
     @classmethod
     def of(cls, profile: Profile) -> Objective:
@@ -144,7 +150,9 @@ class Objective:
     @classmethod
     def under(cls, setup: Comparison) -> Objective:
         """That of a profiling run."""
-        alone = _alone(setup.calibration, setup.mean_output) if isinstance(setup, Setup) else 1.0
+        if not isinstance(setup, Setup):  # of a callable: the simplest come first
+            return cls(setup.slo, classes=setup.classes, name=setup.objective, same_p99=SAME_P99)
+        alone = _alone(setup.calibration, setup.mean_output)
         return cls(setup.slo, classes=setup.classes, name=setup.objective, alone_ms=alone)
 
     # -- one setting ------------------------------------------------------------------------------------------------------
@@ -268,51 +276,19 @@ class Objective:
         baseline: Knobs | None = None,
         better: Callable[[Knobs, Knobs], bool] = lambda mine, base: False,
     ) -> dict[Purpose, Setting]:
-        """Interactive, balanced and throughput from points at one and the same rate. They may be one setting.
+        """Interactive, balanced and throughput from points of an engine at one and the same rate. They may be one setting.
 
-        ``expected``: attainment, by weight, that each is expected to have; without it, what it measured. ``noise``: attainments
-        that differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
-        too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
-        goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
-        requests. Then the other is not balanced, whatever is expected of it.
+        The arguments are those of :meth:`balanced`.
         """
         known = expected or {}
-        worth = {p.knobs: self._expected(p, known) for p in found}
-        measured = {p.knobs: self.worth(p) for p in found}
-        base = next((p for p in found if p.knobs == baseline), None)
-        fair = [p for p in found if base is None or p is base or not self.dominated(p, base)]
-        beaten = {
-            p.knobs: q
-            for p in fair
-            for q in found
-            if measured[q.knobs] > measured[p.knobs] and better(q.knobs, p.knobs)
-        }
-        preferred = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
-        fair = [p for p in fair if p.knobs not in beaten] or fair
-        best = max(fair, key=lambda p: (worth[p.knobs], -self.latency(p)))
-        balanced = min(self.equals(fair, best, known, noise), key=lambda p: (self.latency(p), -worth[p.knobs]))
-        enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[balanced.knobs] - noise]
+        points = {p.knobs: p for p in found}
+        worth = {knobs: self._expected(knobs, p, known) for knobs, p in points.items()}
+        best, why = self.balanced(points, known, noise=noise, baseline=baseline, better=better)
+        balanced = points[best]
+        enough = [p for p in found if worth[p.knobs] >= (1 - GIVE_UP) * worth[best] - noise]
         interactive = min(enough, key=lambda p: (self.latency(p), -worth[p.knobs]))
         what = "goodput" if self.name == "goodput" else "mean E2E, beside that of a request alone"
         throughput = max(found, key=lambda p: (p.throughput.mean / max(p.offered_rate, 1e-9), worth[p.knobs]))
-        together = ", measured and simulated taken together" if expected else ""
-        why = f"highest goodput{together}" if self.name == "goodput" else f"lowest mean E2E{together}"
-        if balanced is not best:
-            why = f"the quickest of those whose goodput{together or ', as measured,'} is not distinguishable from the highest"
-        if preferred.knobs in beaten and preferred not in fair:
-            why += f"; more is expected of {preferred.knobs}, which measured clearly less than {beaten[preferred.knobs].knobs}"
-        most = max(found, key=self.worth)
-        if (
-            expected
-            and self.name == "goodput"
-            and most.weighted_attainment > balanced.weighted_attainment
-            and not better(most.knobs, balanced.knobs)
-        ):
-            why += (
-                f"; {most.knobs} measured {most.weighted_attainment:.1%} within the SLO against "
-                f"{balanced.weighted_attainment:.1%}, which is not "
-                "beyond chance"
-            )
         return {
             "interactive": Setting(
                 knobs=interactive.knobs,
@@ -323,14 +299,60 @@ class Objective:
             "throughput": Setting(knobs=throughput.knobs, why="most output tokens/s, SLO or not", point=throughput),
         }
 
+    def balanced(
+        self,
+        found: Mapping[SettingT, Point],
+        expected: Mapping[SettingT, float],
+        *,
+        noise: float = 0.0,
+        baseline: SettingT | None = None,
+        better: Callable[[SettingT, SettingT], bool] = lambda mine, base: False,
+    ) -> tuple[SettingT, str]:
+        """The setting to recommend, of an engine or a callable, and why. All of ``found`` are at one and the same rate.
+
+        ``expected``: attainment, by weight, that each is expected to have; without it, what it measured. ``noise``: attainments
+        that differ by less are taken as equal where all requests met the SLO, elsewhere if they differ by less than one request
+        too; the quicker of equals is balanced. ``baseline``: what measures worse than it in every latency, and no better in
+        goodput, is not balanced. ``better``: whether one setting measured clearly more goodput than another under the same
+        requests. Then the other is not balanced, whatever is expected of it.
+        """
+        worth = {s: self._expected(s, p, expected) for s, p in found.items()}
+        measured = {s: self.worth(p) for s, p in found.items()}
+
+        def merit(s: SettingT) -> tuple[float, float]:
+            return worth[s], -self.latency(found[s])
+
+        base = None if baseline is None else found.get(baseline)
+        fair = [s for s, p in found.items() if base is None or p is base or not self.dominated(p, base)]
+        beaten = {s: q for s in fair for q in found if measured[q] > measured[s] and better(q, s)}
+        preferred = max(fair, key=merit)
+        fair = [s for s in fair if s not in beaten] or fair
+        best = max(fair, key=merit)
+        alike = self.equals({s: found[s] for s in fair}, best, expected, noise)
+        lowest = min(self.latency(found[s]) for s in alike)
+        quick = [s for s in alike if self.latency(found[s]) <= (1 + self.same_p99) * lowest]
+        balanced = quick[0] if self.same_p99 else max(quick, key=worth.__getitem__)
+        together = ", measured and simulated taken together" if expected else ""
+        why = f"highest goodput{together}" if self.name == "goodput" else f"lowest mean E2E{together}"
+        if balanced != best:
+            why = f"the quickest of those whose goodput{together or ', as measured,'} is not distinguishable from the highest"
+        if preferred in beaten and preferred not in fair:
+            why += f"; more is expected of {preferred}, which measured clearly less than {beaten[preferred]}"
+        most = max(found, key=measured.__getitem__)
+        attained, reached = found[most].weighted_attainment, found[balanced].weighted_attainment
+        if expected and self.name == "goodput" and attained > reached and not better(most, balanced):
+            why += f"; {most} measured {attained:.1%} within the SLO against {reached:.1%}, which is not beyond chance"
+        return balanced, why
+
     def equals(
-        self, found: Sequence[Point], point: Point, expected: Mapping[Knobs, float], noise: float
-    ) -> list[Point]:
-        """Those of ``found`` that are not distinguishable from ``point``, itself among them; as in :meth:`choose`. Means are."""
+        self, found: Mapping[SettingT, Point], setting: SettingT, expected: Mapping[SettingT, float], noise: float
+    ) -> list[SettingT]:
+        """Those of ``found`` not distinguishable from ``setting``, itself among them; see :meth:`balanced`. Means are."""
         if self.name != "goodput":
-            return [point]
-        here = self._expected(point, expected)
-        return [p for p in found if abs(here - self._expected(p, expected)) <= _tolerance(p, point, noise)]
+            return [setting]
+        mine = found[setting]
+        here = self._expected(setting, mine, expected)
+        return [s for s, p in found.items() if abs(here - self._expected(s, p, expected)) <= _tolerance(p, mine, noise)]
 
     def dominated(self, point: Point, other: Point) -> bool:
         """Whether ``other`` measured no less goodput and was quicker by every latency known of both."""
@@ -345,13 +367,14 @@ class Objective:
         no_less = self.worth(other) >= self.worth(point)
         return bool(both) and no_less and all(mine > theirs for mine, theirs in both)
 
-    def _expected(self, point: Point, expected: Mapping[Knobs, float]) -> float:
+    def _expected(self, setting: SettingT, point: Point, expected: Mapping[SettingT, float]) -> float:
         """The worth a setting is expected to have; without an expectation, what it measured."""
-        return min(1.0, max(0.0, expected.get(point.knobs, self.worth(point))))
+        return min(1.0, max(0.0, expected.get(setting, self.worth(point))))
 
     def ranked(self, found: Sequence[CallablePoint]) -> list[CallablePoint]:
-        """The best setting of a callable first: by attainment. Of those that the best does not beat by more than chance (one
-        item, or twice the deviation of its count) first those whose p99 is within 5% of the lowest, in the order given."""
+        """The best setting of a callable first, of many that stand for themselves: by attainment. Of those that the best does
+        not beat by more than chance (one item, or twice the deviation of its count) first those whose p99 is about the lowest, in
+        the order given."""
         left = [(p, inf if p.e2e_p99_ms is None else p.e2e_p99_ms) for p in found]
         ranked: list[CallablePoint] = []
         while left:
@@ -359,7 +382,7 @@ class Objective:
             n = max(1, min(p.offered for p, _ in left))
             least = top - max(1 / n, 2 * (top * (1 - top) / n) ** 0.5) - 1e-12
             lowest = min(p99 for p, p99 in left if p.attainment >= least)
-            first = next(pair for pair in left if pair[0].attainment >= least and pair[1] <= 1.05 * lowest)
+            first = next(pair for pair in left if pair[0].attainment >= least and pair[1] <= (1 + SAME_P99) * lowest)
             ranked.append(first[0])
             left.remove(first)
         return ranked

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from autotune.measure.score import Latency, Score
-from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName
+from autotune.profile.callable import BatcherSetting, CallablePoint, StrategyName, setting_of
 from autotune.profile.parts import ClassPoint, Gain, Part, Point, Spread, StepPoint
 from runtime.knobs import Knobs
 from runtime.slo import wilson_interval
@@ -60,8 +60,7 @@ class Run(Part):
     def setting(self) -> Knobs | BatcherSetting:
         """What was tried: the knobs, of a batcher with their strategy."""
         strategy = self.strategy or self.label.partition(" ")[0]
-        known = next((one for one in get_args(StrategyName) if one == strategy), None)
-        return self.knobs if known is None else BatcherSetting(known, self.knobs)
+        return setting_of(self.knobs, next((one for one in get_args(StrategyName) if one == strategy), None))
 
     @property
     def batcher_setting(self) -> BatcherSetting:
@@ -87,6 +86,11 @@ def points(runs: Iterable[Run]) -> list[Point]:
 def callable_points(runs: Iterable[Run]) -> list[CallablePoint]:
     """The same of the runs of a batcher."""
     return [callable_point(group) for group in _grouped(runs)]
+
+
+def by_setting(runs: Iterable[Run]) -> dict[Any, Point]:
+    """The point of each setting, of an engine or a batcher; ``runs`` are of one stage and one rate."""
+    return {group[0].setting: point(group) for group in _grouped(runs)}
 
 
 def _grouped(runs: Iterable[Run]) -> Iterable[list[Run]]:

@@ -42,11 +42,11 @@ class Comparison(Part):
     ``rate``: mean requests/s, or items/s, that are offered; ``rate_from``, ``slo_from``: why so; ``classes``: request classes
     with an SLO of their own; ``objective``: what settings are compared by; ``window_s``, ``warmup_s``: of a measurement.
     ``validation_seeds``: those the hardware meets, in order; ``simulated_seeds``: those of the long simulated loads, the first
-    that of the search.
+    that of the search. ``speed``: of the hardware while it serves, in units of the calibrated speed.
     """
 
     rate: float
-    rate_from: str
+    rate_from: Literal["user", "calibration"]
     slo: SLOField
     slo_from: str
     classes: tuple[ClassField, ...] = ()
@@ -55,15 +55,15 @@ class Comparison(Part):
     warmup_s: float
     validation_seeds: tuple[int, ...] = ()
     simulated_seeds: tuple[int, ...] = ()
+    speed: float = 1.0
 
 
 class Setup(Comparison):
     """What the calibration of an LLM engine decided.
 
-    ``fitted``: where the search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`. ``speed``: of the
-    hardware while it serves, in units of the calibrated speed. ``simulated_requests``: in each of the long loads;
-    ``candidates``: settings found in simulation beside the trials; that which meets the SLO up to ``rate``, or, where the
-    rate was given, those that serve the most at it.
+    ``fitted``: where the search begins; ``most_rate``: more cannot be offered, see :func:`most_rate`.
+    ``simulated_requests``: in each of the long loads; ``candidates``: settings found in simulation beside the trials; that which
+    meets the SLO up to ``rate``, or, where the rate was given, those that serve the most at it.
     """
 
     length_scale: float
@@ -72,8 +72,6 @@ class Setup(Comparison):
     mean_prompt: float
     mean_output: float
     most_rate: float
-    rate_from: Literal["user", "calibration"]
-    speed: float = 1.0
     simulated_requests: int = 2000
     candidates: tuple[KnobsField, ...] = ()
     fitted: KnobsField

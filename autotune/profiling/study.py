@@ -238,7 +238,7 @@ class Measurements:
         found: dict[str, dict[str, Any]] = {}
         for trial in self._study.get_trials(deepcopy=False):
             if _RESULT in trial.user_attrs:
-                found.setdefault(trial.user_attrs[_KEY], dict(trial.user_attrs[_RESULT]))
+                found.setdefault(_key(trial), dict(trial.user_attrs[_RESULT]))
         return list(found.items())
 
     def measure(
@@ -318,14 +318,14 @@ class Measurements:
         while True:
             others = [t for t in self._study.get_trials(deepcopy=False) if t.number != trial.number]
             before = [t for t in others if t.number < trial.number and t.state is TrialState.RUNNING]
-            if any(t.user_attrs.get(_KEY) == key for t in before):
+            if any(_key(t) == key for t in before):
                 return False
             if all(_KEY in t.user_attrs for t in before) or time.monotonic() > until:
-                return not any(t.user_attrs.get(_KEY) == key and _final(t) for t in others)
+                return not any(_key(t) == key and _final(t) for t in others)
             _rest(stop)
 
     def _of(self, key: str) -> list[FrozenTrial]:
-        return [t for t in self._study.get_trials(deepcopy=False) if t.user_attrs.get(_KEY) == key]
+        return [t for t in self._study.get_trials(deepcopy=False) if _key(t) == key]
 
     def _bury(self, suspect: str | None = None) -> None:
         """Tell the trials FAIL whose process died, and that which claims the ``suspect`` key."""
@@ -334,9 +334,15 @@ class Measurements:
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 fail_stale_trials(self._study)
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            lost = self._turn is None or (suspect is not None and trial.user_attrs.get(_KEY) == suspect)
+            lost = self._turn is None or (suspect is not None and _key(trial) == suspect)
             if lost and trial.number != self._mine:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def _key(trial: FrozenTrial) -> str:
+    """What a trial measures, "" where it has not said so yet. Measurements of callables had no number in the version before."""
+    key = str(trial.user_attrs.get(_KEY, ""))
+    return f"{key}/0" if key.startswith("run/") and key.count("/") == 4 else key
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:

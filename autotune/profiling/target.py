@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 from autotune.cost.model import CostModel
 from autotune.engines import Engine
+from autotune.engines.defaults import VLLM_LABEL
 from autotune.measure.evaluate import Recorder, evaluate
 from autotune.measure.score import Score
 from autotune.profile.fingerprint import OtherWork
@@ -23,7 +24,7 @@ from autotune.profiling.points import Run
 from autotune.profiling.search import Space
 from autotune.profiling.setup import Setup, balanced_seeds
 from autotune.profiling.simulator import Simulator
-from autotune.profiling.space import NEAR_BEST, starting_points
+from autotune.profiling.space import NEAR_BEST, alike, starting_points
 from autotune.profiling.steps import measure_steps, served_points
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.timing import Meter, Schedule
@@ -101,7 +102,7 @@ class Simulates(Protocol[SettingT_contra]):
 
 
 class Target(Protocol[SettingT, SetupT, CostT, SpaceT]):
-    """What the stages work with. ``unit``: of a rate, in words.
+    """What the stages work with. ``unit``: of a rate, in words; ``baseline``: the label of the setting others are compared with.
 
     ``virtual``: it lives in virtual time, so nothing warms up and nobody disturbs it.
     """
@@ -109,6 +110,11 @@ class Target(Protocol[SettingT, SetupT, CostT, SpaceT]):
     clock: Clock
     virtual: bool
     unit: str
+    baseline: str
+
+    def alike(self, a: SettingT, b: SettingT, /) -> bool:
+        """Whether two settings are so nearly the same that only one of them is worth a measurement."""
+        ...
 
     def calibrated(self, study: SweepStudy) -> bool:
         """Whether ``study`` holds a calibration, so that none is measured."""
@@ -150,6 +156,8 @@ class EngineTarget:
     """An engine that serves a language model, under the lengths and arrivals of ``workload``."""
 
     unit = "req/s"
+    baseline = VLLM_LABEL
+    alike = staticmethod(alike)
 
     def __init__(self, engine: Engine, model: ModelFacts, workload: Workload) -> None:
         self._engine, self._model, self._workload = engine, model, workload

@@ -16,7 +16,7 @@ _OTHERS = 5  # rows of settings beside the recommended one and the baselines
 
 def show(profile: CallableProfile, console: Console) -> None:
     """What it is, what a call takes, the settings tried, and the verdict."""
-    service, load, inputs = profile.service, profile.load, profile.inputs
+    service, load, inputs = profile.service, profile.workload, profile.inputs
     cost = f", cost {inputs.cost} ({inputs.mean_cost:.3g} on average)" if inputs.cost else ""
     per_cost = f" + {service.per_cost_ms:.3g} × cost" if service.per_cost_ms else ""
     for line in (
@@ -24,17 +24,18 @@ def show(profile: CallableProfile, console: Console) -> None:
         f"a call of n items takes {service.fixed_ms:.3g} + {service.per_item_ms:.3g} × n{per_cost} ms "
         f"(typical error {service.error:.1%}; tried up to {service.largest} items: {service.ended})",
         *_workers(profile),
-        f"so it can do about {load.capacity:.3g} items/s inside the SLO, in calls of {load.capacity_size}; "
-        f"offered here: {load.rate:.3g} items/s ({load.rate_from})",
+        f"so it can do about {service.capacity:.3g} items/s inside the SLO, in calls of {service.capacity_size}; "
+        f"offered here: {load.rate:.3g} items/s ({profile.why_rate})",
     ):
         console.print(escape(line), highlight=False, soft_wrap=True)
     console.print()
     console.print(table(profile, console.width))
-    measured = f"{load.window_s:.3g} s windows of Poisson arrivals, " if load.window_s else ""
+    measured = any(p.source == "measured" for p in profile.points)
+    windows = f"{load.window_s:.3g} s windows of Poisson arrivals, " if measured else ""
     console.print(
         "as it comes: Batcher(fn, slo=…) with nothing else given; attainment: share of the items offered that came back in time, "
         "( ) its 95% interval; p50, p99: of those that came back; "
-        f"{measured}{profile.simulated} settings simulated",
+        f"{windows}{profile.simulated} settings simulated",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -48,6 +49,8 @@ def show(profile: CallableProfile, console: Console) -> None:
             style="yellow",
         )
     console.print(escape(profile.verdict), highlight=False, style="" if profile.slo_met else "yellow", soft_wrap=True)
+    if profile.confidence is not None:
+        console.print(escape(profile.confidence.sentence), highlight=False, style="dim", soft_wrap=True)
 
 
 def _workers(profile: CallableProfile) -> list[str]:

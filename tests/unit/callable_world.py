@@ -69,7 +69,7 @@ def simulated(setting: Any, cost: CallCost, costs: Sequence[int], load: Load, sl
 
 def findings(cost: CallCost, slo: SLO, rate: float, runs: Sequence[Run], **options: Any) -> CallableFindings:
     """Of a run that was stopped before it measured, at a rate that was asked for."""
-    given: dict[str, Any] = {"rate_from": "as requested", "slo_from": "given", "window_s": 0.0, "warmup_s": 0.0}
+    given: dict[str, Any] = {"rate_from": "user", "slo_from": "given", "window_s": 0.0, "warmup_s": 0.0}
     setup = CallableSetup(rate=rate, slo=slo, **(given | options))
     return Findings(space=BatcherSpace(), setup=setup, cost=cost, simulated=list(runs))
 

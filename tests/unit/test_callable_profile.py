@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -63,11 +64,71 @@ def keys(data: object) -> object:
     return keys(data[0]) if isinstance(data, list) and data else None
 
 
-def test_a_file_of_the_version_before_loads_and_a_new_one_has_the_same_keys(file: Path) -> None:
-    before = Path(__file__).parent / "data" / "callable-profile-version-1.yaml"
-    old, found = yaml.safe_load(before.read_text(encoding="utf-8")), load_callable_profile(before)
-    assert found.model_dump(mode="json") == old, "nothing measured is changed"
-    assert keys(yaml.safe_load(file.read_text(encoding="utf-8"))) == keys(old)
+BEFORE = Path(__file__).parent / "data" / "callable-profile-version-1.yaml"
+
+
+def test_a_file_of_the_version_before_loads(tmp_path: Path) -> None:
+    old, found = yaml.safe_load(BEFORE.read_text(encoding="utf-8")), load_callable_profile(BEFORE)
+    new, load = found.model_dump(mode="json"), old["load"]
+    assert {name: new["service"].pop(name) for name in ("capacity", "capacity_size")} == {
+        name: load.pop(name) for name in ("capacity", "capacity_size")
+    }
+    same = old.keys() - {"schema_version", "load"}
+    assert {name: new[name] for name in same} == {name: old[name] for name in same}, "nothing measured is changed"
+    assert (found.schema_version, found.confidence, found.why_rate) == (2, None, load["rate_from"])
+    workload, first = found.workload, found.points[0]
+    assert (workload.rate, workload.search_seed) == (load["rate"], load["seed"])
+    assert workload.mean_prompt == old["inputs"]["mean_cost"] and workload.validation_seeds == ()
+    assert first.goodput == pytest.approx(first.met / workload.window_s), (
+        "the window that was simulated: none was measured"
+    )
+    assert workload.offered_rate == pytest.approx(first.offered / workload.window_s)
+    save_callable_profile(found, tmp_path / "new.yaml")
+    assert load_callable_profile(tmp_path / "new.yaml") == found
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"),
+    [
+        (96.0, "80% of what it can do inside the SLO"),
+        (1000.0, "the most that is offered unless --rate asks for more"),
+    ],
+)
+def test_a_measured_one_of_the_version_before_keeps_its_windows_and_seeds(
+    rate: float, why: str, tmp_path: Path
+) -> None:
+    old = yaml.safe_load(BEFORE.read_text(encoding="utf-8"))
+    old["load"] |= {"rate": rate, "rate_from": why, "window_s": 2.5, "warmup_s": 0.5}
+    old["points"][0] |= {"source": "measured", "seeds": [2000004, 2000003], "goodput": old["points"][0]["met"] / 5.0}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old), encoding="utf-8")
+    found = load_callable_profile(tmp_path / "old.yaml")
+    load = found.workload
+    assert (load.window_s, load.warmup_s, load.validation_seeds) == (2.5, 0.5, (2000003, 2000004))
+    assert load.offered_rate == pytest.approx(found.points[0].offered / 5.0) and found.why_rate == why
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda old: old.pop("load"), "service.capacity is missing"),
+        (lambda old: old["load"].pop("rate"), "workload.rate is missing"),
+        (lambda old: old.update(points=[]), "points "),
+        (lambda old: old["points"][0].update(goodput="much"), "points.0.goodput is 'much'"),
+        (lambda old: old["load"].update(capacity=-1), "service.capacity is -1"),
+    ],
+)
+def test_nonsense_in_a_file_of_the_version_before_is_one_line(change: Any, text: str, tmp_path: Path) -> None:
+    old = yaml.safe_load(BEFORE.read_text(encoding="utf-8"))
+    change(old)
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old), encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        load_callable_profile(tmp_path / "old.yaml")
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_its_load_is_told_as_that_of_an_engine(file: Path) -> None:
+    of_engine = keys(sample_profile().model_dump(mode="json")["workload"])
+    assert keys(yaml.safe_load(file.read_text(encoding="utf-8"))["workload"]) == of_engine
 
 
 @pytest.mark.parametrize("width", [80, 90, 95, 100, 110, 120])
@@ -165,9 +226,9 @@ def test_a_controller_starts_from_it_and_takes_its_slo(file: Path, made: Callabl
         ),
         ("slo: e2e=400ms@99%", "slo: e2e=fast", 'slo: "e2e=fast" is not a target'),
         ("slo_met: true", "slo_met: true\nslo_mat: true", "is not a field of a profile; did you mean slo_met?"),
-        ("schema_version: 1", "schema_version: 2", "made by a newer autotune (this one reads 1)"),
-        ("schema_version: 1", "schema_version: true", "schema_version is True; it must be a whole number from 1 to 1"),
-        ("schema_version: 1\n", "", "schema_version is missing; `autotune profile` writes it, 1 at present"),
+        ("schema_version: 2", "schema_version: 3", "made by a newer autotune (this one reads 1 to 2)"),
+        ("schema_version: 2", "schema_version: true", "schema_version is True; it must be a whole number from 1 to 2"),
+        ("schema_version: 2\n", "", "schema_version is missing; `autotune profile` writes it, 2 at present"),
         ("offered: ", "offered: 9", "points.0.attainment is "),
         ("per_item_ms: ", "per_item_ms: -", "service.per_item_ms is -1.99"),
         ("kind: callable", "kind: other", "is not the profile of a callable (kind is 'other')"),

@@ -30,7 +30,7 @@ def embed(texts):
     time.sleep(0.002 + 0.0002 * len(texts))
     with open("calls.log", "a") as log:
         log.write(f"{'calibrating' if calibrating else 'serving'}\\n")
-    if Path("deadly").exists() and Path("embed.journal").read_text().count('"lateness_p99_ms"') >= 1:
+    if Path("deadly").exists() and Path("embed.journal").read_text().count('"validation"') >= 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return [len(t) for t in texts]
 """
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_killed_while_it_measures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # after its first measurement: the first round is made however long it takes, and has a second
+    # after its first measurement: the best is measured twice however long it takes
     (folder / "deadly").touch()
     done = subprocess.run(
         [sys.executable, "-m", "autotune.cli.main", *ARGUMENTS], capture_output=True, text=True, timeout=240, cwd=folder

@@ -6,12 +6,12 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState, create_trial
 
 import autotune
 from autotune.cli.main import run
@@ -68,6 +68,16 @@ def test_a_few_dear_inputs_do_not_end_the_doubling() -> None:
     lengths = [50] * 85 + [2000] * 15  # a call of two of the dear ones takes 210 ms, of an average item 27 ms
     found = calibrated(ticking, subject(ticking, lengths, by_length=True), longest_s=0.1)
     assert found.largest == 8 and "8 takes" in found.ended and "on average" in found.ended
+
+
+def test_a_machine_of_another_speed_takes_the_inverse_of_it_for_every_part_of_a_call() -> None:
+    ticking = Ticking(0.020, 0.002, 0.0001)
+    found = calibrated(ticking, subject(ticking, range(10, 200, 7), by_length=True))
+    slower = found.at_speed(0.5)
+    assert slower.price == pytest.approx([2 * seconds for seconds in found.price])
+    assert (
+        slower.capacity(50, 10.0)[0] == pytest.approx(found.capacity(50, 10.0)[0] / 2) and found.at_speed(1.0) == found
+    )
 
 
 def test_memory_ends_the_doubling() -> None:
@@ -174,6 +184,12 @@ def test_stopped_at_once_nothing_was_tried() -> None:
     assert found.stopped and not found.simulated and not found.runs
 
 
+@pytest.fixture
+def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few in a simulation to find the best setting by, enough for all that happens on the way."""
+    monkeypatch.setattr("autotune.profiling.callable._SIMULATED_ITEMS", 100)
+
+
 class Notes(Silent):
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -203,12 +219,13 @@ class Tireless(CallableTarget):
         return Measured(CallSimulator(self.cost, self.subject.costs, setup.slo).served(setting, load))
 
 
+@pytest.mark.usefixtures("few_items")
 def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, notes, still = Tireless(ticking), Notes(), VirtualClock()
     first = CallableSession(target, asked, study, notes, host=still).run()
     assert notes.begun == ["calibrating", "simulating", "measuring"]
-    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 4
+    assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 5
     target.tried.clear()
     ticking.sizes.clear()
     again = Notes()
@@ -219,24 +236,31 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
     assert ranked(second) == ranked(first)
 
 
+@pytest.mark.usefixtures("few_items")
 def test_a_study_of_the_version_before_is_gone_on_with() -> None:
-    """Its plan was a fact, not a result; what it measured is under the same keys."""
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+    """Its measurements had no number, for there was one of each, and it had planned how long each is."""
+    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, before, still = Tireless(ticking), new_study(), VirtualClock()
-    first = CallableSession(target, asked, study, Silent(), host=still).run()
-    for key, result in study.measurements.results():
-        if key != "plan":
-            before.measured(key, partial(dict, result))
+    first, known = CallableSession(target, asked, study, Silent(), host=still).run(), study.measurements.results()
+    kept = [(key, result) for key, result in known if key.startswith(("calls/", "trials/"))]
+    kept += [(key[:-2], result) for key, result in known if key.startswith("run/") and key.endswith("/0")]
+    kept.append(("plan", {"window_s": 1.25, "warmup_s": 0.25, "rate_from": "as requested", "chosen": []}))
+    for key, result in kept:
+        attrs = {"key": key, "result": result}
+        before._study.add_trial(create_trial(state=TrialState.COMPLETE, value=0.0, user_attrs=attrs))
     for fact in ("calibrated", "spent"):
         before.put(fact, study.get(fact))
-    before.put("plan", {"settings": [], "window_s": 1.0, "warmup_s": 0.1, "each_s": 2.0, "tried": 9})
     target.tried.clear()
     ticking.sizes.clear()
     second = CallableSession(target, asked, before, Silent(), host=still).run()
-    assert target.tried == [] and ticking.sizes == []
-    assert (second.setup, second.runs) == (first.setup, first.runs)
+    assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
+    assert second.setup is not None and (second.setup.window_s, second.setup.warmup_s) == (1.25, 0.25)
+    once = {key: run for key, run in first.measured.items() if key.endswith("/0")}
+    assert len(once) == 4 and once.items() <= second.measured.items() and len(second.measured) == 5
+    assert [p.setting for p in ranked(second)] == [p.setting for p in ranked(first)]
 
 
+@pytest.mark.usefixtures("few_items")
 def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_takes() -> None:
     class Lasting(Tireless):
         def measure(self, *rest: Any, **options: Any) -> Measured:
@@ -244,13 +268,13 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
             return super().measure(*rest, **options)
 
     ticking, study = Ticking(0.001, 0.0), new_study()
-    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 60.0, most=2), trials=2), Lasting(ticking)
+    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 20.0, most=2), trials=2), Lasting(ticking)
     typical = []
     for _ in range(2):
         session = CallableSession(target, asked, study, Silent(), host=VirtualClock())
-        assert len(session.run().runs) == 4
+        assert len(session.run().runs) == 5
         typical.append(session._context.meter.typical(9.0))
-    assert typical == [pytest.approx((4 + 2 + 2 + 2) / 4), 9.0], "the first has the warm-up in it"
+    assert typical == [pytest.approx((4 + 2 + 2 + 2 + 2) / 5), 9.0], "the first has the warm-up in it"
 
 
 def test_a_run_says_its_strategy_and_one_of_an_earlier_version_in_its_label() -> None:
@@ -274,6 +298,31 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
     assert (paired.stage, paired.batcher_setting, paired.score) == ("simulation", ONE_AT_A_TIME, run.score)
 
 
+@pytest.mark.usefixtures("few_items")
+def test_what_serves_less_than_its_simulation_is_not_recommended_and_the_race_says_how_sure_it_is() -> None:
+    class Misjudged(Tireless):
+        """The simulation's favourite takes three times as long as calibrated."""
+
+        def measure(self, setting: BatcherSetting, load: Load, setup: CallableSetup, **options: Any) -> Measured:
+            super().measure(setting, load, setup, **options)
+            cost = self.cost.at_speed(0.3) if setting == AS_IT_COMES else self.cost
+            return Measured(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
+
+    asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
+    target = Misjudged(Ticking(0.020, 0.002))
+    found = CallableSession(target, asked, new_study(), Silent(), host=VirtualClock()).run()
+    tried = [setting for what, setting in target.tried if what == "validation"]
+    assert tried[:2] == [AS_IT_COMES] * 2, "the best by simulation, and a repeat for the noise"
+    best, *others = ranked(found)
+    assert best.setting != AS_IT_COMES and best.attainment > 0.9 and AS_IT_COMES in [p.setting for p in others]
+    assert len(set(best.seeds)) >= 2, "what is recommended has met more than one sample of arrivals"
+    assert found.confidence is not None and found.confidence.best > 0.9
+    assert found.baseline == AS_IT_COMES and set(found.expected) == set(tried)
+    keys = list(found.measured)
+    assert len(keys) == len(set(keys)) == len(tried) <= 16
+
+
+@pytest.mark.usefixtures("few_items")
 def test_a_setting_that_fails_is_left_out() -> None:
     class Failing(Tireless):
         def measure(self, setting: BatcherSetting, *rest: Any, **options: Any) -> Measured:
@@ -283,7 +332,7 @@ def test_a_setting_that_fails_is_left_out() -> None:
             return found
 
     def profiled(reporter: Silent) -> list[CallablePoint]:
-        asked = question(SLO(e2e_ms=100), 100.0, 5.0, most=2)
+        asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
         return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
 
     target, notes = Failing(Ticking(0.001, 0.0)), Notes()

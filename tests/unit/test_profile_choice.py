@@ -8,6 +8,7 @@ import pytest
 
 from autotune.measure.score import Latency
 from autotune.profile import Capacity, Point
+from autotune.profile.callable import BatcherSetting
 from autotune.profiling.assemble import judge, sidecar, simulation_facts
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, goodput_spread, pareto, point, points
@@ -257,13 +258,28 @@ def test_only_what_was_allowed_is_recommended() -> None:
 
 
 def test_equal_is_what_differs_by_less_than_the_noise_or_one_request() -> None:
-    full, other, missed, one = at(SMALL, 40), at(LARGE, 40), at(OTHER, 38), at(VLLM, 39)
-    found, expected = [full, other, missed, one], {SMALL: 1.02, LARGE: 0.99, OTHER: 0.96, VLLM: 0.985}
-    assert OBJECTIVE.equals(found, full, expected, 0.02) == [full, other, one] and OBJECTIVE.equals(
-        found, full, expected, 0.0
-    ) == [full]
-    assert OBJECTIVE.equals(found, other, expected, 0.02) == [full, other, one]
-    assert OBJECTIVE.equals([full, missed], full, {}, 0.2) == [full]  # two requests apart, whatever the noise
+    found = {p.knobs: p for p in (at(SMALL, 40), at(LARGE, 40), at(OTHER, 38), at(VLLM, 39))}
+    expected = {SMALL: 1.02, LARGE: 0.99, OTHER: 0.96, VLLM: 0.985}
+    assert OBJECTIVE.equals(found, SMALL, expected, 0.02) == [SMALL, LARGE, VLLM]
+    assert OBJECTIVE.equals(found, SMALL, expected, 0.0) == [SMALL]
+    assert OBJECTIVE.equals(found, LARGE, expected, 0.02) == [SMALL, LARGE, VLLM]
+    two_apart = {knobs: found[knobs] for knobs in (SMALL, OTHER)}
+    assert OBJECTIVE.equals(two_apart, SMALL, {}, 0.2) == [SMALL], "whatever the noise"
+
+
+def test_of_a_batchers_equals_the_first_stands_unless_another_is_clearly_quicker() -> None:
+    """Two settings of a batcher may have the same knobs: they are told apart by their strategy."""
+    held, free = BatcherSetting("dynamic", SMALL), BatcherSetting("adaptive", SMALL)
+    objective = Objective(SLO(e2e_ms=400), same_p99=0.05)
+    for faster, chosen in ((0.97, held), (0.9, free)):
+        found = {
+            setting: at(SMALL, 40).model_copy(update={"e2e_p99_ms": 100 * factor, "ttft_p99_ms": 100 * factor})
+            for setting, factor in ((held, 1.0), (free, faster))
+        }
+        expected = {held: 1.0, free: 0.99}
+        assert objective.balanced(found, expected, noise=0.02)[0] == chosen
+        assert Objective(SLO(e2e_ms=400)).balanced(found, expected, noise=0.02)[0] == free, "of an engine the quickest"
+        assert objective.balanced(found, expected)[0] == held, "no noise: what is expected"
 
 
 def test_where_all_meet_everything_the_quicker_is_balanced() -> None:

@@ -6,14 +6,16 @@ others: of two that meet the SLO with every request at the speed it says, that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autotune.engines.defaults import VLLM_LABEL
+from autotune.profile.callable import StrategyName, setting_of
 from autotune.profile.parts import KnobsField, Part, Point
+from autotune.profiling.kinds import CostT, SettingT, SetupT, SpaceT
 from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, pareto, point, points
-from autotune.profiling.setup import Setup
+from autotune.profiling.setup import Comparison, Setup
 from autotune.profiling.space import NEAR_BEST, alike, is_baseline
 from autotune.profiling.stages.context import Context
 from autotune.profiling.target import Simulates
@@ -29,24 +31,37 @@ _SPEEDS = (SLOWEST, 1.0, FASTEST)
 
 class Candidate(Part):
     """A setting worth measuring. ``point``: its simulation under fresh seeds, all runs together; ``tokens``, ``running``:
-    in a step, on average."""
+    in a step or a call, on average. ``strategy``: of a batcher."""
 
     label: str
     knobs: KnobsField
     point: Point
     tokens: float
     running: float
+    strategy: StrategyName | None = None
+
+    @property
+    def setting(self) -> Any:
+        """What is measured: the knobs, of a batcher with their strategy."""
+        return setting_of(self.knobs, self.strategy)
 
 
 def candidates(context: Context, setup: Setup) -> list[Candidate]:
-    """The best of several kinds, no two alike, and the baselines; from the study if they were chosen before."""
-
-    def choose() -> dict[str, Any]:
-        with context.meter.simulating():
-            return {"candidates": [one.model_dump(mode="json") for one in _chosen(context, setup)]}
-
+    """Of an engine: the best of several kinds, no two alike, and the baselines; from the study if they were chosen before."""
     key = f"candidates/{len(context.found.simulated)}/{setup.rate:g}/{setup.speed:.6f}/{context.cost_name}"
-    stored = context.study.measured(key, choose, stop=context.stop)
+    return kept_candidates(context, key, lambda: _chosen(context, setup))
+
+
+def kept_candidates(
+    context: Context[SettingT, SetupT, CostT, SpaceT], key: str, choose: Callable[[], Sequence[Candidate]]
+) -> list[Candidate]:
+    """Those that ``choose`` simulates, kept in the study under ``key`` from then on."""
+
+    def simulated() -> dict[str, Any]:
+        with context.meter.simulating():
+            return {"candidates": [one.model_dump(mode="json") for one in choose()]}
+
+    stored = context.study.measured(key, simulated, stop=context.stop)
     context.keep_time()
     made = [Candidate.model_validate(one) for one in stored["candidates"]]
     if not context.found.expected:  # or those of the last comparison stand until there is another
@@ -129,25 +144,26 @@ def best_of(found: Sequence[Candidate], objective: Objective) -> Candidate:
     return max(found, key=lambda one: objective.order(one.point))
 
 
-def baseline_of(found: Sequence[Candidate]) -> Candidate | None:
-    """vLLM's defaults."""
-    return next((one for one in found if one.label == VLLM_LABEL), None)
+def baseline_of(context: Context[SettingT, SetupT, CostT, SpaceT], found: Sequence[Candidate]) -> Candidate | None:
+    """What every setting is compared with: vLLM's defaults, the batcher as it comes."""
+    return next((one for one in found if one.label == context.target.baseline), None)
 
 
-def around(context: Context, setup: Setup) -> list[Simulates]:
+def around(context: Context[SettingT, SetupT, CostT, SpaceT], setup: SetupT) -> list[Simulates[SettingT]]:
     """At the speeds the hardware may have."""
     return [context.simulator(setup.model_copy(update={"speed": factor * setup.speed})) for factor in _SPEEDS]
 
 
-def candidate(label: str, knobs: Knobs, simulators: Sequence[Simulates], setup: Setup) -> Candidate:
+def candidate(label: str, setting: SettingT, simulators: Sequence[Simulates[SettingT]], setup: Comparison) -> Candidate:
     """One setting under the fresh seeds, each at one of the speeds; under all of them where there is but one seed."""
     runs = [
-        Run(stage="simulation", label=label, trial=-1, score=simulators[speed].long(knobs, setup.rate, seed))
+        Run.of(setting, "simulation", label, simulators[speed].long(setting, setup.rate, seed))
         for seed, speed in pairs(setup.simulated_seeds[1:])
     ]
     return Candidate(
         label=label,
-        knobs=knobs,
+        knobs=runs[0].knobs,
+        strategy=runs[0].strategy,
         point=point(runs),
         tokens=sum(run.score.steps.mean_tokens for run in runs) / len(runs),
         running=sum(run.score.steps.mean_running for run in runs) / len(runs),

@@ -24,20 +24,19 @@ from runtime.clock import Clock
 class Request(Generic[SettingT]):
     """A measurement to be made: ``setting`` under the arrivals of ``rate`` and ``seed``.
 
-    ``repeat`` tells apart measurements of one setting under one rate and seed; None: there is one at most.
+    ``repeat`` tells apart measurements of one setting under one rate and seed.
     """
 
     stage: Stage
     setting: SettingT
     rate: float
     seed: int
-    repeat: int | None = 0
+    repeat: int = 0
 
     @property
     def key(self) -> str:
         """What the study keeps it under."""
-        key = f"run/{self.stage}/{self.setting}/{self.rate:g}/{self.seed}"
-        return key if self.repeat is None else f"{key}/{self.repeat}"
+        return f"run/{self.stage}/{self.setting}/{self.rate:g}/{self.seed}/{self.repeat}"
 
 
 @dataclass

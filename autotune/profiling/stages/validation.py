@@ -1,11 +1,9 @@
-"""The validating stage: measurements on the hardware, each where it is expected to improve the choice the most.
+"""The validating stage of an engine: the race (:mod:`autotune.profiling.stages.race`), and what its steps teach meanwhile.
 
 The first measurement tells the machine's speed while it serves. Where that differs from the calibration, settings are compared at
-another rate. The best by simulation is measured first, and at once again, for the noise of the hardware; then vLLM's defaults and
-the other settings people will look at, once each. Then the cost model is fitted again, with the steps of all these. Where that
-changes it, settings are searched for anew, and what is expected of each is simulated anew; if they cannot be told apart at this
-rate, they are compared at another. From then on that is measured from which the posterior (:mod:`autotune.profiling.posterior`)
-has most to gain, until nothing is worth a measurement or the time is over.
+another rate. After the first looks the cost model is fitted again, with the steps of all these. Where that changes it, settings
+are searched for anew, and what is expected of each is simulated anew; if they cannot be told apart at this rate, they are
+compared at another.
 """
 
 from __future__ import annotations
@@ -15,16 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+from autotune.cost.model import CostModel
 from autotune.measure.evaluate import EvaluationError
-from autotune.profiling.objective import GIVE_UP, Objective
+from autotune.profiling.objective import Objective
 from autotune.profiling.points import Run, points
-from autotune.profiling.posterior import Observation, Posterior, confidence, count_noise, repeat_noise
 from autotune.profiling.refit import refitted, speed_in, speed_of
 from autotune.profiling.setup import Setup
-from autotune.profiling.space import alike
-from autotune.profiling.stages.candidates import Candidate, around, baseline_of, best_of, candidate, candidates
-from autotune.profiling.stages.context import Context, Request
+from autotune.profiling.space import SearchSpace
+from autotune.profiling.stages.candidates import Candidate, baseline_of, best_of, candidates
+from autotune.profiling.stages.context import Context
+from autotune.profiling.stages.race import TO_COMPARE, Race, request_for
 from autotune.profiling.stages.rate import at_speed, moved_key, with_candidates
 from autotune.profiling.stages.simulating import simulate_again
 from autotune.profiling.timing import (
@@ -36,9 +36,7 @@ from autotune.profiling.timing import (
     TRIALS_AGAIN,
     VALIDATION,
 )
-
-WORTH = 0.0005
-"""Share of goodput a measurement must be expected to gain to be made."""
+from runtime.knobs import Knobs
 
 OFF_BY, OFF_BY_AT_RATE = 0.02, 0.05
 """Shares by which the speed that one setting shows may differ from what the simulation took it for before everything is put
@@ -46,9 +44,7 @@ right; the latter at a rate that was given. A cost model that is a few percent w
 that follows makes up for such a mistake, a fixed one does not."""
 
 _MOVES = 2
-_MOST_RUNS = 16  # if no more settings were asked for
 _NOT_TOLD_APART = 0.7, 0.98  # attainments of the best setting below and above which settings can hardly be told apart
-_TO_COMPARE = 3  # measurements, at the least
 
 
 def validate(context: Context, setup: Setup) -> None:
@@ -135,7 +131,7 @@ def _agreed(context: Context, setup: Setup, chosen: Sequence[Candidate], speed: 
     A machine that has changed has changed for both; a cost model may be wrong for one setting. At a given rate nothing would
     make up for that.
     """
-    baseline, trials = baseline_of(chosen), context.question.trials
+    baseline, trials = baseline_of(context, chosen), context.question.trials
     if baseline is None or (trials is not None and trials < 3):  # none is left for it
         return speed
     run = context.measured(request_for(setup, baseline, 0, noisy=False), setup, baseline.label)
@@ -145,117 +141,31 @@ def _agreed(context: Context, setup: Setup, chosen: Sequence[Candidate], speed: 
     return setup.speed * math.exp(min(factors, key=abs)) if factors[0] * factors[1] > 0 else setup.speed
 
 
-def request_for(setup: Setup, one: Candidate, number: int, *, noisy: bool) -> Request:
-    """Measurement ``number`` of a setting: each under the next seed, but for the second of a ``noisy`` one, a repeat."""
-    seeds = setup.validation_seeds
-    again = noisy and number == 1
-    place = 0 if again else number - (noisy and number > 1)
-    repeat = 1 if again else place // len(seeds) * 2
-    return Request("validation", one.knobs, setup.rate, seeds[place % len(seeds)], repeat)
-
-
-class Validation:
-    """Measures candidates of one comparison and keeps what is expected of them.
-
-    All that is expected rests on one cost model and one speed: when these change, every candidate and every measurement is
-    simulated anew. ``tried``: those that have been measured already. Some may no longer be candidates: they may be chosen all
-    the same. ``may_move``: whether the comparison may be given up for one at another rate.
+class Validation(Race[Knobs, Setup, CostModel, SearchSpace]):
+    """The race among settings of an engine. When its cost model or its speed changes, every candidate and every measurement is
+    simulated anew. ``may_move``: whether the comparison may be given up for one at another rate.
     """
 
     def __init__(
-        self,
-        context: Context,
-        setup: Setup,
-        chosen: list[Candidate],
-        tried: Sequence[Candidate],
-        *,
-        may_move: bool = False,
+        self, context: Context, setup: Setup, chosen: Sequence[Candidate], *rest: Any, may_move: bool = False
     ) -> None:
-        self._context, self._setup, self._may_move = context, setup, may_move
-        self._objective = Objective.under(setup)
-        self._before = bool(context.found.expected)  # an earlier comparison stands until this one can tell
-        self._candidates = list(chosen)
-        self._runs: list[tuple[int, Run]] = []  # candidate, what it measured
-        self._counts: Counter[int] = Counter()
-        self._failed: dict[int, str] = {}
-        with context.meter.simulating():
-            self._add(tried)
-        self._expect()
-        best = best_of(self._candidates, self._objective).knobs
-        places = self._places()
-        self._tried = [places[knobs] for knobs in dict.fromkeys(one.knobs for one in tried) if knobs != best]
-        self._most = max(_MOST_RUNS, 3 * (context.question.trials or 0) // 2)
-        self._must = 0  # measurements made however late it is
-        self._reviewed = False
-        self._end = context.schedule.until(CALIBRATION, SIMULATION, VALIDATION)
-        self._opening = self._first_looks()
-        self._noisy = self._opening[0]
-
-    def run(self) -> float | None:
-        """Measure. The speed of the hardware, if everything is to be compared again at that; None once it is done."""
-        context = self._context
-        try:
-            for known in self._tried:
-                self._observe(known)
-            while (index := self._next()) is not None:
-                self._observe(index)
-                self._show()
-                if not self._opening and not self._reviewed and (speed := self._review()) is not None:
-                    return speed
-        finally:
-            self._conclude()
-        if not self._runs and self._failed and not self._before:
-            raise EvaluationError(next(iter(self._failed.values())))
-        if self._runs and context.found.setup is not None:
-            context.found.setup = context.found.setup.model_copy(update={"speed": self._refit()})
-        done, _ = context.found.validated
-        context.found.validated = (done, done)
-        context.reporter.stage_done(f"{done}/{done}", self._note())
-        return None
-
-    # -- what is expected -------------------------------------------------------------------------------------------------
-
-    def _places(self) -> dict[object, int]:
-        return {one.knobs: i for i, one in enumerate(self._candidates)}
-
-    def _add(self, more: Sequence[Candidate]) -> None:
-        """Have settings among the candidates, simulated as these are."""
-        simulators, known = around(self._context, self._setup), self._places()
-        self._candidates += [
-            candidate(one.label, one.knobs, simulators, self._setup) for one in more if one.knobs not in known
-        ]
-
-    def _expect(self) -> None:
-        """The posterior of the candidates as they stand, and of all measurements against their paired simulations."""
-        setup = self._setup
-        self._posterior = Posterior(
-            [self._objective.worth(one.point) for one in self._candidates],
-            [_behaviour(one) for one in self._candidates],
-            quantum=1 / max(1.0, setup.rate * setup.window_s),
-        )
-        for index, run in self._runs:
-            self._posterior.observe(self._difference(index, run))
-
-    def _difference(self, index: int, run: Run) -> Observation:
-        """``run`` against the simulations of the same requests, at the speeds that the expectation rests on."""
-        worth = self._objective.worth
-        with self._context.meter.simulating():
-            paired = [worth(one.paired(run).score) for one in around(self._context, self._setup)]
-        full = self._objective.name == "goodput" and run.score.met == run.score.offered
-        return Observation(index, worth(run.score) - sum(paired) / len(paired), full)
+        super().__init__(context, setup, chosen, *rest, end=context.schedule.until(CALIBRATION, SIMULATION, VALIDATION))
+        self._may_move = may_move
 
     def _review(self) -> float | None:
-        """After the first looks: the cost model fitted to what was measured as well, and everything expected by that.
+        """The cost model fitted to what was measured as well, and everything expected by that.
 
         The speed, if settings are to be compared at another rate: the first measurement chose the rate, and had it met the
         machine in a bad minute, all of them meet the SLO in everything that follows, or none does.
         """
-        context, setup, self._reviewed = self._context, self._setup, True
+        context, setup = self._context, self._setup
         assert context.found.cost is not None
         runs = [run for run in context.found.runs if run.stage == "validation"]
         key = f"reviewed/{setup.rate:g}/{setup.speed:.6f}"
         known = context.study.measurements.find(key)
-        if known is None and not self._time_for(_TO_COMPARE, simulating=True):
+        if known is None and not self._time_for(
+            TO_COMPARE, simulating_s=context.schedule.until(RATE_AGAIN, CANDIDATES)
+        ):
             return None
         speed = speed_of(context.found.cost, runs) or setup.speed
         faster, (low, high) = speed / setup.speed, _NOT_TOLD_APART
@@ -266,203 +176,40 @@ class Validation:
         if stored["moves"]:
             return float(stored["speed"])
         before = context.cost_name
-        speed = self._refit()
+        speed = self._learned_speed()
         if context.cost_name != before:
             self._learn(speed)
         return None
 
-    def _refit(self) -> float:
+    def _speed(self, runs: Sequence[Run]) -> float:
+        assert self._context.found.cost is not None
+        return speed_of(self._context.found.cost, runs) or self._setup.speed
+
+    def _learned_speed(self) -> float:
         """Have a cost model that has seen the steps of this comparison; the machine's speed by that."""
         found, runs = self._context.found, [run for _, run in self._runs]
         assert found.cost is not None
         with self._context.meter.simulating():
             found.cost = refitted(found.cost, found.steps, runs)
-        return speed_of(found.cost, runs) or self._setup.speed
+        return self._speed(runs)
 
     def _learn(self, speed: float) -> None:
         """Expect everything anew by the cost model that has seen these steps, at ``speed``."""
         context, found = self._context, self._context.found
         measured = [self._candidates[i] for i, _ in self._runs]
         known = self._candidates
-        if self._time_for(_TO_COMPARE, simulating=True, searching=True):
+        anew = context.schedule.until(RATE_AGAIN, CANDIDATES, TRIALS_AGAIN)
+        if self._time_for(TO_COMPARE, simulating_s=anew):
             setup = self._setup.model_copy(update={"speed": speed})
             simulate_again(context, setup, f"{speed:.6f}/{context.cost_name}")
         self._setup = found.setup = with_candidates(context, self._setup, speed)
         self._candidates = candidates(context, self._setup)
         with context.meter.simulating():
             self._add(measured)
-        places = self._places()
-        self._runs = [(places[known[i].knobs], run) for i, run in self._runs]
-        self._counts = Counter(
-            {places[known[i].knobs]: count for i, count in self._counts.items() if known[i].knobs in places}
-        )
-        self._failed = {places[known[i].knobs]: why for i, why in self._failed.items() if known[i].knobs in places}
-        self._noisy = places.get(known[self._noisy].knobs, -1)
+        now = self._places()
+        moved = {i: now[one.knobs] for i, one in enumerate(known) if one.knobs in now}
+        self._runs = [(moved[i], run) for i, run in self._runs]
+        self._counts = Counter({moved[i]: count for i, count in self._counts.items() if i in moved})
+        self._failed = {moved[i]: why for i, why in self._failed.items() if i in moved}
+        self._noisy = moved.get(self._noisy, -1)
         self._expect()
-
-    # -- what is measured next --------------------------------------------------------------------------------------------
-
-    def _first_looks(self) -> list[int]:
-        """The best, twice; the baseline; the most headroom and the most throughput, where they are others.
-
-        Noise comes first. Only where there is no time for three measurements, the baseline comes before the repeat: two settings
-        compared tell more than one measured twice.
-        """
-        chosen, trials = self._candidates, self._context.question.trials
-        best = chosen.index(best_of(chosen, self._objective))
-        shares = [self._objective.worth(one.point) for one in chosen]
-        good = [i for i, share in enumerate(shares) if share >= (1 - GIVE_UP) * shares[best]]
-        quick = min(good, key=lambda i: (self._objective.latency(chosen[i].point), -shares[i]))
-        full = max(range(len(chosen)), key=lambda i: (chosen[i].point.throughput.mean, shares[i]))
-        baseline = baseline_of(chosen)
-        others = [] if baseline is None or baseline is chosen[best] else [chosen.index(baseline)]
-        for index in (quick, full):
-            if not any(alike(chosen[index].knobs, chosen[known].knobs) for known in (best, *others)):
-                others.append(index)
-        others = [index for index in others if index not in self._tried]
-        if trials is not None:
-            left = max(0, trials - 1 - len(self._tried))
-            unmet = trials > 1 and baseline is not None and chosen.index(baseline) in others[:1]
-            others = others[: max(left, unmet)]  # what was measured before a move does not take the baseline's place
-        # with the best, at the least, however late it is; behind a move the baseline, if it was not measured before it
-        needed = not self._tried or (baseline is not None and chosen.index(baseline) in others[:1])
-        compared = others[:1] if needed else []
-        noise_first = not compared or self._time_for(_TO_COMPARE, best)
-        self._must = 1 + len(compared) + (noise_first and bool(compared))
-        return [best, best, *others] if noise_first else [best, *compared, best, *others[1:]]
-
-    def _time_for(
-        self, runs: int, first: int | None = None, *, simulating: bool = False, searching: bool = False
-    ) -> bool:
-        """Whether there is time for so many measurements, of which that of ``first`` may have been made already.
-
-        ``simulating``: and to find a rate and candidates before them; ``searching``: and for trials before those.
-        """
-        context, setup, end = self._context, self._setup, self._end
-        if end is not None and simulating:
-            end -= context.schedule.until(RATE_AGAIN, CANDIDATES, *[TRIALS_AGAIN] * searching) or 0.0
-
-        def fits() -> bool:
-            made = first is not None and context.study.measurements.known(
-                request_for(setup, self._candidates[first], 0, noisy=True).key
-            )
-            return context.meter.fits(end, context.run_guess, runs - made)
-
-        return context.decided(f"room/{runs}/{first}/{end}/{setup.rate:g}/{setup.speed:.6f}", fits)
-
-    def _next(self) -> int | None:
-        index = None if self._counts.total() >= self._most else self._wanted()
-        if index is None or (self._must <= 0 and not self._context.in_time(self._end, self._request(index))):
-            return None
-        if self._opening:
-            self._must -= 1
-            self._opening.pop(0)
-        return index
-
-    def _wanted(self) -> int | None:
-        """What would be measured next, had it no end."""
-        if self._opening:
-            return self._opening[0]
-        trials = self._context.question.trials
-        full = trials is not None and len(self._counts) >= trials
-        allowed = [i for i in range(len(self._candidates)) if i not in self._failed and (i in self._counts or not full)]
-        if not self._runs or not allowed:
-            return None
-        index, gain = self._posterior.next(allowed)
-        return index if gain >= WORTH else None
-
-    def _request(self, index: int) -> Request:
-        """The next measurement of a candidate."""
-        return request_for(self._setup, self._candidates[index], self._counts[index], noisy=index == self._noisy)
-
-    def _observe(self, index: int) -> None:
-        """One more measurement of a candidate, and its paired simulation."""
-        if index in self._failed:
-            return
-
-        def learn(run: Run) -> None:
-            self._counts[index] += 1
-            difference = self._difference(index, run)  # may be interrupted
-            self._runs.append((index, run))
-            self._posterior.observe(difference)
-
-        cause = self._context.observe(self._request(index), self._setup, self._candidates[index].label, learn)
-        if cause is not None:
-            self._counts[index] += 1
-            self._failed[index] = cause
-
-    # -- what comes of it -------------------------------------------------------------------------------------------------
-
-    def _validated(self) -> list[Run]:
-        return self._context.found.validated_at(self._setup.rate)
-
-    def _conclude(self) -> None:
-        """What is expected and how sure it is, as far as it has come.
-
-        Of a second comparison only once it has compared two settings: before, the first one tells more.
-        """
-        found, posterior, runs = self._context.found, self._posterior, [run for _, run in self._runs]
-        if not runs or (self._before and len(posterior.measured) < 2):
-            return
-        assert found.cost is not None
-        found.candidates = [one.point for one in self._candidates]
-        found.setup = self._setup.model_copy(update={"speed": speed_of(found.cost, runs) or self._setup.speed})
-        found.expected = {self._candidates[i].knobs: posterior.expected(i) for i in posterior.measured}
-        baseline = baseline_of(self._candidates)
-        found.baseline = None if baseline is None else baseline.knobs
-        measured = {p.knobs: p for p in points(self._validated())}
-        mine = [measured[self._candidates[i].knobs] for i in posterior.measured]
-        objective = self._objective
-        by_goodput = objective.name == "goodput"
-        repeats = repeat_noise([((run.knobs, run.score.seed), objective.value(run.score)) for run in self._validated()])
-        each = len(mine)
-        counted = count_noise(sum(p.met for p in mine) // each, sum(p.offered for p in mine) // each)
-        found.noise = max(repeats or 0.0, counted) if by_goodput else repeats or 0.0
-        chosen = found.settings()["balanced"].knobs
-        choice = next((i for i in posterior.measured if self._candidates[i].knobs == chosen), posterior.choice())
-        sure = posterior.sureness(choice)
-        best = measured[self._candidates[choice].knobs]
-        simulated = {i: objective.worth(self._candidates[i].point) for i in posterior.measured}
-        found.confidence = confidence(
-            sure.best,
-            objective.regret(sure.regret, objective.worth(best)),
-            repeats,
-            found.noise,
-            len(posterior.measured),
-            unbeaten=sure.unbeaten if len(objective.equals(mine, best, found.expected, found.noise)) > 1 else None,
-            full=by_goodput and all(p.met == p.offered for p in mine),
-            near=sum(p is not best and p.attainment_high >= best.attainment_low for p in mine) if by_goodput else 0,
-            takes_longer=not by_goodput,
-            simulation_agrees=simulated[choice] >= max(simulated.values()),
-        )
-
-    def _show(self) -> None:
-        context, done, end = self._context, self._counts.total(), self._end
-        planned = done + len(self._opening) + (0 if self._opening else 1)
-        left = len(self._opening) * context.meter.typical(context.run_guess)
-        share = done / max(1, planned)
-        if end is not None:
-            left = max(0.0, end - context.meter.spent_s)
-            planned = done + max(len(self._opening), int(left / context.meter.typical(context.run_guess)))
-            share = done / max(1, planned)
-        planned = min(planned, self._most)
-        context.found.validated = (done, planned)
-        context.reporter.progress(min(1.0, share), f"{done}/{planned}", self._note(), left)
-
-    def _note(self) -> str:
-        """The best so far, as it measured."""
-        if not self._runs:
-            return ""
-        knobs = self._candidates[self._posterior.choice()].knobs
-        point = next(p for p in points(self._validated()) if p.knobs == knobs)
-        if self._objective.name != "goodput":
-            return self._objective.said(point)
-        mine = point.goodput
-        return f"best {mine.mean:.1f} ± {(mine.high - mine.low) / 2:.1f} req/s within the SLO"
-
-
-def _behaviour(one: Candidate) -> list[float]:
-    """How a setting behaves in the simulation, in octaves: settings that behave alike are mispredicted alike."""
-    p = one.point
-    values = (p.ttft_p50_ms, p.ttft_p99_ms, p.tpot_p50_ms, p.tpot_p99_ms, one.tokens, one.running)
-    return [math.log2(max(v, 1e-3)) if v is not None else 20.0 for v in values]
