@@ -52,10 +52,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_killed_while_it_measures(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # after its first measurement: the best is measured twice however long it takes
+    arguments = [*ARGUMENTS, "--budget", "12s"]  # on a slow machine, too, time for two settings
     (folder / "deadly").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "autotune.cli.main", *ARGUMENTS], capture_output=True, text=True, timeout=240, cwd=folder
+        [sys.executable, "-m", "autotune.cli.main", *arguments], capture_output=True, text=True, timeout=240, cwd=folder
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (folder / "embed.yaml").exists()
@@ -72,14 +72,14 @@ def test_killed_while_it_measures(
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(CallableTarget, "measure", counted)
-    code = run(ARGUMENTS)
+    code = run(arguments)
     made = load_callable_profile("embed.yaml")
     assert code == (0 if made.slo_met else 1) and made.status == "complete"
     assert "resuming the study of an earlier run" in capsys.readouterr().out
     assert set((folder / "calls.log").read_text().split()) == {"serving"}, "nothing is calibrated again"
     both = [point for point in made.points if point.source == "measured"]
     seeds = sum(len(point.seeds) for point in both)
-    assert 1 <= len(both) <= seeds <= 2 * len(both), "two each where there was time"
+    assert 1 <= len(both) < seeds <= 16, "one of them is repeated at once"
     assert len(runs) == 1 + seeds - 1, "one run that nobody sees, and those that were missing"
     assert sorted(path.name for path in folder.glob("embed.*")) == ["embed.yaml"], "done: the next run begins anew"
 
