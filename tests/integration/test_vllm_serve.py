@@ -198,7 +198,7 @@ def test_enginecore_is_killed(tmp_path: Path) -> None:
         done = subprocess.run(
             ["autotune", "watch", "--once"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
         )
-        assert done.returncode == 2 and "no process can be tuned" in done.stderr
+        assert done.returncode == 2 and "no process can be controlled" in done.stderr
         assert not list(tmp_path.glob("autotune/*.sock"))
 
 
