@@ -25,6 +25,7 @@ from autotune.simulate import SimulatedEngine
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
 from runtime.step_model import TERMS, Knowledge, Piece, StepFeatures, StepLearner, Term, learned_terms
+from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
 
 ROOT = Path(__file__).parents[2]
@@ -194,14 +195,7 @@ def hardware(step: StepFeatures) -> float:
 
 
 def points() -> list[StepPoint]:
-    rng = random.Random(2)
-    return [
-        StepPoint(
-            region="mixed" if step.chunks else "decode", **step._asdict(), seconds=hardware(step) * rng.gauss(1, 0.01),
-            spread=0.02, repeats=5,
-        )
-        for step in steps(150, seed=4)
-    ]  # fmt: skip
+    return step_points(hardware, steps(150, seed=4))
 
 
 def off(predict: Callable[[StepFeatures], float]) -> float:

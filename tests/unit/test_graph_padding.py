@@ -21,6 +21,7 @@ from runtime.errors import InputError
 from runtime.request import SamplingParams
 from runtime.step_model import StepFeatures
 from runtime.torch_backend.resident import batch_ladder
+from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
 
 LADDER = batch_ladder(256)
@@ -48,14 +49,7 @@ def steps(count: int, seed: int) -> list[StepFeatures]:
 
 
 def points() -> list[StepPoint]:
-    rng = random.Random(2)
-    return [
-        StepPoint(
-            region="mixed" if step.chunks else "decode", **step._asdict(), seconds=hardware(step) * rng.gauss(1, 0.01),
-            spread=0.02, repeats=5,
-        )
-        for step in steps(150, seed=4)
-    ]  # fmt: skip
+    return step_points(hardware, steps(150, seed=4))
 
 
 def off(predict: Callable[[StepFeatures], float]) -> float:

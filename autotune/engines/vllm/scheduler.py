@@ -24,6 +24,7 @@ REJECTED: Final = "autotune: "
 """How the ``stop_reason`` of a request begins that was ended here; after it come the seconds to retry in, and why."""
 UNTOUCHED: Final = "vLLM schedules as it would without autotune"
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
+_AnyScheduler: Any = object  # to mypy: a class that may have any attribute, as vLLM's schedulers may
 
 
 class Steered:
@@ -83,9 +84,8 @@ def steered(base: type[Any]) -> type[Any]:
     return type(f"Steered{base.__name__}", (SteeredScheduler, base), {"__module__": __name__})
 
 
-class SteeredScheduler:
-    """Mixed over a vLLM scheduler, which mypy does not know: hence what is silenced here. :attr:`steering` is None where it is
-    left alone."""
+class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed over is picked when the server starts
+    """Mixed over a vLLM scheduler. :attr:`steering` is None where it is left alone."""
 
     steering: Steering | None
 
@@ -104,7 +104,7 @@ class SteeredScheduler:
             return
         from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
-        self._stock_policy = self.policy  # type: ignore[attr-defined]
+        self._stock_policy = self.policy
         self._stock_adaptive = getattr(self, "adaptive_long_prefill_threshold", False)  # which older versions lack
         self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
         _queue_by(self, SchedulingPolicy.PRIORITY)  # a number for each request: ours, which says whose turn it is
@@ -129,34 +129,34 @@ class SteeredScheduler:
     def _drop(self, names: list[str]) -> None:
         from vllm.v1.request import RequestStatus
 
-        super().finish_requests(names, RequestStatus.FINISHED_ABORTED)  # type: ignore[misc]
+        super().finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         steering = self.steering
         fresh = steering is not None and steering.adding(request)
-        found = super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        found = super().add_request(request, *args, **kwargs)
         if fresh and steering is not None:
             steering.added()
         return found
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self.steering is None:
-            return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids or self.requests)  # type: ignore[attr-defined]
-        found = super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
+            return super().finish_requests(request_ids, *args, **kwargs)
+        names = [request_ids] if isinstance(request_ids, str) else list(request_ids or self.requests)
+        found = super().finish_requests(request_ids, *args, **kwargs)
         self.steering.dropped(names)
         return found
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.steering is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            return super().schedule(*args, **kwargs)
         self.steering.before()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         self.steering.planned(output)
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        outputs = super().update_from_output(*args, **kwargs)
         if self.steering is not None:
             self.steering.landed(outputs)
             self._unreported += self.steering.aborted()

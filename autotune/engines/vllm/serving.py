@@ -241,7 +241,7 @@ class SelfTuningScheduler(SteeredScheduler):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
-        if self._tunable is not None and not self.has_unfinished_requests():  # type: ignore[attr-defined]
+        if self._tunable is not None and not self.has_unfinished_requests():
             self._tunable.between_steps()  # else the next step does, when these outputs are on their way
         return outputs
 
@@ -259,7 +259,7 @@ class SelfTuningScheduler(SteeredScheduler):
             if self._metrics is not None:
                 self._metrics.close()
         finally:
-            super().shutdown()  # type: ignore[misc]
+            super().shutdown()
 
 
 class MetricsFile:
