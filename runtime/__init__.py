@@ -1,4 +1,4 @@
-"""The engine and the batcher: four live knobs, an SLO, and records of every step and request. Know nothing of autotune.
+"""The engine and the batcher: live knobs, an SLO, and records of every step and request. Know nothing of autotune.
 
 The names below are loaded when first used, and none but ``load_model`` loads torch; an :class:`Engine` does when it is made.
 """

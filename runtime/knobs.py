@@ -1,4 +1,4 @@
-"""The four live knobs and their start-up ceilings.
+"""The live knobs and their start-up ceilings.
 
 ``Knobs`` change while the engine runs; ``KnobLimits`` do not (buffers, KV pool and graphs are sized by them).
 Both are frozen, and neither is ever written back into the other. Everything that handles knobs, from the command
@@ -20,6 +20,7 @@ class KnobSpec:
     ``log``: ratios matter, not differences. ``short``: its title where room is short. ``usual``: (low, high) between which
     settings worth trying lie. ``batcher``: it means something to a batcher too. ``required``: every file that holds knobs
     names it; a knob that came later is at its default where a file from before lacks it, so its default must change nothing.
+    ``searched``: a search tries its values unasked; else it stays at its default unless a range is named.
     """
 
     name: str
@@ -33,6 +34,7 @@ class KnobSpec:
     usual: tuple[float, float]
     batcher: bool = False
     required: bool = False
+    searched: bool = True
 
     def check(self, value: object, high: float | None = None, *, where: str = "") -> float:
         """Return ``value`` as the knob's type, or raise ``ValueError`` naming field, value and bounds.
@@ -61,7 +63,7 @@ def _knob(default: float, **spec: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """One setting of the four knobs; passed to every ``schedule()`` call, so a change holds from the next step on."""
+    """One setting of the knobs; passed to every ``schedule()`` call, so a change holds from the next step on."""
 
     max_batch_size: int = _knob(
         256,
@@ -114,6 +116,18 @@ class Knobs:
         usual=(16, 8192),
         required=True,
     )
+    draft_tokens: int = _knob(
+        0,
+        unit="tokens",
+        low=0,
+        high=64,
+        log=False,
+        integer=True,
+        doc="most tokens drafted for one decoding sequence and verified in the same step; 0: none",
+        short="drafts",
+        usual=(0, 8),
+        searched=False,  # synthetic prompts and random weights repeat themselves otherwise than real traffic does
+    )
 
     def __post_init__(self) -> None:
         for spec in KNOBS:
@@ -139,12 +153,19 @@ class Knobs:
     def as_dict(self) -> dict[str, float]:
         return {spec.name: getattr(self, spec.name) for spec in KNOBS}
 
+    @property
+    def shown(self) -> list[KnobSpec]:
+        """The knobs to tell people of: all but those that came later and are at their default, as if they were not there."""
+        return [s for s in KNOBS if s.required or getattr(self, s.name) != getattr(_USUAL, s.name)]
+
     def __str__(self) -> str:
-        return " ".join(f"{spec.name}={getattr(self, spec.name):.10g}" for spec in KNOBS)
+        return " ".join(f"{spec.name}={getattr(self, spec.name):.10g}" for spec in self.shown)
 
 
 KNOBS: tuple[KnobSpec, ...] = tuple(KnobSpec(name=f.name, **f.metadata) for f in fields(Knobs))
 """The spec of every knob, in the order of the fields."""
+
+_USUAL = Knobs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +176,7 @@ class KnobLimits:
     max_wait_ms: float = 10000.0
     token_budget: int = 8192
     chunk_size: int = 8192
+    draft_tokens: int = 16
 
     def __post_init__(self) -> None:
         for spec in KNOBS:

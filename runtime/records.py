@@ -43,6 +43,8 @@ class StepRecord(NamedTuple):
     of the prefill chunks: for a chunk of n tokens behind s computed ones, n·s + n·(n+1)/2. ``prefill_context`` is the
     sum over chunks of s + n. ``epoch`` numbers the knob setting the step was scheduled under. ``waiting`` counts
     requests and ``waiting_tokens`` prompt tokens still queued after scheduling. ``sampled`` is how many tokens came out.
+    ``drafted`` tokens were computed behind the last ones of some of the decodes, and are part of their context; ``accepted`` of
+    them were right.
     """
 
     start: float
@@ -64,6 +66,8 @@ class StepRecord(NamedTuple):
     budget_used: int
     limited_by: LimitedBy
     failed: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def duration(self) -> float:
@@ -73,7 +77,7 @@ class StepRecord(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens computed in one step."""
-        return self.decodes + self.prefill_tokens
+        return self.decodes + self.drafted + self.prefill_tokens
 
     def split(self, ends: Sequence[float]) -> list[StepRecord]:
         """The records of the single steps that ended at ``ends``; what is counted after a step is as of the last one."""

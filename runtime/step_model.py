@@ -13,9 +13,10 @@ a row at the end. Profiles written before it hold no coefficient for it, which t
 
 Where memory and compute overlap, a step takes the longer of two times, and each piece becomes one of them; where they
 add up, the mixed piece holds the sum. A step without prompts belongs to the decode piece; any other to the piece that
-comes closer to it. Each is fitted by recursive least squares with directional forgetting (Cao and Schwartz, Automatica
-36, 2000): only what a new step speaks about is forgotten, so the covariance cannot wind up while the inputs stand still,
-and a change of speed is followed even then. Residuals are relative and clipped (Huber); coefficients never go below zero.
+comes closer to it. Drafted tokens count as prompt tokens here. Each is fitted by recursive least squares with directional
+forgetting (Cao and Schwartz, Automatica 36, 2000): only what a new step speaks about is forgotten, so the covariance
+cannot wind up while the inputs stand still, and a change of speed is followed even then. Residuals are relative and
+clipped (Huber); coefficients never go below zero.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class StepFeatures(NamedTuple):
     prefill_context: int
     prefill_attention: int
     chunks: int = 0
+    drafted: int = 0
 
     @classmethod
     def of(cls, record: StepRecord) -> Self:
@@ -69,17 +71,23 @@ class StepFeatures(NamedTuple):
             record.prefill_context,
             record.prefill_attention,
             record.chunks,
+            record.drafted,
         )
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> Self:
         """Those of a step that is planned; of a plan that stands for several, of the first."""
         tokens = context = pairs = 0
-        for _, start, count, _ in plan.chunks:
+        for _, start, count, _, _ in plan.chunks:
             tokens += count
             context += start + count
             pairs += count * start + count * (count + 1) // 2
-        return cls(plan.n_decode, plan.decode_context, tokens, context, pairs, len(plan.chunks))
+        decodes, read, drafted = plan.n_decode, plan.decode_context, 0
+        if plan.drafts:
+            decodes += len(plan.drafts)
+            read += sum([draft.start + draft.count for draft in plan.drafts])
+            drafted = sum([len(draft.drafted) for draft in plan.drafts])
+        return cls(decodes, read, tokens, context, pairs, len(plan.chunks), drafted)
 
 
 Group = Literal["outside", "memory", "compute"]
@@ -121,6 +129,11 @@ class Term:
         return self.curve != "linear"
 
 
+def computed(step: StepFeatures) -> Any:
+    """Tokens that a step puts through the model."""
+    return step.decodes + step.drafted + step.prefill_tokens
+
+
 def further_rows(tokens: Any, tile: int) -> Any:
     """Rows of whole tiles that ``tokens`` take beyond the first tile: products on GPUs are computed by the tile."""
     return (tokens - 1) // tile * tile * (tokens > 0)
@@ -128,25 +141,27 @@ def further_rows(tokens: Any, tile: int) -> Any:
 
 _ROWS = (
     Term("step", "steps", lambda s: 1.0, "overhead_s", pieces=_BOTH, required=True),
-    Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens, pieces=("mixed",), typical=256, required=True),
+    Term("prefill_tokens", "tokens", lambda s: s.prefill_tokens + s.drafted, pieces=("mixed",), typical=256, required=True),
     Term("decodes", "sequences", lambda s: s.decodes, "decode_s", pieces=_BOTH, typical=64, required=True),
     Term("chunks", "prompts", lambda s: s.chunks, "chunk_s", required=True),
     Term("weights", "steps", lambda s: 1.0, "weights_s", "memory", overlap_only=True, required=True),
-    Term("experts", "tokens", lambda s: s.decodes + s.prefill_tokens, "experts_s", "memory", curve="saturating", required=True),
+    Term("experts", "tokens", computed, "experts_s", "memory", curve="saturating", required=True),
     Term("context", "KV entries", lambda s: s.decode_context + s.prefill_context, pieces=_BOTH, typical=32768, required=True),
     Term("decode_context", "KV entries", lambda s: s.decode_context, "decode_kv_s", "memory", 1e-3, required=True),
     Term("prefill_context", "KV entries", lambda s: s.prefill_context, "prefill_kv_s", "memory", 1e-3, required=True),
-    Term("tokens", "tokens", lambda s: s.decodes + s.prefill_tokens, "token_s", "compute", 1.0, "segments", required=True),
+    Term("tokens", "tokens", computed, "token_s", "compute", 1.0, "segments", required=True),
     Term("pairs", "pairs", lambda s: s.decode_context + s.prefill_attention, "pair_s", "compute", 1e-3, required=True),
     Term("prefill_attention", "pairs", lambda s: s.prefill_attention, pieces=("mixed",), typical=262144, required=True),
     Term("prompts", "steps with prompts", lambda s: 1.0 * (s.prefill_tokens > 0), "prompt_s"),
     Term("mixed_context", "KV entries", lambda s: s.decode_context * (s.prefill_tokens > 0), "mixed_kv_s", "outside", 1e-3),
-    Term("tiles_128", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 128), "tile128_s", "compute", 1.0, "tiles"),
-    Term("tiles_256", "rows", lambda s: further_rows(s.decodes + s.prefill_tokens, 256), "tile256_s", "compute", 1.0, "tiles"),
+    Term("tiles_128", "rows", lambda s: further_rows(computed(s), 128), "tile128_s", "compute", 1.0, "tiles"),
+    Term("tiles_256", "rows", lambda s: further_rows(computed(s), 256), "tile256_s", "compute", 1.0, "tiles"),
 )  # fmt: skip
 
 TERMS: dict[str, Term] = {term.name: term for term in _ROWS}
 """Every term, by name. (query, key) pairs are those of attention, KV entries the tokens whose keys and values are read.
+
+A drafted token is computed as a prompt's token is, and counts as one: in ``tokens``, and in ``prefill_tokens`` for the learner.
 
 What runs for every step (:meth:`StepLearner.predict`, ``CostModel.predict``) has these rows written out, and takes any
 further one from the table, more slowly.
@@ -266,13 +281,13 @@ class StepLearner:
 
     def _mixed_inputs(self, step: StepFeatures, decode: list[float]) -> list[float]:
         pairs = step.prefill_attention * self._PAIRS
-        inputs = [1.0, step.prefill_tokens * self._TOKENS, decode[1], decode[2], pairs]
+        inputs = [1.0, (step.prefill_tokens + step.drafted) * self._TOKENS, decode[1], decode[2], pairs]
         return inputs + [float(t.amount(step)) / t.typical for t in self._more_mixed] if self._more_mixed else inputs
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds; 0 before anything was learned."""
         decode = self._decode_inputs(step)
-        if step.prefill_tokens == 0 and self._decode.samples:
+        if step.prefill_tokens + step.drafted == 0 and self._decode.samples:
             if self._more_decode:
                 return self._unit * self._decode.predict(decode)
             a0, a1, a2 = self._decode.coefficients
@@ -300,7 +315,7 @@ class StepLearner:
         if self.ready:
             predicted = self.predict(step) if predicted is None else predicted
             self.error += 0.05 * (min(1.0, abs(predicted / seconds - 1)) - self.error)
-        if step.prefill_tokens == 0:
+        if step.prefill_tokens + step.drafted == 0:
             self._decode.update(decode, y)
             return
         mixed = self._mixed_inputs(step, decode)

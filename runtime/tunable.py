@@ -169,7 +169,7 @@ class Listener(Protocol):
 
 
 class Tunable(Protocol):
-    """Anything with the four knobs, as a controller sees it. Every call may come from any thread."""
+    """Anything with knobs, as a controller sees it. Every call may come from any thread."""
 
     @property
     def capabilities(self) -> Capabilities: ...

@@ -10,7 +10,9 @@ from runtime.batching.strategies import Adaptive, Dynamic, MemoryBounded, Static
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
 
-BATCHER_LIMITS = KnobLimits(max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576)
+BATCHER_LIMITS = KnobLimits(
+    max_batch_size=4096, max_wait_ms=10000, token_budget=1048576, chunk_size=1048576, draft_tokens=0
+)
 """Ceilings unless others are given: wide, for sizes are learned."""
 
 
@@ -62,9 +64,12 @@ def slos_of(slo: SLO | str | Mapping[str, SLO | str] | None) -> dict[str, SLO] |
 
 
 def first_knobs(given: Mapping[str, float], limits: KnobLimits, strategy: Strategy) -> Knobs:
-    """What is given; the rest is open (adaptive, and strategies of one's own), or what suits most (static and dynamic)."""
+    """What is given; the rest is open (adaptive, and strategies of one's own), or what suits most (static and dynamic).
+
+    What came later and means nothing to a batcher (``draft_tokens``) is at its default, as in files from before."""
     usual = {"max_batch_size": 32, "max_wait_ms": 10.0} if isinstance(strategy, Static | Dynamic) else {}
-    opened = {spec.name: getattr(limits, spec.name) for spec in KNOBS}
+    usually = limits.clamp(Knobs())
+    opened = {s.name: getattr(limits if s.batcher or s.required else usually, s.name) for s in KNOBS}
     return limits.check(Knobs(**{**opened, **{k: min(v, opened[k]) for k, v in usual.items()}, **given}))
 
 

@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Output(Protocol):
-    """Receives sampled tokens between execute and update, and says which sequences stop with them."""
+    """Receives sampled tokens between execute and update, and says which sequences stop with them.
+
+    It appends them to the sequences' ``output``, those of one sequence up to the one it stops with.
+    """
 
     def process(self, result: StepResult) -> Seq[tuple[Sequence, FinishReason]]: ...
 
@@ -240,7 +243,6 @@ class EngineCore:
         in flight when it returns, if there is one to run."""
         finished: list[Finished] = []
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
-        scheduler = self.scheduler
         if self._unordered:
             self._end_unordered(now, finished)
         if self._overlapping is not None:
@@ -248,16 +250,23 @@ class EngineCore:
         plan = self._schedule(now, finished)
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
+        return self._executed(plan, now, min(until, expiry, plan.wake_at), finished)
+
+    def _executed(self, plan: StepPlan, now: float, until: float, finished: list[Finished]) -> StepOutcome:
+        """Run ``plan`` from its start to its end."""
+        scheduler = self.scheduler
         try:
-            result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
+            result = self.executor.execute(plan, now, until)
         except DeviceError:  # no step will succeed any more
             raise
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
-            log.exception("a step of %d sequences failed", plan.n_decode + len(plan.chunks))
+            log.exception("a step of %d sequences failed", len(_sequences(plan)))
             result = StepResult(ends=(now,), failed=[(sequence, error) for sequence in _sequences(plan)])
         if self._output is not None:
             stopped = self._output.process(result)
             if stopped:
+                if plan.drafts:
+                    result = _until_stop(plan, result, {sequence for sequence, _ in stopped})
                 result = result._replace(stopped=[*result.stopped, *stopped])
         ended = scheduler.update(plan, result)
         if ended:
@@ -272,9 +281,10 @@ class EngineCore:
         scheduler.waiting.stepped(record)
         return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
 
-    def _schedule(self, now: float, finished: list[Finished]) -> StepPlan:
+    def _schedule(self, now: float, finished: list[Finished], setting: tuple[int, Knobs] | None = None) -> StepPlan:
+        """Plan a step under ``setting`` (epoch and knobs), the one in force unless given."""
         settings, scheduler = self.settings, self.scheduler
-        epoch, knobs = settings.current
+        epoch, knobs = settings.current if setting is None else setting
         budget = None
         if settings.policy is not None:
             budget = self._policy_budget(now)
@@ -292,13 +302,18 @@ class EngineCore:
 
         Who reaches max_tokens is known before; who stops otherwise, fails or has been cancelled has a row in the next step for
         nothing, whose token is dropped. Nothing is launched ahead that would preempt, or behind a step in trouble; a step that
-        needs the tokens of the last one is launched as soon as they are there.
+        needs the tokens of the last one is launched as soon as they are there. Where steps may hold drafts, which are looked up
+        by the last token, each is planned behind the one before, and one that does hold some is not launched but run.
         """
         scheduler, flight = self.scheduler, self._flight
         if flight is None:
             plan = self._schedule(now, finished)
             if plan.empty:
                 return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
+            if plan.drafts:
+                outcome = self._executed(plan, now, min(expiry, plan.wake_at), finished)
+                self._last_end = outcome.end
+                return outcome
             flight = _launched(executor, plan, now)
         unsettled = scheduler.commit(flight.plan, now)
         ahead = None if flight.error is not None else self._ahead(executor, now, finished)
@@ -334,7 +349,10 @@ class EngineCore:
         """The plan of the step behind the one in flight, if there is one and it may be made now."""
         if executor.in_trouble or self.memory.lowered or not self.scheduler.can_plan_ahead:
             return None
-        plan = self._schedule(now, finished)
+        setting = self.settings.current  # once: a plan with drafts must not be launched ahead, even if a knob turns now
+        if self.scheduler.speculates(setting[1]):
+            return None
+        plan = self._schedule(now, finished, setting)
         return None if plan.empty else plan
 
     def _expire(self, now: float, finished: list[Finished]) -> float:
@@ -380,7 +398,12 @@ class EngineCore:
         """Lower the ceilings by what ran out of memory, or raise lowered ones by what fitted; the knobs follow, up to what was
         last set. What runs above a lowered ceiling is preempted at once."""
         chunks = [chunk.count for chunk in plan.chunks]
-        load = Load(plan.n_decode + len(chunks), plan.n_decode + sum(chunks), max(chunks, default=0))
+        drafted = sum([draft.count for draft in plan.drafts])
+        load = Load(
+            plan.n_decode + len(plan.drafts) + len(chunks),
+            plan.n_decode + drafted + sum(chunks),
+            max(chunks, default=0),
+        )
         if result.oom:
             changed = self.memory.ran_out(load, result.oom, result.fitted)
         else:
@@ -394,17 +417,23 @@ class EngineCore:
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
         scheduler, n_decode = self.scheduler, plan.n_decode
         tokens = context = attention = sampled = 0
-        for _, start, count, samples in plan.chunks:
+        for _, start, count, samples, _ in plan.chunks:
             tokens += count
             context += start + count
             attention += count * start + count * (count + 1) // 2
             sampled += samples
         ends, failed = result.ends, len(result.failed)
+        decodes, decode_context, drafted, accepted = n_decode, plan.decode_context, 0, 0
+        if plan.drafts:
+            decodes += len(plan.drafts)
+            decode_context += sum([draft.start + draft.count for draft in plan.drafts])
+            drafted = sum([len(draft.drafted) for draft in plan.drafts])
+            accepted = sum([count for _, count in result.accepted])
         return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
-            now, ends[-1], len(ends), n_decode, plan.decode_context, len(plan.chunks), tokens, context, attention,
-            n_decode + sampled - failed, len(scheduler.prefills) + len(scheduler.decodes.members), scheduler.waiting.count,
-            scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
-            plan.limited_by, failed,
+            now, ends[-1], len(ends), decodes, decode_context, len(plan.chunks), tokens, context, attention,
+            decodes + sampled + accepted - failed, len(scheduler.prefills) + len(scheduler.decodes.members),
+            scheduler.waiting.count, scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
+            plan.limited_by, failed, drafted, accepted,
         )  # fmt: skip
 
 
@@ -449,4 +478,22 @@ def _ended(sequence: Sequence) -> bool:
 
 
 def _sequences(plan: StepPlan) -> list[Sequence]:
-    return [*plan.decode_rows(), *(chunk.sequence for chunk in plan.chunks)]
+    return [*plan.decode_rows(), *(chunk.sequence for chunk in (*plan.drafts, *plan.chunks))]
+
+
+def _until_stop(plan: StepPlan, result: StepResult, stopped: set[Sequence]) -> StepResult:
+    """``result`` without the tokens that sequences with drafts got behind the one they ``stopped`` with."""
+    kept = {
+        draft.sequence: len(draft.sequence.output) - draft.sequence.generated
+        for draft in plan.drafts
+        if draft.sequence in stopped
+    }
+    tokens, left = [], dict(kept)
+    for token in result.tokens:
+        if token.sequence in left:
+            if not left[token.sequence]:
+                continue
+            left[token.sequence] -= 1
+        tokens.append(token)
+    accepted = [(sequence, min(count, kept.get(sequence, 1 + count) - 1)) for sequence, count in result.accepted]
+    return result._replace(tokens=tokens, accepted=accepted)

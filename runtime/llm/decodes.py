@@ -4,6 +4,9 @@ Every decode advances in every step, so one index ``step`` stands for all their 
 it joined, and its own counters and token times are brought up to date when it leaves. Token times belong to the step.
 A wheel of ``block_size`` buckets, keyed by when a sequence's next block begins, says who needs one; a heap keyed by the
 step at which ``max_tokens`` is reached says who ends. A step therefore costs what changes in it.
+
+A sequence whose drafted tokens are verified advances by more than one. It is set aside for that step, with its counters
+brought up to date, and put back behind it: it keeps its place among the members, and only those that draft are touched.
 """
 
 from __future__ import annotations
@@ -21,21 +24,27 @@ _KEEP_ENDS = 1 << 13
 class Decodes(DecodeSet):
     """A :class:`~runtime.llm.plan.DecodeSet` that keeps time, context and KV growth."""
 
-    __slots__ = ("_due", "_ends", "_ends_base", "_joins", "_kv", "_wheel", "context", "grown", "step")
+    __slots__ = (
+        "_aside", "_due", "_ends", "_ends_base", "_joins", "_kv", "_places", "_reordered", "_wheel", "context",
+        "grown", "step",
+    )  # fmt: skip
 
     def __init__(self, kv: KVBlocks) -> None:
         super().__init__()
         self.step = 0
         """Decode steps done so far."""
         self.context = 0
-        """KV tokens of all members, before the coming step."""
+        """KV tokens of all members but those set aside, before the coming step."""
         self.grown = False
         """Whether the members have the blocks of the coming step."""
         self._kv = kv
         self._ends: list[float] = []  # end times of steps, from number _ends_base on
         self._ends_base = 0
-        self._due: list[tuple[int, int, int, Sequence]] = []  # (step at max_tokens, order, joined, sequence)
+        self._due: list[tuple[int, int, int, Sequence]] = []  # (step at max_tokens, place, joined, sequence)
         self._joins = 0
+        self._places: dict[Sequence, int] = {}  # the number of each member among all that ever joined
+        self._aside: dict[Sequence, None] = {}
+        self._reordered = False  # whether a member may be counted from a later step than those behind it
         self._wheel: list[dict[Sequence, None]] = [{} for _ in range(kv.block_size)]
 
     @property
@@ -48,23 +57,57 @@ class Decodes(DecodeSet):
     def join(self, sequence: Sequence) -> None:
         """``sequence`` has all its tokens but the last sampled one computed and decodes from the coming step on."""
         sequence.state = "decode"
-        sequence.joined = self.step
         self.members[sequence] = None
+        self._joins += 1
+        self._places[sequence] = self._joins
+        self._count(sequence)
+
+    def _count(self, sequence: Sequence) -> None:
+        """``sequence``, whose counters are up to date, advances with the others from the coming step on."""
+        sequence.joined = self.step
         self.version += 1
         self.context += sequence.computed
         self._wheel[(self.step - sequence.computed) % self._kv.block_size][sequence] = None
-        self._joins += 1
         due = self.step + sequence.request.max_tokens - sequence.generated
-        heapq.heappush(self._due, (due, self._joins, self.step, sequence))
+        heapq.heappush(self._due, (due, self._places[sequence], self.step, sequence))
         if len(self._due) > 2 * len(self.members) + 64:  # those that stopped early are not to be kept until then
             self._due = [entry for entry in self._due if entry[3].joined == entry[2]]
             heapq.heapify(self._due)
 
     def leave(self, sequence: Sequence, *, failed: bool = False) -> None:
         """Bring the counters of ``sequence`` up to date; with ``failed``, its last step yielded no token."""
+        if sequence in self._aside:  # they are, and that step yielded none yet
+            del self._aside[sequence]
+            self.version += 1
+        else:
+            self._bring_up_to_date(sequence, failed)
+        del self.members[sequence]
+        del self._places[sequence]
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """``sequence`` does not advance with the others in the coming step; :meth:`put_back` or :meth:`leave` follows it."""
+        self._bring_up_to_date(sequence)
+        self._aside[sequence] = None
+
+    def put_back(self, sequence: Sequence, tokens: int, end: float) -> None:
+        """The step for which ``sequence`` was set aside is done, ended at ``end`` and yielded it so many ``tokens``."""
+        del self._aside[sequence]
+        self._reordered = True
+        sequence.computed += tokens
+        sequence.generated += tokens
+        sequence.token_times += [end] * tokens
+        self._count(sequence)
+
+    def rows(self, version: int) -> tuple[Sequence, ...]:
+        """As :meth:`~runtime.llm.plan.DecodeSet.rows`, without those set aside."""
+        if self._aside and self._at != version == self.version:
+            self._rows, self._at = tuple([s for s in self.members if s not in self._aside]), version
+        return super().rows(version)
+
+    def _bring_up_to_date(self, sequence: Sequence, failed: bool = False) -> None:
+        """The counters of ``sequence``, which then no longer advance with the others'."""
         steps = self.step - sequence.joined
         del self._wheel[(sequence.joined - sequence.computed) % self._kv.block_size][sequence]
-        del self.members[sequence]
         self.version += 1
         self.context -= sequence.computed + steps
         steps -= failed
@@ -115,10 +158,12 @@ class Decodes(DecodeSet):
                 sequence.blocks.append(block)
         self.step += len(ends)
         self.grown = False
-        self.context += len(self.members) * len(ends)
+        self.context += (len(self.members) - len(self._aside)) * len(ends)
         self._ends += ends
         if len(self._ends) > 2 * _KEEP_ENDS:
             oldest = next(iter(self.members)).joined
+            if self._reordered:
+                oldest = min([s.joined for s in self.members if s not in self._aside], default=self.step)
             if oldest - self._ends_base > _KEEP_ENDS:
                 del self._ends[: oldest - self._ends_base]
                 self._ends_base = oldest
@@ -141,6 +186,8 @@ class Decodes(DecodeSet):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a counter disagrees with the members."""
+        assert not self._aside, "set aside, and not put back behind the step"
+        assert self._places.keys() == self.members.keys()
         assert self.context == sum(s.computed + self.step - s.joined for s in self.members)
         for s in self.members:
             tokens = s.computed + self.step - s.joined

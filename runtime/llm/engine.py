@@ -1,4 +1,4 @@
-"""The engine: a model behind a queue, with four knobs that can be turned while it runs."""
+"""The engine: a model behind a queue, with knobs that can be turned while it runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.buffer import TokenBuffer
 from runtime.llm.core import EngineCore
+from runtime.llm.drafts import NgramDrafter
 from runtime.llm.gather import complete_all
 from runtime.llm.intake import Intake, ServedModel
 from runtime.llm.loop import EngineLoop
@@ -144,6 +145,8 @@ class Engine(TunableEngine):
             ordering=ordering,
             slos=slos,
             hasher=None if share == "none" else token_hasher(block_size, self._intake.salt),
+            drafter=NgramDrafter() if getattr(parts.executor, "verifies_drafts", False) else None,
+            most_sampled=limits.max_batch_size,
         )
         core = EngineCore(scheduler, parts.executor, knobs=knobs, limits=limits, output=output)
         core.policy = step_policy

@@ -197,11 +197,13 @@ class EngineLoop:
         lost: list[TokenBuffer] = []
         if outcome.result is not None:
             for token in outcome.result.tokens:
-                if token.sequence in ended:
-                    last[token.sequence] = token
+                ready: Token | None = token
+                if token.sequence in ended:  # the last one comes with the end
+                    ready, last[token.sequence] = last.get(token.sequence), token
+                if ready is None:
                     continue
-                buffer = self._buffers[token.sequence]
-                buffer.put(token, self._wakes)
+                buffer = self._buffers[ready.sequence]
+                buffer.put(ready, self._wakes)
                 lost += [buffer] if buffer.lost else []
             causes = dict(outcome.result.failed) | self._output.failures
         for sequence, record in ended.items():

@@ -133,11 +133,15 @@ class OutputProcessor:
         """Why a tokenizer raised on a sequence's tokens, until it is released; such a sequence stops with ERROR."""
 
     def process(self, result: StepResult) -> list[tuple[Sequence, FinishReason]]:
-        """Take in one step's tokens; returns the sequences that stop now, with the reason."""
+        """Take in one step's tokens; returns the sequences that stop now, with the reason. Of a sequence that got several at
+        once, those behind the one it stops with are not taken in."""
         stops: list[tuple[Sequence, FinishReason]] = []
         eos = self._eos
+        ended: set[Sequence] = set()  # of those that stop, only where there may be tokens behind
         for token in result.tokens:
             sequence, token_id = token.sequence, token.id
+            if ended and sequence in ended:
+                continue
             sequence.output.append(token_id)
             params = sequence.request.params
             if (token_id in eos and not params.ignore_eos) or token_id in params.stop_token_ids:
@@ -153,6 +157,8 @@ class OutputProcessor:
                 else:
                     if text.stopped:
                         stops.append((sequence, FinishReason.STOP))
+            if result.accepted and stops and stops[-1][0] is sequence:
+                ended.add(sequence)
         return stops
 
     def text_of(self, sequence: Sequence) -> Detokenizer:

@@ -12,12 +12,17 @@ from runtime.request import Sequence
 
 
 class Chunk(NamedTuple):
-    """``count`` tokens of ``sequence`` from position ``start`` on. ``samples``: its last token yields a new one."""
+    """``count`` tokens of ``sequence`` from position ``start`` on. ``samples``: its last token yields a new one.
+
+    ``drafted``: of a decoding sequence, the token ids guessed to follow its last token, which is the chunk's first. Each of its
+    tokens is sampled then, and what is sampled counts as far as the guesses are right, and one token beyond.
+    """
 
     sequence: Sequence
     start: int
     count: int  # type: ignore[assignment]  # this chunk's tokens; tuple.count is of no use here
     samples: bool
+    drafted: tuple[int, ...] = ()
 
 
 def next_chunk(sequence: Sequence, most: int, left: int) -> tuple[Chunk, LimitedBy]:
@@ -55,12 +60,13 @@ class DecodeSet:
 
 
 class StepPlan(NamedTuple):
-    """One step. Decode rows come first (one token each), then prompt chunks.
+    """One step. Decode rows come first (one token each), then ``drafts``, then prompt chunks.
 
     ``step`` is the scheduler's decode index g: a decoding sequence s has computed ``s.computed + step − s.joined`` tokens,
     and this step computes the next one. ``decode_context`` is the sum over decodes of the context they read, their new token
     included. ``repeat`` > 1 (simulation only): that many identical decode steps may be run in one go. An empty plan with a
-    finite ``wake_at`` means: nothing before then, unless something arrives.
+    finite ``wake_at`` means: nothing before then, unless something arrives. ``drafts``: decoding sequences with drafted tokens,
+    each a chunk of its own; they are not among the decode rows of this step.
     """
 
     step: int
@@ -75,10 +81,11 @@ class StepPlan(NamedTuple):
     budget_used: int
     limited_by: LimitedBy
     preemptions: int
+    drafts: tuple[Chunk, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not self.n_decode and not self.chunks
+        return not self.n_decode and not self.chunks and not self.drafts
 
     @property
     def prefill_tokens(self) -> int:
@@ -103,7 +110,8 @@ class StepResult(NamedTuple):
     ``stopped``: sequences that end with this step for a reason other than max_tokens. ``failed``: sequences whose
     computation failed, with the cause; they yielded no token. ``oom``: the step, and the parts of it, that ran out of memory,
     but for those with a sequence that does not fit even alone; ``fitted``: the parts that did fit. They lower the engine's
-    effective limits.
+    effective limits. ``accepted``: for sequences with drafted tokens, how many of those were right, so that the sequence yields
+    as many tokens and one more; none where it is not named.
     """
 
     ends: Seq[float]
@@ -112,13 +120,15 @@ class StepResult(NamedTuple):
     failed: Seq[tuple[Sequence, BaseException]] = ()
     oom: Seq[Load] = ()
     fitted: Seq[Load] = ()
+    accepted: Seq[tuple[Sequence, int]] = ()
 
 
 class Executor(Protocol):
     """Runs plans. ``until`` bounds a repeated plan (next arrival or control tick); a live executor does one step.
 
     It contains what goes wrong with a request. :class:`runtime.errors.DeviceError`, which it alone can tell, closes the
-    engine; anything else that it raises fails the requests of the step.
+    engine; anything else that it raises fails the requests of the step. Only one whose attribute ``verifies_drafts`` is True is
+    given plans with drafts.
     """
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult: ...

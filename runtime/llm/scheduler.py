@@ -5,6 +5,11 @@ planned first, one token each; prompts fill what is left of the budget by the or
 where one begins, prompts in progress that come behind it yield the step. (They could have what it leaves of the step, but
 vLLM has no way to say so, and it gains nothing.) When KV blocks run out, the newest sequence gives its own back and is
 recomputed later; the oldest always gets on.
+
+Drafted tokens come last: up to ``draft_tokens`` behind the last token of each decode, while budget and KV blocks are left that
+nobody else can use. So they delay no prompt and preempt nobody. Of the step's decodes, those with drafts are planned as chunks
+and set aside (:mod:`runtime.llm.decodes`); when the step is done they have one token more than drafts that were right, and give
+back the blocks of the others.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
+from runtime.llm.drafts import Drafter
 from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
@@ -51,7 +57,10 @@ class Scheduler:
     :attr:`slack`, deadline order and ``admission``, which says what comes too late: those it ended while a step was planned
     are in ``rejected`` until somebody takes them. ``hasher`` lets outputs be found as prefixes too. ``fast_forward`` lets
     a plan stand for many identical decode steps. ``growth_reserve``: free KV blocks kept for each decode when a prompt is
-    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back.
+    admitted. ``before_preempting`` is called before a sequence is made to give its blocks back. ``drafter`` guesses tokens where
+    ``draft_tokens`` allows it; without one that knob does nothing. Plans with drafts are for :meth:`update` alone.
+    ``most_sampled``: rows of logits that a step with drafts may have, one for each drafted token among them, as there is memory
+    for no more; None: any number.
     """
 
     def __init__(
@@ -64,6 +73,8 @@ class Scheduler:
         hasher: TokenHasher | None = None,
         fast_forward: bool = False,
         growth_reserve: int = 1,
+        drafter: Drafter | None = None,
+        most_sampled: int | None = None,
     ) -> None:
         self.kv = KVBlocks(kv_blocks, block_size)
         self.holdings = Holdings(self.kv, hasher)
@@ -77,6 +88,8 @@ class Scheduler:
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
         self.growth_reserve = growth_reserve
+        self.drafter = drafter
+        self.most_sampled = most_sampled
         self.before_preempting: Callable[[], None] | None = None
         self._epoch = 0
         self._unsettled: dict[
@@ -135,6 +148,8 @@ class Scheduler:
             del self.prefills[sequence]
             sequence.computed = self._unsettled.get(sequence, sequence.computed)
         sequence.state = "finished"
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
         if state == "waiting":
             self.waiting.removed(sequence)
         self.holdings.release(sequence, trusted=reason is not FinishReason.ERROR)
@@ -190,15 +205,56 @@ class Scheduler:
         limited, wake = LimitedBy.DEMAND, inf
         if self.prefills or self.waiting.count:
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
-        alike = self.fast_forward and n and not chunks
+        drafts: list[Chunk] = []
+        speculates = self.speculates(knobs)
+        if speculates and n:
+            left = most - n - sum([chunk.count for chunk in chunks])
+            if self.most_sampled is not None:
+                left = min(left, self.most_sampled - n - len(chunks))
+            n -= self._plan_drafts(knobs.draft_tokens, left, drafts)
+        alike = self.fast_forward and n and not chunks and not speculates
         if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
         preempted, self._planned_at = self.preemptions - self._planned_at, self.preemptions
         return StepPlan(
             decodes.step, n, decodes.context + n, tuple(chunks), decodes, decodes.version, repeat, wake, epoch, most,
-            limited, preempted,
+            limited, preempted, tuple(drafts),
         )  # fmt: skip
+
+    def speculates(self, knobs: Knobs) -> bool:
+        """Whether steps under ``knobs`` may hold drafted tokens, which takes the tokens of the step before."""
+        return self.drafter is not None and knobs.draft_tokens > 0
+
+    def _plan_drafts(self, each: int, left: int, drafts: list[Chunk]) -> int:
+        """Set those decodes aside that get up to ``each`` drafted tokens of the ``left`` ones, the oldest first, and fill
+        ``drafts``; returns how many they are. Blocks that a decode may need to grow by are left for it."""
+        drafter, decodes, kv = self.drafter, self.decodes, self.kv
+        assert drafter is not None
+        spare = max(0, kv.free - self.growth_reserve * len(decodes.members))
+        drafter.begin_step()
+        for sequence in list(decodes.members) if left > 0 else ():
+            done = decodes.step - sequence.joined
+            start = sequence.computed + done
+            most = min(
+                each,
+                left,
+                sequence.request.max_tokens - sequence.generated - done - 1,  # one token comes without a draft
+                (len(sequence.blocks) + spare) * kv.block_size - start - 1,
+            )
+            drafted = tuple(drafter.draft(sequence, most)) if most > 0 else ()
+            if not drafted:
+                continue
+            count = 1 + len(drafted)
+            fresh = max(0, kv.blocks_for(start + count) - len(sequence.blocks))
+            sequence.blocks += kv.take(fresh)
+            spare -= fresh
+            decodes.set_aside(sequence)
+            drafts.append(Chunk(sequence, start, count, True, drafted))
+            left -= len(drafted)
+            if left <= 0:
+                break
+        return len(drafts)
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
         """Fill ``chunks`` in order, with prompts in progress and new ones. Returns what stopped it and when to wake."""
@@ -323,13 +379,18 @@ class Scheduler:
         now = result.ends[-1]
         finished: list[Finished] = []
         failed = {sequence for sequence, _ in result.failed} if result.failed else ()
-        if plan.n_decode:
+        if plan.n_decode or plan.drafts:
             self.decodes.advance(result.ends)
         for sequence, error in result.failed:
             if sequence.state == "decode":
                 self.decodes.leave(sequence, failed=True)
                 sequence.state = "left"
             self._end(sequence, FinishReason.ERROR, now, finished, f"{type(error).__name__}: {error}")
+        if plan.drafts:
+            accepted = dict(result.accepted)
+            for draft in plan.drafts:
+                if draft.sequence not in failed:
+                    self._verified(draft, accepted.get(draft.sequence, 0), now)
         for chunk in plan.chunks:
             if chunk.sequence not in failed:
                 self._computed(chunk, now)
@@ -338,6 +399,17 @@ class Scheduler:
         for sequence in self.decodes.take_ended():
             self._end(sequence, FinishReason.LENGTH, now, finished)
         return finished
+
+    def _verified(self, draft: Chunk, accepted: int, now: float) -> None:
+        """So many of the drafted tokens were right: the sequence has one token more than that, and decodes on behind them."""
+        sequence, kv = draft.sequence, self.kv
+        self.decodes.put_back(sequence, 1 + accepted, now)
+        held = kv.blocks_for(sequence.computed)
+        kv.give(sequence.blocks[held:])
+        del sequence.blocks[held:]
+        if accepted:  # else its token deadlines are as they were
+            self.slack.left(sequence)
+            self.slack.decoding(sequence)
 
     def _computed(self, chunk: Chunk, now: float) -> None:
         sequence = chunk.sequence

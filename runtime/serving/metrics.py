@@ -107,6 +107,8 @@ class ServingMetrics(Collector):
                 self._preemptions += step.preemptions
                 self._tokens["prefill"] += step.prefill_tokens * step.steps
                 self._tokens["output"] += step.sampled * step.steps
+                self._tokens["drafted"] += step.drafted
+                self._tokens["accepted"] += step.accepted
             for record in [self._requests.popleft() for _ in range(len(self._requests))]:
                 self._count(record)
             self._slide(self._engine.clock.now())
@@ -186,6 +188,8 @@ class ServingMetrics(Collector):
             ("cached_prompt_tokens", "Of those, the ones found in the prefix cache", self._tokens["cached"]),
             ("prefill_tokens", "Tokens computed by prefill chunks, repeated ones included", self._tokens["prefill"]),
             ("output_tokens", "Output tokens sampled", self._tokens["output"]),
+            ("drafted_tokens", "Tokens drafted and verified", self._tokens["drafted"]),
+            ("accepted_tokens", "Of those, the ones that were right", self._tokens["accepted"]),
             ("preemptions", "Times a running request gave its KV blocks back", self._preemptions),
         ):
             yield CounterMetricFamily(f"{PREFIX}{name}", doc, value)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from runtime.torch_backend.sampling import Drawn, FixedSampler
 from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
 from runtime.torch_backend.transfer import Readback, to_device
+from runtime.torch_backend.verification import verified
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class _Outcome:
 
     tokens: list[Token] = field(default_factory=list)
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
+    accepted: list[tuple[Sequence, int]] = field(default_factory=list)
     oom: list[list[Work]] = field(default_factory=list)  # parts that ran out of memory, and those that ran
     fitted: list[list[Work]] = field(default_factory=list)
 
@@ -68,12 +71,14 @@ class _Outcome:
 
 
 class _Prepared(NamedTuple):
-    """Inputs of a forward: ids and positions ``[2, tokens]``, the rows whose logits are wanted (None: all), and who samples."""
+    """Inputs of a forward: ids and positions ``[2, tokens]``, the rows whose logits are wanted (None: all), and who samples,
+    each so many tokens (``behind``) behind those the host knows."""
 
     tokens: Tensor
     wanted: Tensor | None
     step: StepInputs
     sampling: list[Sequence]
+    behind: list[int]
 
 
 class _Begun(NamedTuple):
@@ -82,6 +87,7 @@ class _Begun(NamedTuple):
     drawn: Drawn
     chunks: list[Chunk]  # whose soundness is told
     values: Readback
+    drafts: Seq[Chunk] = ()
 
 
 class _Launched(NamedTuple):
@@ -120,8 +126,9 @@ def _owner(work: Work) -> Sequence:
 
 
 def _load(part: list[Work]) -> Load:
-    chunks = [work.count for work in part if isinstance(work, Chunk)]
-    return Load(len(part), len(part) - len(chunks) + sum(chunks), max(chunks, default=0))
+    chunks = [work for work in part if isinstance(work, Chunk)]
+    tokens = len(part) - len(chunks) + sum(chunk.count for chunk in chunks)
+    return Load(len(part), tokens, max((chunk.count for chunk in chunks if not chunk.drafted), default=0))
 
 
 class TorchExecutor:
@@ -137,11 +144,14 @@ class TorchExecutor:
     token that the host has not read from where it was sampled. If the last one then fails, the next is run again as well.
 
     Steps of decode rows alone are recorded, if the backend can record and ``max_batch_size`` says for how many rows:
-    ``graph_sizes``. What cannot be recorded, and rows with a repetition penalty or log-probabilities, run as they do elsewhere.
+    ``graph_sizes``. What cannot be recorded, rows with a repetition penalty or log-probabilities, and steps that verify drafts
+    run as they do elsewhere.
 
     Norms and decoder layers of the model are fused where that computes the same. What else of a step depends on the device is
     ``backend``'s; None takes the one for the device of the model.
     """
+
+    verifies_drafts = True
 
     def __init__(
         self,
@@ -216,7 +226,7 @@ class TorchExecutor:
             raise RuntimeError("a step was launched before the last one was collected")
         begun: _Begun | None = None
         cause: Exception | None = None
-        rows = plan.decode_rows()
+        rows, chunks = plan.decode_rows(), (*plan.drafts, *plan.chunks)
         before = self._launched[-1].begun if self._launched else None
         if not plan.empty:
             try:
@@ -228,11 +238,11 @@ class TorchExecutor:
                         begun = self._begin_recorded(self._resident, plan, flight)
                     else:
                         left, taken = self._rows.advance(plan)
-                        begun = self._begin(PackedBatch(self._rows, plan.chunks, left, taken, followed=True), flight)
+                        begun = self._begin(PackedBatch(self._rows, chunks, left, taken, followed=True), flight)
             except Exception as error:
                 cause = error
-        blocks = [sequence.blocks for sequence in rows] + [chunk.sequence.blocks for chunk in plan.chunks]
-        self._launched.append(_Launched((rows, plan.chunks), plan.step, begun, cause, blocks))
+        blocks = [sequence.blocks for sequence in rows] + [chunk.sequence.blocks for chunk in chunks]
+        self._launched.append(_Launched((rows, chunks), plan.step, begun, cause, blocks))
 
     def collect(self) -> StepResult:
         """What the step launched first yields; waits for the device, but not for a step launched since."""
@@ -243,7 +253,7 @@ class TorchExecutor:
         outcome = _Outcome()
         if begun is not None:
             try:
-                outcome.tokens, outcome.failed = self._read(begun)
+                outcome.tokens, outcome.failed, outcome.accepted = self._read(begun)
             except Exception as error:
                 cause = error
             begun = None
@@ -261,7 +271,7 @@ class TorchExecutor:
                 self._taint(sequence, launched.blocks_of(sequence))
                 self._rows.forget()  # its row may hold them too, behind the tokens of whoever gets it
             self.timers.steps += 1
-        result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed)
+        result = StepResult((self._clock.now(),), outcome.tokens, failed=outcome.failed, accepted=outcome.accepted)
         if outcome.oom:
             oom, fitted = outcome.loads()
             result = result._replace(oom=oom, fitted=fitted)
@@ -274,12 +284,13 @@ class TorchExecutor:
     def logits(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
         """Compute ``plan`` and return logits ``[rows that sample, vocab]`` and whose they are, instead of sampling.
 
-        Errors propagate.
+        A sequence with drafted tokens has a row for its last token and one for each of those. Errors propagate.
         """
         try:
             with torch.inference_mode():
                 left, taken = self._rows.advance(plan)
-                prepared = self._prepare(PackedBatch(self._rows, plan.chunks, left, taken, followed=True))
+                chunks = (*plan.drafts, *plan.chunks)
+                prepared = self._prepare(PackedBatch(self._rows, chunks, left, taken, followed=True))
                 return self._forward(prepared), prepared.sampling
         except Exception:
             self._rows.forget()
@@ -350,29 +361,46 @@ class TorchExecutor:
         ready = time.process_time()
         logits = self._forward(prepared)
         computed = time.process_time()
-        if flight is None:
-            drawn = self.sampler.draw(logits, prepared.sampling)
-        else:
+        drafts = [chunk for chunk in batch.chunks if chunk.drafted]
+        if flight is not None:
             drawn = self.sampler.draw(logits, prepared.sampling, flight.rows)
+        elif drafts:
+            drawn = self.sampler.draw(logits, prepared.sampling, behind=prepared.behind)
+        else:
+            drawn = self.sampler.draw(logits, prepared.sampling)
         chunks, sound = sound_chunks(batch, prepared.step)
         values = Readback(drawn.tensors if sound is None else [*drawn.tensors, sound])
         timers.prepare_s += ready - started
         timers.forward_s += computed - ready
         timers.sample_s += time.process_time() - computed
-        return _Begun(drawn, chunks, values)
+        return _Begun(drawn, chunks, values, drafts)
 
-    def _read(self, begun: _Begun) -> tuple[list[Token], list[tuple[Sequence, BaseException]]]:
+    def _read(
+        self, begun: _Begun
+    ) -> tuple[list[Token], list[tuple[Sequence, BaseException]], list[tuple[Sequence, int]]]:
+        """The tokens sampled, who failed, and how many drafted tokens of whom were right."""
         started = time.process_time()
         here = begun.values.wait()
         tokens: list[Token] = []
+        accepted: list[tuple[Sequence, int]] = []
         failed = unsound(begun.chunks, here.pop().tolist()) if begun.chunks else []
-        for sequence, sampled in zip(begun.drawn.sequences, begun.drawn.tokens(here), strict=True):
-            if isinstance(sampled, Token):
+        drafts = {draft.sequence: draft for draft in begun.drafts}
+        rows = iter(zip(begun.drawn.sequences, begun.drawn.tokens(here), strict=True))
+        for sequence, sampled in rows:
+            if (draft := drafts.get(sequence)) is not None:
+                run = [sampled, *(further for _, further in islice(rows, len(draft.drafted)))]
+                right = verified(draft.drafted, run)
+                if isinstance(right, int):
+                    tokens += [token for token in run[: right + 1] if isinstance(token, Token)]
+                    accepted.append((sequence, right))
+                else:
+                    failed.append((sequence, right))
+            elif isinstance(sampled, Token):
                 tokens.append(sampled)
             else:
                 failed.append((sequence, sampled))
         self.timers.sample_s += time.process_time() - started
-        return tokens, failed
+        return tokens, failed, accepted
 
     def _prepare(self, batch: PackedBatch, flight: InFlight | None = None) -> _Prepared:
         state = self.attention.plan(batch)  # first, since it may order the rows
@@ -385,6 +413,7 @@ class TorchExecutor:
             s.output[-1] if s.output and s not in flying else 0 for s in rows.sequences
         ]  # without: failed at its first
         sampling, at = list(rows.sequences), len(ids)
+        behind = [0] * at
         all_positions, all_slots = [positions], [slots]
         keep = list(range(at))
         for chunk in batch.chunks:
@@ -392,9 +421,14 @@ class TorchExecutor:
             all_positions.append(np.arange(chunk.start, chunk.start + chunk.count))
             all_slots.append(chunk_slots(chunk, size))
             at += chunk.count
-            if chunk.samples:
+            if chunk.drafted:
+                keep += range(at - chunk.count, at)
+                sampling += [chunk.sequence] * chunk.count
+                behind += range(chunk.count)
+            elif chunk.samples:
                 keep.append(at - 1)
                 sampling.append(chunk.sequence)
+                behind.append(0)
         if self._tainted:
             self._scrub(rows.sequences, positions, batch.chunks)
         if batch.chunks:
@@ -410,7 +444,7 @@ class TorchExecutor:
             tokens[0].index_copy_(0, to, flight.take(source))
         self._serial += 1
         step = StepInputs(self._serial, self.pool, places, self._operations, self.attention, state)
-        return _Prepared(tokens, wanted[0] if wanted else None, step, sampling)
+        return _Prepared(tokens, wanted[0] if wanted else None, step, sampling, behind)
 
     def _taint(self, failed: Sequence, blocks: list[int]) -> None:
         """Have ``blocks``, which ``failed`` had, scrubbed before others fill them."""
@@ -471,6 +505,9 @@ class TorchExecutor:
                 self._attempt(part, step, outcome)
             return
         only = work[0]
+        if isinstance(only, Chunk) and only.drafted and is_out_of_memory(error):
+            self._attempt([Chunk(only.sequence, only.start, 1, True)], step, outcome)
+            return
         if isinstance(only, Chunk) and only.count > 1 and is_out_of_memory(error):
             half = only.count // 2
             failures = len(outcome.failed)
@@ -487,12 +524,13 @@ class TorchExecutor:
         try:
             with torch.inference_mode():
                 alone = DecodeRows.alone(self.pool.block_size, self.pool.pad_block, rows, step)
-                tokens, failed = self._read(self._begin(PackedBatch(alone, chunks)))
+                tokens, failed, accepted = self._read(self._begin(PackedBatch(alone, chunks)))
         except Exception as error:
             cause = error
         else:
             outcome.tokens += tokens
             outcome.failed += failed
+            outcome.accepted += accepted
             outcome.fitted.append(work)
             return
         self._divide(work, step, cause, outcome)

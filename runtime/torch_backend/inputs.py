@@ -170,13 +170,13 @@ def position_of(sequence: Sequence, step: int) -> int:
 
 
 def chunk_tokens(chunk: Chunk) -> Seq[int]:
-    """The token ids that ``chunk`` feeds: of the prompt, and after a preemption of the output as well."""
+    """The token ids that ``chunk`` feeds: of the prompt, after a preemption of the output as well, and drafted ones behind it."""
     sequence = chunk.sequence
     prompt = sequence.request.prompt
     end = chunk.start + chunk.count
     tokens: Seq[int] = prompt[chunk.start : end]
     if end > len(prompt):
-        tokens = [*tokens, *sequence.output[max(0, chunk.start - len(prompt)) : end - len(prompt)]]
+        tokens = [*tokens, *sequence.output[max(0, chunk.start - len(prompt)) : end - len(prompt)], *chunk.drafted]
     if len(tokens) != chunk.count:
         raise ValueError(
             f"a chunk of request {sequence.request.id} covers positions {chunk.start} to {end - 1}, "

@@ -258,7 +258,7 @@ class ResidentDecode:
     def fits(self, plan: StepPlan) -> bool:
         """Whether :meth:`launch` can run ``plan``: decode rows alone, no more than are recorded for, with nothing to be told of a
         row but its token."""
-        if plan.chunks or not 0 < plan.n_decode <= self.sizes[-1]:
+        if plan.chunks or plan.drafts or not 0 < plan.n_decode <= self.sizes[-1]:
             return False
         self.rows.arrange(plan)
         longest = int(self.rows.positions_at(plan.step).max())

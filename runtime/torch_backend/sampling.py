@@ -111,15 +111,25 @@ class Sampler:
         return drawn.tokens(Readback(drawn.tensors).wait())
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Container[Sequence] = ()) -> Drawn:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        sequences: Seq[Sequence],
+        ahead: Container[Sequence] = (),
+        behind: Seq[int] | None = None,
+    ) -> Drawn:
         """As :meth:`sample`, but what is drawn stays on the device, and the host waits for nothing. ``ahead``: of whom one token
-        more has been sampled than the host knows."""
+        more has been sampled than the host knows. ``behind``: for each row, how many drafted tokens of its sequence stand in
+        front of it; such a sequence has several rows, and no repetition penalty."""
         if logits.shape != (len(sequences), self.vocab_size):
             raise ValueError(f"logits have shape {tuple(logits.shape)}, not ({len(sequences)}, {self.vocab_size})")
         if not sequences:
             return Drawn(sequences, [], [])
         params = [sequence.request.params for sequence in sequences]
-        ids = self._choose(logits, sequences, params, [len(s.output) + (s in ahead) for s in sequences])
+        positions = [len(s.output) + (s in ahead) for s in sequences]
+        if behind is not None:
+            positions = [known + more for known, more in zip(positions, behind, strict=True)]
+        ids = self._choose(logits, sequences, params, positions)
         scored = [row for row, p in enumerate(params) if p.logprobs is not None]
         return Drawn(sequences, [ids, *_logprobs(logits, scored, ids, params)], scored)
 
