@@ -117,6 +117,7 @@ class Requested:
             ),
         )  # fmt: skip
         check_classes(own, scenario.workload)
+        self.warnings += _undrafted(overrides, scenario.workload.acceptance)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
@@ -298,6 +299,17 @@ def _off(profile: Profile) -> tuple[str, ...]:
     if found is None or found <= UNRELIABLE:
         return ()
     return (f"where this profile also measured, simulated goodput was off by {error(found)} (median)",)
+
+
+def _undrafted(given: dict[str, float], acceptance: float) -> tuple[str, ...]:
+    """A clause where drafts are asked for and none is simulated."""
+    drafts = given.get("draft_tokens", 0)
+    if not drafts or acceptance:
+        return ()
+    return (
+        f"--draft-tokens is {drafts:.10g}, and the workload does not say how often a draft is right: none is simulated; "
+        "write --workload azure-conv:acceptance=0.6, say",
+    )
 
 
 def _above(profile: Profile, given: dict[str, float]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class StepPoint(Part):
     prefill_context: Count = Field(description="tokens of the prompts up to the ends of their chunks")
     prefill_attention: Count = Field(description="(query, key) pairs of the chunks")
     chunks: Count = Field(default=0, description="prompts they belong to")
+    drafted: Count = Field(default=0, description="drafted tokens computed beside the decodes")
     seconds: float = Field(gt=0, le=1e9, description="median of the repeats")
     spread: Amount = Field(description="interquartile range of the repeats over their median")
     repeats: Positive

@@ -96,7 +96,7 @@ def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitte
     ``graph_sizes``: for how many rows the engine's decode steps are recorded.
     """
     data = measured(points)
-    tokens = [p.decodes + p.prefill_tokens for p in points]
+    tokens = [p.decodes + p.prefill_tokens + p.drafted for p in points]
     predicted: dict[Shape, Floats] = {}
     for shapes in _chains(candidates(tokens, graph_sizes), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}

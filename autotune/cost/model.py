@@ -101,8 +101,8 @@ class CostModel:
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds of ``step``."""
-        decodes, context, prefill, prefix, pairs, chunks = step
-        tokens = decodes + prefill
+        decodes, context, prefill, prefix, pairs, chunks, drafted = step
+        tokens = decodes + prefill + drafted
         if tokens == decodes < len(self._rows):
             tokens = self._rows[decodes]
         if tokens >= len(self._memory):

@@ -121,7 +121,7 @@ class Shape:
         return [term.coefficient]
 
     def columns(self, steps: Floats) -> Floats:
-        """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 6]`` (as in StepFeatures)."""
+        """What each coefficient is multiplied by: ``[steps, coefficients]`` of ``[steps, 7]`` (as in StepFeatures)."""
         counts = StepFeatures(*steps.T)
         rows = counts._replace(decodes=padded(counts, self.graph_sizes))
         made: list[Floats] = []

@@ -22,6 +22,7 @@ from math import inf
 from typing import Self
 
 from autotune.profile.parts import JitterFacts
+from autotune.simulate.drafts import LikelyDrafter
 from autotune.simulate.executor import CostExecutor
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
@@ -69,8 +70,9 @@ class SimulatedEngine(TunableSimulation):
     ``jitter``, how such times scatter, measured (``jitter_by_time``: slow stretches come at the same
     times whatever is run); both drawn from ``seed``.
     ``graph_sizes``: for how many rows its decode steps are recorded, a fact that it tells; ``cost`` says what padding takes.
-    ``fast_forward=False`` makes every step by itself, with the same results. Not to be shared between threads, but for
-    turning knobs.
+    ``fast_forward=False`` makes every step by itself, with the same results. ``acceptance``: the probability that a drafted
+    token is right; at 0 none is drafted, whatever ``draft_tokens`` says. Not to be shared between threads, but for turning
+    knobs.
 
     Raises ``ValueError`` for arguments out of bounds.
     """
@@ -95,6 +97,7 @@ class SimulatedEngine(TunableSimulation):
         jitter_by_time: bool = False,
         seed: int = 0,
         fast_forward: bool = True,
+        acceptance: float = 0.0,
         graph_sizes: tuple[int, ...] = (),
     ) -> None:
         for name, value, least in (
@@ -111,9 +114,12 @@ class SimulatedEngine(TunableSimulation):
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(
             kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos,
-            growth_reserve=growth_reserve,
+            growth_reserve=growth_reserve, drafter=LikelyDrafter() if acceptance else None,
+            most_sampled=limits.max_batch_size,
         )  # fmt: skip
-        executor = CostExecutor(cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time)
+        executor = CostExecutor(
+            cost, noise=noise, jitter=jitter, seed=seed, by_time=jitter_by_time, acceptance=acceptance
+        )
         weights = {c.name: c.weight for c in classes}
         facts = Facts(
             "simulation", kv_tokens // block_size * block_size, block_size, prefix_cache, growth_reserve,

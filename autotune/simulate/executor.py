@@ -11,6 +11,7 @@ from operator import mul
 from typing import Final, cast
 
 from autotune.profile.parts import JitterFacts
+from autotune.simulate.drafts import right
 from autotune.simulate.jitter import FACTORS, SlowStretches, jitter_factors
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.request import Sequence
@@ -34,8 +35,11 @@ class CostExecutor:
     ``noise`` is the deviation of a factor around 1, drawn anew for each step, in order, so that runs of steps and single
     steps are alike; it makes no step faster than :data:`FASTEST` of what it would be. ``jitter``: how step times scatter,
     measured; on top of the noise. It is drawn by the number of a step, or, ``by_time``, by when it is computed: then slow
-    stretches come at the same times whatever is run, and settings that make other steps can be compared.
+    stretches come at the same times whatever is run, and settings that make other steps can be compared. ``acceptance``: the
+    probability that a drafted token is right (:mod:`autotune.simulate.drafts`).
     """
+
+    verifies_drafts = True
 
     def __init__(
         self,
@@ -45,13 +49,17 @@ class CostExecutor:
         jitter: JitterFacts | None = None,
         seed: int = 0,
         by_time: bool = False,
+        acceptance: float = 0.0,
     ) -> None:
         if not (math.isfinite(noise) and 0 <= noise < 1):
             raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
         if noise and by_time:
             raise ValueError("by_time is for jitter alone; noise must be 0")
+        if not 0 <= acceptance <= 1:
+            raise ValueError(f"acceptance is {acceptance}; it must be a number from 0 to 1")
         self.cost = cost
         self.noise = noise
+        self.acceptance = acceptance
         self._dice = random.Random(seed)
         self._stretches: SlowStretches | None = None
         self._factors: tuple[float, ...] = ()
@@ -67,13 +75,20 @@ class CostExecutor:
             ends = self._ends(plan.n_decode, plan.decode_context, plan.repeat, now, until)
             self._step = (self._step + len(ends)) % FACTORS
             return StepResult(ends)
-        seconds = self.cost.predict(StepFeatures.of_plan(plan))
+        end = self._end(now, self.cost.predict(StepFeatures.of_plan(plan)))
+        if plan.drafts:
+            accepted = [(draft.sequence, right(draft, self.acceptance)) for draft in plan.drafts]
+            return StepResult((end,), accepted=accepted)
+        return StepResult((end,))
+
+    def _end(self, now: float, seconds: float) -> float:
+        """When a step that begins ``now`` and is predicted to take ``seconds`` ends."""
         if self._stretches is not None:
-            return StepResult((self._stretches.end(now, seconds),))
+            return self._stretches.end(now, seconds)
         if self._factors:
             seconds *= self._factors[self._step]
             self._step = (self._step + 1) % FACTORS
-        return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
+        return now + (self._noisy(seconds) if self.noise else seconds)
 
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept for a sequence."""

@@ -139,6 +139,7 @@ class Scenario:
             jitter=self.cost.facts.jitter,
             jitter_by_time=True,
             seed=seed,
+            acceptance=self.workload.acceptance,
             graph_sizes=self.cost.facts.graph_sizes,
         )
 

@@ -19,7 +19,7 @@ from autotune.workload.spec import Source, Workload
 from autotune.workload.traces import Trace, guess_bin, window
 from runtime.errors import InputError
 
-COMMON = ("rate", "time", "length", "cap_prompt", "cap_output", "limit", "seed")
+COMMON = ("rate", "time", "length", "cap_prompt", "cap_output", "limit", "seed", "acceptance")
 TRACE = ("start", "bin")
 READERS: dict[str, Reader] = {**dict.fromkeys(FITTED, read_azure), "mooncake": read_mooncake}
 NAMES = (*PRESETS, "mooncake")
@@ -75,6 +75,10 @@ def _mix(text: str) -> Workload:
             workload = _parse(spelling.strip())
         except ValueError as error:
             raise InputError(f"class {name}: {error}") from error
+        if workload.acceptance:
+            raise InputError(
+                f"class {name}: a workload of classes takes no acceptance, and drafts are not simulated with it; drop it here"
+            )
         parts.append(Part(name, 1.0 if said is None else _share(name, said), workload))
         spellings.append(f"{name}={workload.name}" + ("" if said is None else f"@{said.strip()}"))
         at = ends.end() if ends else len(text)
@@ -161,4 +165,9 @@ def _scaled(workload: Workload, options: Options) -> Workload:
         cap_prompt=options.whole("cap_prompt", None),
         cap_output=options.whole("cap_output", None),
     )
-    return replace(scaled, limit=options.whole("limit", None), seed=options.whole("seed", 0, low=0))
+    return replace(
+        scaled,
+        limit=options.whole("limit", None),
+        seed=options.whole("seed", 0, low=0),
+        acceptance=options.number("acceptance", 0.0, zero=True),
+    )

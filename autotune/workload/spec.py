@@ -58,7 +58,8 @@ class Workload:
 
     ``time_scale`` stretches time (2: half the rate); ``length_scale`` multiplies prompt and output lengths (rounded, at
     least 1). The caps, in tokens, come after scaling: a longer prompt keeps its beginning. ``limit`` bounds the number
-    of requests; ``seed`` is mixed with the one given to :meth:`arrivals`.
+    of requests; ``seed`` is mixed with the one given to :meth:`arrivals`. ``acceptance``: the probability that a drafted token of
+    its answers is right, which simulations go by; at 0 none is drafted there.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Workload:
     cap_output: int | None = None
     limit: int | None = None
     seed: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("time_scale", "length_scale"):
@@ -78,6 +80,7 @@ class Workload:
             if getattr(self, field) is not None:
                 whole(field, getattr(self, field), 1)
         whole("seed", self.seed, 0)
+        share("acceptance", self.acceptance)
 
     @property
     def rate(self) -> float:
@@ -191,6 +194,11 @@ def prompt_ids(arrival: Arrival, vocab_size: int, seed: int = 0, *, reserved: in
 def positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def share(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InputError(f"{name} is {value!r}; it must be a number from 0 to 1")
 
 
 def whole(name: str, value: Any, low: int) -> None:

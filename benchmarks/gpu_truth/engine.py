@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.simulate import SimulatedEngine
+from autotune.simulate.drafts import right
 from autotune.simulate.executor import CostExecutor
 from benchmarks.gpu_truth.truth import Truth
 from runtime.knobs import KnobLimits, Knobs
@@ -23,11 +24,12 @@ class ChunkExecutor(CostExecutor):
         self._truth = truth
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
-        if not plan.chunks:
+        if not plan.chunks and not plan.drafts:
             return super().execute(plan, now, until)
-        chunks = [(start, count) for _, start, count, _ in plan.chunks]
+        chunks = [(chunk.start, chunk.count) for chunk in (*plan.drafts, *plan.chunks)]
         seconds = self._truth.step_seconds(plan.n_decode, plan.decode_context, chunks)
-        return StepResult((now + (self._noisy(seconds) if self.noise else seconds),))
+        accepted = [(draft.sequence, right(draft, self.acceptance)) for draft in plan.drafts]
+        return StepResult((now + (self._noisy(seconds) if self.noise else seconds),), accepted=accepted)
 
 
 def simulated_engine(

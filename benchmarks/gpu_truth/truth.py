@@ -135,9 +135,10 @@ class Truth:
         return max(seconds + flags.mixed_s, flags.mixed_floor_s) if chunks else seconds
 
     def predict(self, step: StepFeatures) -> float:
-        """The same of counts: one chunk is known from them exactly, several are taken to be alike."""
-        decodes, context, tokens, reads, _, count = step
-        return self.step_seconds(decodes, context, alike(tokens, reads, count))
+        """The same of counts: one chunk is known from them exactly, several are taken to be alike, and drafted tokens to be rows
+        that read nothing."""
+        decodes, context, tokens, reads, _, count, drafted = step
+        return self.step_seconds(decodes + drafted, context, alike(tokens, reads, count))
 
     def predict_run(self, decodes: int, context: int, count: int) -> list[float]:
         """Of ``count`` steps of ``decodes`` decodes alone, whose context grows by a token each."""
