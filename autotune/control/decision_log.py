@@ -23,6 +23,8 @@ _JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
 
 log = logging.getLogger(__name__)
 
+_BEFORE = Knobs()  # what a knob was at before it was one
+
 
 class Decision(NamedTuple):
     """``at``: seconds on the engine's clock; ``wall``: seconds since 1970 when it was logged, None in replays.
@@ -44,15 +46,26 @@ class Decision(NamedTuple):
 
     def as_json(self) -> str:
         """One line, the same bytes for the same decision."""
-        fields = {"v": VERSION, **self._asdict()}
+        fields = {"v": VERSION, **self._asdict(), "old": _written(self.old), "new": _written(self.new)}
         if self.wall is None:
             del fields["wall"]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Decision:
+        """From the object that :meth:`as_json` writes. A knob that it does not name is at its default."""
+        read = {name: value for name, value in fields.items() if name != "v"}
+        return cls(**read | {name: _BEFORE.as_dict() | read[name] for name in ("old", "new")})
 
     @property
     def changes(self) -> list[tuple[str, float, float]]:
         """(knob, old, new) of the knobs that differ."""
         return [(s.name, self.old[s.name], self.new[s.name]) for s in KNOBS if self.old[s.name] != self.new[s.name]]
+
+
+def _written(values: Mapping[str, float]) -> dict[str, float]:
+    """``values`` without knobs that came later and are at their default: as lines from before have them."""
+    return {spec.name: values[spec.name] for spec in Knobs.from_mapping(values).shown}
 
 
 class DecisionLog:
@@ -186,8 +199,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "cause": (str,),
     "evidence": (dict,),
 }
-_BEFORE = Knobs()  # what a knob was at before it was one
-
 _KIND_NAMES: dict[tuple[type, ...], str] = {
     (int, float): "a finite number",
     (int, float, type(None)): "a finite number or null",
@@ -226,8 +237,7 @@ def _decision(line: str, where: str) -> Decision:
         absent = [s.name for s in KNOBS if s.required and s.name not in fields[name]]
         if absent:
             raise InputError(f"{where}: {name}.{absent[0]} is missing")
-        fields[name] = {s.name: fields[name].get(s.name, getattr(_BEFORE, s.name)) for s in KNOBS}
-    return Decision(**fields)
+    return Decision.of(fields)
 
 
 SHORT = {spec.name: spec.short for spec in KNOBS} | {"max_wait_ms": "wait_ms", "token_budget": "token_budget"}

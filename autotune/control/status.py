@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.knobs import KNOBS, Knobs
+from runtime.knobs import Knobs
 from runtime.slo import SLO, Attainment
 
 OVERDUE_S = 1.0  # a step record that is due for longer is worth a word
@@ -71,6 +71,6 @@ class Status:
             f"attainment {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
         )
         state = "detached" if self.ended else "paused" if self.paused else "observing" if self.observe_only else ""
-        knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS)
+        knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in k.shown)
         overdue = "" if (self.overdue_s or 0.0) < OVERDUE_S else f"no step record for {self.overdue_s:.1f} s"
         return " · ".join(part for part in (share, f"regime {self.regime}", knobs, overdue, state) if part)

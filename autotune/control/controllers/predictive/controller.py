@@ -12,7 +12,9 @@ actual/predicted and τ the TPOT target:
   budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
   fits τ, or what carries the load (:mod:`.step_size`);
 - ``chunk_size``: the whole budget;
-- ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing.
+- ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
+- ``draft_tokens``: stays at 0 where it starts there, else up while steps wait for memory and down when they compute
+  (:mod:`.drafting`).
 
 Units: seconds and tokens. Regimes: ``learning`` (too few steps: knobs stay), ``demand-limited`` (nothing binds: nothing is
 raised), ``compute-limited``, ``kv-limited`` (the pool preempts; slots for no more than it holds on average would lose more),
@@ -44,6 +46,7 @@ from typing import Any
 
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive import constants
+from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
@@ -80,6 +83,7 @@ class PredictiveController:
         self._demand = Demand()
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
+        self._drafting = Drafting(start.draft_tokens) if start.draft_tokens else None
         self._steps = StepBudget(self._learned, self._traffic, self._targets, self._gain)
         self._most = 65536  # sequences at once that met the target, as of the last decision
         self._ceiling = 0  # token_budget as of the last decision
@@ -109,6 +113,8 @@ class PredictiveController:
         if seconds := self._learned.observe(record):
             self._traffic.step(record, seconds, self._ceiling)
             self._demand.step(record)
+            if self._drafting is not None:
+                self._drafting.step(record)
 
     def observe_request(self, record: RequestRecord) -> None:
         self._targets.saw(record.request_class, record.output_tokens if record.completed else None)
@@ -170,6 +176,8 @@ class PredictiveController:
 
     def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
         proposal = self._solve(now, knobs, limits)
+        if self._drafting is not None:
+            proposal = self._with_drafts(self._drafting, proposal, now, knobs, limits)
         if self._budgeted:
             return proposal
         start = limits.clamp(self.start)
@@ -180,6 +188,22 @@ class PredictiveController:
             )
         self._comparison.decided(now, proposal.knobs == start)
         return proposal
+
+    def _with_drafts(
+        self, drafting: Drafting, proposal: Proposal, now: float, knobs: Knobs, limits: KnobLimits
+    ) -> Proposal:
+        """``proposal`` with as many drafts as pay. While the model is not to be relied on, they are as at the start."""
+        drafting.each = knobs.draft_tokens
+        decodes = int(self._traffic.decodes.quantile(0.5))
+        if proposal.regime in ("learning", "fallback") or not self.model.ready or not decodes:
+            return proposal
+        context = int(decodes * self._traffic.contexts.mean)
+
+        def seconds(further: int) -> float:
+            return self.model.predict(StepFeatures(decodes, context, 0, 0, 0, 0, further))
+
+        count, why = drafting.choose(now, limits.draft_tokens, decodes, seconds)
+        return proposal._replace(knobs=proposal.knobs.with_(draft_tokens=count), cause=f"{proposal.cause}; {why}")
 
     def _worth_trying(self) -> bool:
         """Whether the starting knobs may do better, and a few requests soon tell: larger steps are cheaper, steps meet the target
