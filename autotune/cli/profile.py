@@ -190,6 +190,11 @@ def profile(
         objective=aim,
     )
     check_classes(question.classes, question.workload)
+    if "draft_tokens" in question.space.ranges and not question.workload.acceptance:
+        raise InputError(
+            "--range: draft_tokens is searched in simulation, and the workload does not say how often a draft is right; "
+            "write --workload azure-conv:acceptance=0.6, say, or --pin draft_tokens"
+        )
     price_per_hour = None if price is None else parse_price(price)
     if storage is not None:
         SharedStorage.of(storage, "")  # complain before the model is loaded

@@ -61,7 +61,7 @@ def _look(path: Path) -> tuple[dict[str, Any], list[Decision]]:
 
     status = ask(path, "status")["status"]
     decisions = ask(path, "decisions", last=_SHOWN)["decisions"]
-    return status, [Decision(**{k: v for k, v in fields.items() if k != "v"}) for fields in decisions]
+    return status, [Decision.of(fields) for fields in decisions]
 
 
 def _show_once(console: Console, status: dict[str, Any], decisions: list[Decision], *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from runtime.batching.batcher import Batcher
 from runtime.batching.future import ItemFuture
 from runtime.clock import Clock
-from runtime.knobs import KnobLimits, Knobs
+from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
 from runtime.llm.prefill_rate import RateSource
 from runtime.slo import SLO
@@ -125,7 +125,6 @@ class CallableSource:
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> CallableEngine:
         """``seed`` is not used: a batcher draws nothing at random."""
         del seed
-        first = {} if knobs is None else knobs.as_dict()
-        first.pop("chunk_size", None)  # an item is never cut
+        first = {} if knobs is None else {s.name: getattr(knobs, s.name) for s in KNOBS if s.batcher}
         batcher: Batcher = Batcher(self.function, limits=limits, **{**self.options, **first})
         return CallableEngine(batcher, self.inputs)

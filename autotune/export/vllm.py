@@ -6,17 +6,20 @@ integration test runs them on its 0.32.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from typing import NamedTuple
 
 from autotune.export.comments import yaml_file
 from autotune.export.target import Fit, Row, Source, Target, Written
+from runtime.llm.drafts import LONGEST, SHORTEST
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_SHARE = 0.92
 LARGEST_SHARE = 0.95  # vLLM refuses to start unless its share of the device is free, and its CUDA context takes some
 GIB = 2**30
+_NGRAM = {"method": "ngram", "prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
 
 
 def _sequences(source: Source) -> Written:
@@ -50,6 +53,15 @@ def _chunks(source: Source) -> Written:
 
 def _no_wait(source: Source) -> str:
     return "value 0 loses nothing" if source.knobs.max_wait_ms == 0 else ""
+
+
+def _no_drafts(source: Source) -> str:
+    return "value 0 loses nothing: vLLM drafts none unless it is told to" if source.knobs.draft_tokens == 0 else ""
+
+
+def _drafts(source: Source) -> Written:
+    count = source.knobs.draft_tokens
+    return {"speculative-config": json.dumps(_NGRAM | {"num_speculative_tokens": count})} if count else {}
 
 
 def _about_model(source: Source) -> str:
@@ -181,6 +193,14 @@ VLLM = Target(
             said="vLLM lifts the threshold while a request is the only one there, and its prompt then takes the whole budget",
             harmless=_no_chunk_needed,
             exact=lambda s: s.measured_there and bool(_no_chunk_needed(s)),
+        ),
+        "draft_tokens": Row(
+            Fit.APPROXIMATE,
+            ("speculative-config",),
+            _drafts,
+            said="vLLM drafts for every sequence, whatever the step holds; here prompts go before drafts",
+            harmless=_no_drafts,
+            exact=lambda s: s.measured_there and bool(_no_drafts(s)),
         ),
     },
     facts={

@@ -106,8 +106,9 @@ def shortened(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _as_numbers(value: Knobs | KnobLimits) -> dict[str, int | float]:
-    return value.as_dict()
+def _as_numbers(value: Knobs) -> dict[str, int | float]:
+    """Without knobs that came later and are at their default: as a profile from before holds them."""
+    return {spec.name: getattr(value, spec.name) for spec in value.shown}
 
 
 def _knobs_schema(what: str) -> WithJsonSchema:
@@ -146,7 +147,7 @@ KnobsField = Annotated[
 LimitsField = Annotated[
     KnobLimits,
     BeforeValidator(_limits),
-    PlainSerializer(_as_numbers),
+    PlainSerializer(KnobLimits.as_dict),
     _knobs_schema("the engine's start-up ceilings; no knob of this profile is above them"),
 ]
 SLOField = Annotated[SLO, BeforeValidator(_slo), PlainSerializer(str), _SLO_SCHEMA]

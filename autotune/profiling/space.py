@@ -162,7 +162,9 @@ def make_space(limits: KnobLimits, pins: Iterable[str] = (), ranges: Iterable[st
             continue
         low, high = SEARCHED[spec.name]
         top = min(high, getattr(limits, spec.name))
-        if top > low:
+        if not spec.searched:
+            pinned[spec.name] = getattr(limits.clamp(Knobs()), spec.name)
+        elif top > low:
             chosen[spec.name] = (low, top)
             ours.add(spec.name)
         else:

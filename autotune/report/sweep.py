@@ -11,7 +11,7 @@ from autotune.measure.score import Score
 from autotune.profile import Profile
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
-from runtime.knobs import KNOBS, Knobs, KnobSpec
+from runtime.knobs import Knobs, KnobSpec
 
 REQUESTS = 800
 """Requests a setting is simulated with: enough for a share to mean something, few enough for seconds."""
@@ -55,7 +55,7 @@ def sweep(
         return None
     known: dict[Knobs, Score] = {}
     found: dict[str, list[tuple[float, Score]]] = {}
-    plan = [(s, v) for s in KNOBS for v in around(s, knobs, getattr(profile.engine.limits, s.name))]
+    plan = [(s, v) for s in knobs.shown for v in around(s, knobs, getattr(profile.engine.limits, s.name))]
     begun = time.process_time()
     for done, (spec, value) in enumerate(plan):
         if time.process_time() - begun > LONGEST_S:

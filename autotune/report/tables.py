@@ -100,12 +100,7 @@ def class_table(rows: Iterable[tuple[str, Point]], slo: SLO, classes: Iterable[R
 
 def turned(knobs: Knobs) -> list[str]:
     """``name value`` of the knobs that not every setting has and that are not at their default."""
-    usual = Knobs()
-    return [
-        f"{spec.short} {getattr(knobs, spec.name):g}"
-        for spec in KNOBS
-        if not spec.required and getattr(knobs, spec.name) != getattr(usual, spec.name)
-    ]
+    return [f"{spec.short} {getattr(knobs, spec.name):g}" for spec in knobs.shown if not spec.required]
 
 
 def latency(ms: float | None) -> str:

@@ -11,7 +11,7 @@ from autotune.profile import PURPOSES, Point
 from autotune.profiling.objective import Objective, Performance
 from autotune.report.evidence import Evidence
 from autotune.report.tables import SHORTER
-from runtime.knobs import KNOBS, Knobs
+from runtime.knobs import Knobs
 
 STAGES = {
     "simulation": "simulated",
@@ -113,13 +113,14 @@ def mean_cell(objective: Objective, found: Performance) -> tuple[str, ...]:
 
 
 def setting(knobs: Knobs) -> str:
-    """Every knob with its value."""
-    return ", ".join(f"{spec.name} {getattr(knobs, spec.name):,g}" for spec in KNOBS)
+    """The knobs with their values."""
+    return ", ".join(f"{spec.name} {getattr(knobs, spec.name):,g}" for spec in knobs.shown)
 
 
 def short_setting(knobs: Knobs) -> str:
     """For a hover text: ``batch 32 · wait 0 ms · budget 256 · chunk 256``."""
-    return " · ".join(f"{SHORTER[s.name]} {getattr(knobs, s.name):,g}{' ms' if s.unit == 'ms' else ''}" for s in KNOBS)
+    parts = (f"{SHORTER[s.name]} {getattr(knobs, s.name):,g}{' ms' if s.unit == 'ms' else ''}" for s in knobs.shown)
+    return " · ".join(parts)
 
 
 def listed(words: Iterable[str]) -> str:

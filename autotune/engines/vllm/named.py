@@ -229,7 +229,7 @@ def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
             raise InputError(f"--engine-arg: {name} is {value!r}; it must be a whole number of at least 1")
     tokens = options.get("max_num_batched_tokens") or top.token_budget
     slots = options.get("max_num_seqs") or min(top.max_batch_size, tokens)
-    return replace(top, max_batch_size=slots, token_budget=tokens, chunk_size=tokens)
+    return replace(top, max_batch_size=slots, token_budget=tokens, chunk_size=tokens, draft_tokens=0)
 
 
 def _brief(error: Exception) -> str:

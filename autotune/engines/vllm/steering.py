@@ -130,7 +130,9 @@ class Steering:
             scheduler.max_num_running_reqs,
             min(config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
         )
-        top = KnobLimits(max_batch_size=slots, token_budget=most, chunk_size=most)
+        top = KnobLimits(
+            max_batch_size=slots, token_budget=most, chunk_size=most, draft_tokens=0
+        )  # set when vLLM starts
         if limits is not None:
             top = KnobLimits(**{name: min(value, limits.as_dict()[name]) for name, value in top.as_dict().items()})  # type: ignore[arg-type]  # lower ones
         stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
@@ -696,7 +698,7 @@ class Steering:
             return
         (
             start, _, steps, decodes, context, chunks, tokens, prefix, pairs, _, _, waiting, waiting_tokens, _, preempted, epoch,
-            used, limited, _,
+            used, limited, *_,
         ) = plan.record  # fmt: skip
         record = StepRecord(  # _replace() takes three times as long
             max(start, self._last_end),  # steps of an async scheduler overlap

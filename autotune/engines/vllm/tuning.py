@@ -35,8 +35,8 @@ class TunableScheduler(TunableCore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of our own engine, but a fault ends it."""
-        return Capabilities.live(fault_isolation=False)
+        """Those of our own engine, but a fault ends it, and how it speculates is settled when it starts."""
+        return Capabilities.live(none=("draft_tokens",), fault_isolation=False)
 
     @property
     def facts(self) -> Facts:
