@@ -1,4 +1,4 @@
-"""A pytest plugin that puts a fifth knob where a real one would be: into the text of ``runtime/knobs.py``, before anything
+"""A pytest plugin that puts a further knob where a real one would be: into the text of ``runtime/knobs.py``, before anything
 imports it. Nothing else is told of it."""
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ FIELD = f"""
     )
 
     def __post_init__("""
-LIMIT = f"    chunk_size: int = 8192\n    {NAME}: int = {CEILING}\n"
+LAST = "    draft_tokens: int = 16\n"
+LIMIT = f"{LAST}    {NAME}: int = {CEILING}\n"
 
 
 def with_a_fifth(source: str) -> str:
     """``runtime/knobs.py`` with one field more in each of its classes."""
     knobs, begin, rest = source.partition("\n    def __post_init__(")
-    made = knobs + FIELD + rest.replace("    chunk_size: int = 8192\n", LIMIT, 1)
+    made = knobs + FIELD + rest.replace(LAST, LIMIT, 1)
     assert begin and made.count(NAME) == 2, "runtime/knobs.py looks otherwise than this was written for"
     return made
 

@@ -1,5 +1,8 @@
-"""What handles a fifth knob without having been told of it, or refuses it by name. Run by :mod:`tests.contract.test_fifth_knob`,
-in a process where :mod:`tests.contract.fifth_knob` has put one into ``runtime/knobs.py``."""
+"""What handles a further knob without having been told of it, or refuses it by name.
+
+Run by :mod:`tests.contract.test_fifth_knob`, in a process where :mod:`tests.contract.fifth_knob` has put one into
+``runtime/knobs.py``.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,8 @@ FOUR_AS_SAID = {"max_batch_size": 64, "max_wait_ms": 0, "token_budget": 8192, "c
 FIVE = FOUR.with_(**{NAME: 8})
 
 
-def test_there_are_five() -> None:
-    assert [spec.name for spec in KNOBS][4:] == [NAME]
+def test_there_is_one_more() -> None:
+    assert [spec.name for spec in KNOBS][5:] == [NAME]
     assert (getattr(Knobs(), NAME), getattr(KnobLimits(), NAME)) == (USUAL, CEILING)
     with pytest.raises(ValueError, match=f"{NAME} is 0; it must be a whole number between 1 and 65536 sequences"):
         FOUR.with_(**{NAME: 0})
@@ -151,7 +154,7 @@ def test_it_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert shown.count("new 8") >= 1 and "…" not in shown
     evidence = Evidence(of_five(), "p.yaml")
-    assert [(f.name, f.value) for f in headline(evidence).knobs][4:] == [(NAME, "8")]
+    assert [(f.name, f.value) for f in headline(evidence).knobs][5:] == [(NAME, "8")]
     assert NAME in headline(evidence).purposes.columns
     assert any(f"{NAME} {CEILING:,}" in cell for row in origins(evidence).tables[0].rows for cell in row)
     assert NAME in everything(evidence).tables[0].columns
@@ -175,7 +178,7 @@ def test_a_controller_leaves_it_alone(name: str, tmp_path: Path) -> None:
         assert getattr(engine.knobs, NAME) == 8
         assert all(decision.new[NAME] == 8 for decision in attached.decisions)
         assert not attached.status().ended
-    assert {n for d in read_decisions(tmp_path / "log") for n, _, _ in d.changes} <= set(FOUR.as_dict()) - {NAME}
+    assert {n for d in read_decisions(tmp_path / "log") for n, _, _ in d.changes} <= set(FOUR_AS_SAID)
 
 
 def test_a_bound_and_a_pin_hold_it() -> None:
@@ -192,7 +195,7 @@ def test_a_decision_log_from_before_is_read() -> None:
     lines = [json.loads(line) for line in (DATA / "cpu-growing.decisions.jsonl").read_text().splitlines()]
     assert len(read) == len(lines) > 3 and NAME not in lines[0]["new"]
     for decision, line in zip(read, lines, strict=True):
-        assert decision.new == {**line["new"], NAME: USUAL}
+        assert decision.new == {**line["new"], "draft_tokens": 0, NAME: USUAL}
         assert NAME not in dict((name, old) for name, old, _ in decision.changes)
     turned = read[-1]._replace(old=FOUR.as_dict(), new=FIVE.as_dict())
     assert describe(turned)[0].endswith(f"new {USUAL} → 8")

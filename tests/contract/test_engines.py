@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ FAULTY = 9
 
 LIMITS = KnobLimits(max_batch_size=8, max_wait_ms=200, token_budget=64, chunk_size=32)
 START = Knobs(max_batch_size=4, max_wait_ms=0, token_budget=32, chunk_size=16)
-OTHER = Knobs(max_batch_size=3, max_wait_ms=1, token_budget=16, chunk_size=8)
+OTHER = Knobs(max_batch_size=3, max_wait_ms=1, token_budget=16, chunk_size=8, draft_tokens=2)
 PATIENT = SLO(ttft_ms=30_000, e2e_ms=60_000)
 OUTPUT = 4
 GIVE_UP_S = 60.0
@@ -168,7 +168,9 @@ def test_capabilities_name_each_knob() -> None:
 
 def test_it_starts_as_it_was_asked_to(world: World) -> None:
     engine = world.engine
-    assert engine.limits == engine.effective_limits == LIMITS
+    assert engine.limits == engine.effective_limits
+    absent = {name: getattr(engine.limits, name) for name, effect in world.can.knobs.items() if effect == "none"}
+    assert engine.limits == replace(LIMITS, **absent), "but for knobs that it lacks"
     live = [name for name, effect in world.can.knobs.items() if effect != "none"]
     assert all(getattr(engine.knobs, name) == getattr(START, name) for name in live)
     assert engine.epoch == 0
@@ -256,6 +258,10 @@ def test_a_listener_that_raises_is_cut_off(world: World) -> None:
 @pytest.mark.parametrize("name", [spec.name for spec in KNOBS])
 def test_a_knob_does_what_its_capability_says(world: World, name: str) -> None:
     engine, effect = world.engine, world.can.knobs[name]
+    if effect == "none" and getattr(OTHER, name) > (most := getattr(engine.limits, name)):
+        with pytest.raises(ValueError, match=f"{name} is {getattr(OTHER, name)}; it must be .* and {most} "):
+            engine.set_knobs(engine.knobs.with_(**{name: getattr(OTHER, name)}))
+        return
     wanted = engine.knobs.with_(**{name: getattr(OTHER, name)})
     if effect == "restart":
         with pytest.raises(ValueError, match=name):
@@ -284,7 +290,7 @@ def test_a_knob_does_what_its_capability_says(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
 def test_a_knob_out_of_limits_is_refused_by_name(world: World, spec: Any) -> None:
-    engine, most = world.engine, getattr(LIMITS, spec.name)
+    engine, most = world.engine, getattr(world.engine.limits, spec.name)
     before = engine.knobs
     for value in (most + 1, spec.low - 1):
         with pytest.raises(ValueError, match=rf"{spec.name} is {value:g}.*; it must be .*between {spec.low:g} and "):

@@ -14,10 +14,10 @@ from autotune.profile import EngineFacts
 from autotune.profiling.space import SEARCHED, make_space
 from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs, KnobSpec
-from runtime.llm.plan import StepPlan
+from runtime.llm.plan import StepPlan, StepResult
 from runtime.llm.scheduler import Scheduler
 from runtime.records import LimitedBy
-from runtime.request import Request, SamplingParams
+from runtime.request import Request, SamplingParams, Sequence
 
 NAMES = [spec.name for spec in KNOBS]
 LOOSE = Knobs(max_batch_size=64, max_wait_ms=0, token_budget=1024, chunk_size=1024)
@@ -28,7 +28,10 @@ TIGHT: dict[str, tuple[float, LimitedBy]] = {
     "token_budget": (50, LimitedBy.BUDGET),
     "chunk_size": (7, LimitedBy.CHUNK),
 }
-"""For each knob a value that binds three prompts of 40 tokens which arrive together, and what the plan then says."""
+"""For each knob of prompts a value that binds three of 40 tokens which arrive together, and what the plan then says."""
+
+DRAFTED = "draft_tokens"
+"""The one that is of decodes."""
 
 
 def plan(knobs: Knobs) -> StepPlan:
@@ -39,7 +42,39 @@ def plan(knobs: Knobs) -> StepPlan:
     return scheduler.schedule(0.0, knobs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+class Repeats:
+    """Drafts as many tokens as it may."""
+
+    def begin_step(self) -> None:
+        pass
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        return (7,) * most
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def decoding(knobs: Knobs) -> StepPlan:
+    """A step of three decodes, of 40 + 9 tokens each."""
+    scheduler = Scheduler(kv_blocks=64, block_size=16, drafter=Repeats())
+    for i in range(3):
+        params = SamplingParams()
+        scheduler.add(Request(id=str(i), prompt=(i,) * 40, params=params, max_tokens=9, arrival=0.0))
+    first = scheduler.schedule(0.0, LOOSE)
+    scheduler.update(first, StepResult((0.1,)))
+    return scheduler.schedule(0.1, knobs)
+
+
+def test_the_scheduler_obeys_the_one_of_decodes() -> None:
+    loose, tight, short = (decoding(LOOSE.with_(**{DRAFTED: n})) for n in (0, 3, 64))
+    assert (loose.n_decode, loose.drafts) == (3, ())
+    assert tight.n_decode == 0 and [len(draft.drafted) for draft in tight.drafts] == [3, 3, 3]
+    assert [len(draft.drafted) for draft in short.drafts] == [7, 7, 7], "one token of eight comes without a draft"
+    assert loose.limited_by is tight.limited_by is LimitedBy.DEMAND
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != DRAFTED])
 def test_the_scheduler_obeys_it(name: str) -> None:
     value, bound = TIGHT[name]
     loose, tight = plan(LOOSE), plan(LOOSE.with_(**{name: value}))
@@ -49,16 +84,21 @@ def test_the_scheduler_obeys_it(name: str) -> None:
 
 
 def test_nothing_handles_a_knob_that_is_none() -> None:
-    assert list(TIGHT) == NAMES
+    assert [*TIGHT, DRAFTED] == NAMES
     assert list(SEARCHED) == NAMES
     assert list(VLLM_DEFAULTS.as_dict()) == NAMES
 
 
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
 def test_it_is_searched_within_its_bounds(spec: KnobSpec) -> None:
-    low, high = make_space(KnobLimits()).ranges[spec.name]
-    assert spec.low <= low < high <= getattr(KnobLimits(), spec.name)
-    assert spec.name in make_space(KnobLimits()).distributions()
+    low, high = SEARCHED[spec.name]
+    unasked = make_space(KnobLimits())
+    if not spec.searched:
+        assert unasked.pinned[spec.name] == getattr(Knobs(), spec.name) and spec.name not in unasked.distributions()
+        unasked = make_space(KnobLimits(), ranges=[f"{spec.name}={low:g}:{high:g}"])
+    assert unasked.ranges[spec.name] == (low, min(high, getattr(KnobLimits(), spec.name)))
+    assert spec.low <= low < high and low < getattr(KnobLimits(), spec.name)
+    assert spec.name in unasked.distributions()
 
 
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)

@@ -39,13 +39,15 @@ SHAPES = [
 
 
 def steps(count: int = 60, seed: int = 1) -> list[StepFeatures]:
-    """Decodes of any number, with prompts in every third step, some behind computed tokens."""
+    """Decodes of any number, with prompts in every third step, some behind computed tokens, and drafts in every fifth."""
     rng, made = random.Random(seed), []
     for i in range(count):
         decodes, tokens = rng.randint(1, 200), rng.randint(1, 2048) if i % 3 == 0 else 0
         before, chunks = (rng.randint(0, 3000), rng.randint(1, 4)) if tokens else (0, 0)
         pairs = tokens * before + tokens * (tokens + 1) // 2
-        made.append(StepFeatures(decodes, decodes * rng.randint(20, 2000), tokens, before + tokens, pairs, chunks))
+        context = decodes * rng.randint(20, 2000)
+        drafted = decodes * (i % 4) if i % 5 == 0 else 0
+        made.append(StepFeatures(decodes, context, tokens, before + tokens, pairs, chunks, drafted))
     return made
 
 
@@ -190,7 +192,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hardware(step: StepFeatures) -> float:
     """Rows are computed whether or not anybody asked for them."""
-    rows = step.decodes + float(padding(step)) * bool(step.decodes) + step.prefill_tokens
+    rows = step.decodes + float(padding(step)) * bool(step.decodes) + step.drafted + step.prefill_tokens
     return 2e-3 + 2e-4 * rows + 5e-8 * (step.decode_context + step.prefill_context) + 1e-8 * step.prefill_attention
 
 

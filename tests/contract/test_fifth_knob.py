@@ -1,4 +1,4 @@
-"""What a fifth knob takes: :mod:`tests.contract.fifth_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
+"""What a further knob takes: :mod:`tests.contract.fifth_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
 
 Command line (options of ``serve``, ``set``, ``--fixed``, ``--pin``, ``--range``), search space, profile (form, schema, files from
 before), tables, report, metrics, decision log, guardrails, controllers, simulator and batcher handle it as they are
@@ -49,7 +49,7 @@ TESTS = (
 
 
 def with_a_fifth_knob(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own, where there are five knobs."""
+    """pytest in a process of its own, where there is one knob more."""
     command = [
         sys.executable,
         "-m",

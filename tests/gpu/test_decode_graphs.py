@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from runtime.knobs import Knobs
 from runtime.llm.plan import StepPlan
+from runtime.records import StepRecord
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import load_model
-from tests.unit.executor_harness import prompts, run
+from tests.unit.executor_harness import Oracle, prompts, run
 
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
 REQUESTS = list(zip(prompts([5, 40, 9, 30, 12, 60, 1, 25]), [30, 12, 40, 8, 1, 20, 33, 2], strict=True))
@@ -30,6 +32,18 @@ def test_recorded_and_overlapping_steps_give_the_tokens_of_plain_ones() -> None:
         assert fast.graph_sizes == (1, 2, 4, 6)
         assert run(fast, REQUESTS, KNOBS)[:2] == (expected, {})
     assert executor(loaded).overlaps
+
+
+def test_steps_with_drafts_give_the_tokens_of_plain_ones() -> None:
+    """Between recorded steps that overlap: drafts come and go every third step."""
+    loaded = load_model("tiny", dtype="float32", device="cuda")
+    expected, failures, _ = run(executor(loaded, overlaps=False), REQUESTS, KNOBS)
+    assert not failures
+    drafter, heard = Oracle({str(at): tokens for at, tokens in enumerate(expected)}), list[StepRecord]()
+    knobs = (KNOBS.with_(draft_tokens=at // 3 % 2 * 3) for at in count())
+    fast = executor(loaded, max_batch_size=6)
+    assert run(fast, REQUESTS, knobs, drafter=drafter, heard=heard)[:2] == (expected, {})
+    assert sum(step.accepted for step in heard) > 20
 
 
 def test_a_launch_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

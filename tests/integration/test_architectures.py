@@ -32,6 +32,7 @@ from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.self_test import self_test
 from tests.integration.architectures import ARCHITECTURES, REFUSED, VOCABULARY, build
+from tests.unit.executor_harness import Oracle
 
 BLOCK = 4
 POOL_BLOCKS = 18  # the longest request needs 14 of them
@@ -40,11 +41,14 @@ LENGTHS = (3, 38, 21, 26, 9, 31, 38)  # of prompts; those longer than SHARED beg
 OUTPUTS = (24, 10, 14, 18, 26, 18, 12)
 MARGIN = 1e-3  # least gap of the two likeliest tokens, in standard deviations of the logits; float noise is 1e-6
 SEEDS = (1, 2, 3)
+DRAFTED = 4  # the seed of a run in which tokens are drafted
 EACH_KIND = (
     "llama", "mistral", "ministral", "gemma2", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "phi", "phimoe", "olmo2", "cohere2",
     "opt", "qwen3", "qwen3_moe", "deepseek_v3", "granitemoe", "minicpm3",
 )  # fmt: skip
 """One of each kind of attention, position, norm and experts: these run in the default tier, all the others in the slow one."""
+DRAFTED_HERE = ("llama", "gemma2", "deepseek_v3")
+"""Those that are run with drafts in the default tier, too."""
 
 
 class Expected(NamedTuple):
@@ -61,6 +65,7 @@ class Served(NamedTuple):
     cached_tokens: list[int]
     knob_changes: int
     most_rows: int
+    accepted: int  # drafted tokens
 
 
 def generate(model: PreTrainedModel, prompt: list[int], tokens: int) -> tuple[list[int], float]:
@@ -134,19 +139,21 @@ def random_knobs(rng: random.Random) -> Knobs:
     )
 
 
-def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_BLOCKS) -> Served:
-    """Run all requests through scheduler, core and executor; knobs change before about every other step."""
+def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_BLOCKS, drafts: bool = False) -> Served:
+    """Run all requests through scheduler, core and executor; knobs change before about every other step. ``drafts``: tokens are
+    drafted now and then, and two in three of them are right."""
     rng = random.Random(seed)
+    drafter = Oracle({str(at): tokens for at, tokens in enumerate(expected.outputs)}) if drafts else None
     clock = VirtualClock()
     limits = KnobLimits(max_batch_size=8, token_budget=64, chunk_size=64)
-    scheduler = Scheduler(kv_blocks=pool, block_size=BLOCK, hasher=token_hasher(BLOCK))
+    scheduler = Scheduler(kv_blocks=pool, block_size=BLOCK, hasher=token_hasher(BLOCK), drafter=drafter)
     executor = TorchExecutor(loaded, kv_blocks=pool, block_size=BLOCK, clock=clock)
     core = EngineCore(scheduler, executor, knobs=random_knobs(rng), limits=limits, output=OutputProcessor())
     outputs: list[list[int]] = [[] for _ in expected.prompts]
     waiting = list(range(len(expected.prompts)))
     done: set[int] = set()
     cached = [0] * len(outputs)
-    most_rows = changes = 0
+    most_rows = changes = accepted = 0
     for _ in range(2000):
         ready = [at for at in waiting if expected.after[at] < 0 or expected.after[at] in done]
         if ready and (rng.random() < 0.9 or not core.has_work):
@@ -166,13 +173,17 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
             break
         if rng.random() < 0.5:
             before = core.epoch
-            changes += core.set_knobs(random_knobs(rng)) > before
+            knobs = random_knobs(rng)
+            if drafts:
+                knobs = knobs.with_(draft_tokens=rng.choice((0, 1, 3, 7)))
+            changes += core.set_knobs(knobs) > before
         outcome = core.step(clock.now())
         scheduler.check_integrity()
         clock.advance(0.001)
         if outcome.record is not None:
             assert outcome.record.failed == 0, outcome.result
             most_rows = max(most_rows, outcome.record.decodes + outcome.record.chunks)
+            accepted += outcome.record.accepted
         for sequence, record in outcome.finished:
             assert record.reason is FinishReason.LENGTH, record.cause
             at = int(sequence.request.id)
@@ -181,7 +192,7 @@ def serve(loaded: LoadedModel, expected: Expected, seed: int, pool: int = POOL_B
             done.add(at)
     assert len(done) == len(expected.prompts), "the engine did not get through its requests"
     assert scheduler.kv.free == pool
-    return Served(outputs, scheduler.preemptions, cached, changes, most_rows)
+    return Served(outputs, scheduler.preemptions, cached, changes, most_rows, accepted)
 
 
 def known_here(architecture: str) -> None:
@@ -193,21 +204,27 @@ def known_here(architecture: str) -> None:
     ("architecture", "seed"),
     [
         pytest.param(
-            name, seed, marks=() if name in EACH_KIND and seed == 1 else (pytest.mark.slow, pytest.mark.beside)
+            name,
+            seed,
+            marks=()
+            if (name in EACH_KIND and seed == 1) or (name in DRAFTED_HERE and seed == DRAFTED)
+            else (pytest.mark.slow, pytest.mark.beside),
         )
         for name in ARCHITECTURES
-        for seed in SEEDS
+        for seed in (*SEEDS, DRAFTED)
     ],
 )
 def test_same_tokens_as_generate(architecture: str, seed: int) -> None:
     known_here(architecture)
     loaded, expected = prepared(architecture)
-    served = serve(loaded, expected, seed)
+    drafts = seed == DRAFTED
+    served = serve(loaded, expected, seed, drafts=drafts)
     assert served.outputs == expected.outputs
     assert served.preemptions >= 2
     assert sum(served.cached_tokens) >= SHARED
     assert served.knob_changes > 5
     assert served.most_rows > 2
+    assert (served.accepted > 10) if drafts else not served.accepted
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])

@@ -41,6 +41,7 @@ EXPORTED: dict[str, tuple[Knobs, dict[str, Any]]] = {
     "no-prefix-cache": (CUT, {"engine": {"prefix_cache": False}}),
     "float32": (CUT, {"dtype": "float32"}),
     "short-pool": (Knobs(max_batch_size=8, token_budget=4096, chunk_size=2048), {"kv_blocks": 64}),
+    "drafts": (Knobs(max_batch_size=24, token_budget=192, chunk_size=192, draft_tokens=3), {}),
     "vllm-defaults": (Knobs(max_batch_size=1024, token_budget=8192, chunk_size=8192), {}),
 }
 
@@ -104,7 +105,7 @@ def test_vllms_parser_reads_exactly_our_values(found: dict[str, Any], model: Pat
     assert "refused" not in found[name], found[name]
     for key, value in made(model, name).written.items():
         field = key.removeprefix("no-").replace("-", "_")
-        expected = not value if key.startswith("no-") else value
+        expected = not value if key.startswith("no-") else json.loads(value) if key == "speculative-config" else value
         for place in ("args", "config"):
             read = found[name][place][field]
             assert read == expected and type(read) is type(expected), f"{place}: {key} is {read!r}, not {expected!r}"

@@ -12,6 +12,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+DRAFTS = ("method", "prompt_lookup_min", "prompt_lookup_max", "num_speculative_tokens")
+
 
 def read(path: str) -> dict[str, object]:
     parser = FlexibleArgumentParser()
@@ -27,9 +29,13 @@ def read(path: str) -> dict[str, object]:
         return {"refused": complaint.getvalue()}
     except ValueError as error:
         return {"refused": str(error)}
-    scheduler, cache = config.scheduler_config, config.cache_config
+    scheduler, cache, drafts = config.scheduler_config, config.cache_config, config.speculative_config
     return {
-        "args": {name: value for name, value in vars(args).items() if isinstance(value, bool | int | float | str)},
+        "args": {
+            name: value
+            for name, value in vars(args).items()
+            if isinstance(value, bool | int | float | str) or name == "speculative_config"
+        },
         "config": {
             "model": config.model_config.model,
             "max_model_len": config.model_config.max_model_len,
@@ -41,6 +47,7 @@ def read(path: str) -> dict[str, object]:
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
             "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+            "speculative_config": drafts and {name: getattr(drafts, name) for name in DRAFTS},
         },
     }
 

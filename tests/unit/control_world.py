@@ -18,7 +18,7 @@ VLLM = Knobs(max_batch_size=1024, max_wait_ms=0, token_budget=8192, chunk_size=8
 
 def h200(step: StepFeatures) -> float:
     """An 8B model in bfloat16, memory and compute overlapped."""
-    tokens = step.decodes + step.prefill_tokens
+    tokens = step.decodes + step.drafted + step.prefill_tokens
     memory = (15e9 + 131072 * (step.decode_context + step.prefill_context)) / 3.84e12
     compute = (16e9 * tokens + 524288 * (step.decode_context + step.prefill_attention)) / 643e12
     return 0.75e-3 + max(memory, compute)
@@ -26,7 +26,7 @@ def h200(step: StepFeatures) -> float:
 
 def slow_cpu(step: StepFeatures) -> float:
     """A small model on two cores, everything added up."""
-    tokens = step.decodes + step.prefill_tokens
+    tokens = step.decodes + step.drafted + step.prefill_tokens
     return 6e-3 + 2.5e-4 * tokens + 4e-8 * (step.decode_context + step.prefill_context) + 2e-8 * step.prefill_attention
 
 

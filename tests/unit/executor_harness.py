@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.knobs import Knobs
 from runtime.llm.core import EngineCore
+from runtime.llm.drafts import Drafter
 from runtime.llm.output import OutputProcessor
 from runtime.llm.scheduler import Scheduler
+from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams
+from runtime.request import Sequence as RunningSequence
 from runtime.torch_backend.contract import KVLayer
 from runtime.torch_backend.executor import TorchExecutor
 
@@ -73,15 +77,38 @@ def reference(loaded: TinyModel, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+class Oracle:
+    """Knows what requests will say, and is wrong now and then: ``answers`` by the request's id."""
+
+    def __init__(self, answers: dict[str, list[int]], wrong: float = 0.3) -> None:
+        self.answers, self.wrong, self.dice = answers, wrong, random.Random(4)
+
+    def begin_step(self) -> None:
+        pass
+
+    def draft(self, sequence: RunningSequence, most: int) -> list[int]:
+        at = len(sequence.output)
+        coming = self.answers[sequence.request.id][at : at + self.dice.randint(0, most)]
+        return [self.dice.randrange(3, VOCAB) if self.dice.random() < self.wrong else token for token in coming]
+
+    def forget(self, sequence: RunningSequence) -> None:
+        pass
+
+
 def run(
     executor: TorchExecutor,
     requests: Sequence[tuple[list[int], int]],
     knobs: Iterator[Knobs] | Knobs | None = None,
     *,
     kv_blocks: int | None = None,
+    drafter: Drafter | None = None,
+    heard: list[StepRecord] | None = None,
 ) -> tuple[list[list[int]], dict[str, BaseException], int]:
-    """Drive ``requests`` (prompt, output tokens) to their end. Returns outputs, failures by id, and preemptions."""
-    scheduler = Scheduler(kv_blocks=kv_blocks or executor.pool.block_count, block_size=executor.pool.block_size)
+    """Drive ``requests`` (prompt, output tokens) to their end. Returns outputs, failures by id, and preemptions; ``heard`` takes
+    the steps."""
+    scheduler = Scheduler(
+        kv_blocks=kv_blocks or executor.pool.block_count, block_size=executor.pool.block_size, drafter=drafter
+    )
     core = EngineCore(scheduler, executor, output=OutputProcessor())
     sequences = []
     for i, (prompt, count) in enumerate(requests):
@@ -96,6 +123,8 @@ def run(
         now += 1.0
         if outcome.record is not None:
             preemptions += outcome.record.preemptions
+            if heard is not None:
+                heard.append(outcome.record)
         if outcome.result is not None:
             failures |= {s.request.id: error for s, error in outcome.result.failed}
         with contextlib.suppress(AttributeError):

@@ -7,7 +7,9 @@ not been given is fed the one that the device has.
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from runtime.errors import StepFailedError
@@ -51,8 +53,32 @@ class _Step(NamedTuple):
     fed: dict[Sequence, int]  # what it has sampled
 
 
+class Guesses:
+    """Drafts what comes next, and is wrong now and then."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(3)
+
+    def begin_step(self) -> None:
+        pass
+
+    def draft(self, sequence: Sequence, most: int) -> Seq[int]:
+        request, drafted = sequence.request, list[int]()
+        if request.params.repetition_penalty != 1:
+            return ()
+        for _ in range(self.dice.randint(0, most)):
+            token = next_token(request.prompt, [*sequence.output, *drafted])
+            drafted.append(self.dice.randrange(12) if token is None or self.dice.random() < 0.2 else token)
+        return drafted
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 class LateExecutor:
     """``overlaps``: off, it is an executor as any other, of the same results."""
+
+    verifies_drafts = True
 
     def __init__(self, overlaps: bool, step_s: float = 0.01) -> None:
         self.overlaps = overlaps
@@ -68,6 +94,7 @@ class LateExecutor:
         self.sampled: dict[Sequence, list[float]] = {}  # when each token was
         self.lost: set[Sequence] = set()  # a row of theirs has failed; they may be here once more, for nothing
         self.wrong: AssertionError | None = None  # what the core takes for a step that failed
+        self._whole = False  # whether the step launched is run as a whole
 
     def needs_tokens(self, plan: StepPlan) -> bool:
         found = any(s.request.params.repetition_penalty != 1 for s in plan.decode_rows())
@@ -75,7 +102,9 @@ class LateExecutor:
         return found
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
+        self._whole = True
         self.launch(plan)
+        self._whole = False
         return self.collect()
 
     def launch(self, plan: StepPlan) -> None:
@@ -87,10 +116,13 @@ class LateExecutor:
 
     def _launch(self, plan: StepPlan) -> None:
         assert len(self.steps) <= self.overlaps, "more than one step deep"
+        assert not plan.drafts or (self._whole and not self.steps), "a step with drafts overlaps another"
         before = self.steps[-1] if self.steps else None
         flying = {} if before is None else before.fed
         rows = [(s, s.computed + plan.step - s.joined, 1, True) for s in plan.decode_rows()]
-        rows += [(c.sequence, c.start, c.count, c.samples) for c in plan.chunks]
+        rows += [(c.sequence, c.start, c.count, c.samples) for c in (*plan.drafts, *plan.chunks)]
+        drafted = {draft.sequence: draft.drafted for draft in plan.drafts}
+        accepted: list[tuple[Sequence, int]] = []
         assert len({s for s, *_ in rows}) == len(rows), "a sequence is in a step twice"
         end = self.busy_until = max(self.now, self.busy_until) + self.step_s
         failed: list[tuple[Sequence, BaseException]] = []
@@ -98,7 +130,7 @@ class LateExecutor:
         for sequence, start, count, samples in rows:
             assert sequence.state != "finished" and sequence not in self.released, sequence
             request = sequence.request
-            known = [*request.prompt, *sequence.output]
+            known = [*request.prompt, *sequence.output, *drafted.get(sequence, ())]
             if sequence in flying:
                 assert request.params.repetition_penalty == 1, "launched without the tokens that it needs"
                 known.append(flying[sequence])
@@ -109,7 +141,15 @@ class LateExecutor:
                 self.slots[where[position]] = prefixes[position]
             assert [self.slots[w] for w in where] == prefixes, f"{sequence} reads foreign KV"
             assert sequence in self.lost or samples == (start + count == len(known)), sequence
-            if samples:
+            if sequence in drafted:
+                run = self._run(sequence, drafted[sequence])
+                if run is None:
+                    failed.append((sequence, StepFailedError("poisoned")))
+                else:
+                    tokens += [Token(sequence, token) for token in run]
+                    accepted.append((sequence, len(run) - 1))
+                    self.sampled.setdefault(sequence, []).extend([end] * len(run))
+            elif samples:
                 token = next_token(request.prompt, known[len(request.prompt) :])
                 if token is None:
                     failed.append((sequence, StepFailedError("poisoned")))
@@ -118,8 +158,19 @@ class LateExecutor:
                     tokens.append(Token(sequence, token))
                     self.sampled.setdefault(sequence, []).append(end)
         fed = {token.sequence: token.id for token in tokens} | {sequence: POISON for sequence, _ in failed}
-        self.steps.append(_Step(plan, StepResult((end,), tokens, failed=failed), fed))
+        self.steps.append(_Step(plan, StepResult((end,), tokens, failed=failed, accepted=accepted), fed))
         self.plans.append(plan)
+
+    @staticmethod
+    def _run(sequence: Sequence, drafted: Seq[int]) -> list[int] | None:
+        """Tokens up to the first that was not drafted; None where a row fails, whether or not it is reached."""
+        output = [*sequence.output, *drafted]
+        behind = range(len(sequence.output), len(output) + 1)
+        sampled = [next_token(sequence.request.prompt, output[:at]) for at in behind]
+        run = [token for token in sampled if token is not None]
+        if len(run) < len(sampled):
+            return None
+        return run[: 1 + next((n for n, token in enumerate(drafted) if run[n] != token), len(drafted))]
 
     def collect(self) -> StepResult:
         result = self.steps.popleft().result
@@ -134,11 +185,14 @@ class LateExecutor:
 class LateWorld:
     """An :class:`EngineCore` on a :class:`LateExecutor`. ``clock``: time goes on with the steps of the device."""
 
-    def __init__(self, overlaps: bool, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True) -> None:
+    def __init__(
+        self, overlaps: bool, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, drafts: bool = False
+    ) -> None:
         self.executor = LateExecutor(overlaps)
         self.scheduler = Scheduler(
-            kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None
-        )
+            kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
+            drafter=Guesses() if drafts else None,
+        )  # fmt: skip
         output = OutputProcessor((EOS,))
         self.core = EngineCore(
             self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits(), output=output
@@ -193,9 +247,11 @@ class LateWorld:
         for plan in self.executor.plans[planned:]:  # a knob is in force in the first plan made after it was set
             assert plan.epoch == epoch
             assert all(1 <= chunk.count <= knobs.chunk_size for chunk in plan.chunks)
-            rows = plan.n_decode + len(plan.chunks)
-            if plan.chunks:
-                assert plan.n_decode + plan.prefill_tokens <= knobs.token_budget
+            rows = plan.n_decode + len(plan.drafts) + len(plan.chunks)
+            if plan.chunks or plan.drafts:
+                drafted = sum(draft.count for draft in plan.drafts)
+                assert plan.n_decode + drafted + plan.prefill_tokens <= knobs.token_budget
+            assert all(1 <= len(draft.drafted) <= knobs.draft_tokens for draft in plan.drafts)
             assert rows <= max(min(knobs.max_batch_size, knobs.token_budget), self.ran_before)
         if outcome.record is not None:
             if self.steps:
@@ -230,6 +286,9 @@ class LateWorld:
             output, reason = expected(sequence.request)
             found = self.records[name].reason
             if found in (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.REJECTED):
+                assert sequence.output == output[: len(sequence.output)]
+            elif found is FinishReason.ERROR and self.scheduler.drafter is not None:  # a row behind drafts has failed
+                assert POISON in sequence.request.prompt or VENOM in sequence.request.prompt
                 assert sequence.output == output[: len(sequence.output)]
             else:
                 assert (sequence.output, found) == (output, reason)

@@ -91,7 +91,11 @@ class Reference:
         prefix_cache: bool,
         policy: Callable[[int], int] | None = None,
         first_s: float = 60.0,
+        guessable: Callable[[str, int], bool] | None = None,
+        most_sampled: int = 1 << 30,
     ) -> None:
+        self.most_sampled = most_sampled  # rows of logits that a step with guesses may have
+        self.guessable = guessable  # whether the token at a place of an answer can be guessed; None: nobody guesses
         self.first_s = first_s  # when the first token of a request without a deadline of its own is due
         self.seconds, self.knobs, self.size, self.ordering = seconds, knobs, block_size, ordering
         self.prefix_cache, self.policy = prefix_cache, policy
@@ -255,6 +259,27 @@ class Reference:
                 chunks.append((head, min(len(head.known) - head.computed, self.knobs.chunk_size, left)))
                 left -= chunks[-1][1]
 
+    def drafts(self, left: int) -> dict[Live, int]:
+        """How many tokens are guessed behind the last one of each decode, of the ``left`` ones that the step has room for."""
+        found: dict[Live, int] = {}
+        spare = max(0, self.free - len(self.decoding))
+        for live in self.decoding if self.guessable and self.knobs.draft_tokens else []:
+            room = (len(live.blocks) + spare) * self.size - live.computed - 1
+            count = min(self.knobs.draft_tokens, left, live.asked.output - len(live.times) - 1, room)
+            if count > 0:
+                found[live] = count
+                left -= count
+                while len(live.blocks) * self.size < live.computed + 1 + count:
+                    live.blocks.append(self.take())
+                    spare -= 1
+        return found
+
+    def right(self, live: Live, count: int) -> int:
+        """How many of so many guessed tokens are right, up to the first that is not."""
+        assert self.guessable is not None
+        places = range(len(live.times), len(live.times) + count)
+        return next((n for n, at in enumerate(places) if not self.guessable(live.asked.id, at)), count)
+
     def admit(self, live: Live) -> bool:
         found = self.found(live)
         fresh = -(-len(live.known) // self.size) - len(found)
@@ -293,6 +318,9 @@ class Reference:
                 live.blocks.append(self.take())
         chunks, held_until = self.plan(allowed)
         decoding = self.decoding[:]
+        most = min(allowed, self.knobs.token_budget)
+        rows = len(decoding) + len(chunks)
+        drafts = self.drafts(min(most - len(decoding) - sum(count for _, count in chunks), self.most_sampled - rows))
         if not decoding and not chunks:
             expiries = [w.asked.expires for w in self.waiting if w.asked.expires is not None]
             self.now = min([until, held_until, *expiries])
@@ -301,17 +329,29 @@ class Reference:
         self.now += self.seconds(
             StepFeatures(
                 len(decoding),
-                sum(live.computed + 1 for live in decoding),
+                sum(live.computed + 1 + drafts.get(live, 0) for live in decoding),
                 sum(count for _, count in chunks),
                 sum(live.computed + count for live, count in chunks),
                 sum(count * live.computed + count * (count + 1) // 2 for live, count in chunks),
                 len(chunks),
+                sum(drafts.values()),
             )
         )
         self.steps.append((start, self.now))
         if chunks:
             self.prompt_s = 0.98 * self.prompt_s + (self.now - start)
             self.prompt_tokens = 0.98 * self.prompt_tokens + sum(count for _, count in chunks)
+        for live, count in drafts.items():
+            right = self.right(live, count)
+            for _ in range(right):
+                live.computed += 1
+                live.known.append((-live.number, len(live.times)))
+                live.times.append(self.now)
+            while (
+                len(live.blocks) - 1
+            ) * self.size >= live.computed + 1:  # beyond its last token but one: wrong guesses
+                live.blocks[-1].holders -= 1
+                self.blank.append(live.blocks.pop())
         for live, count in [*((live, 1) for live in decoding), *chunks]:
             live.computed += count
         for live, _ in chunks:

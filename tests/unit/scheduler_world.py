@@ -7,11 +7,13 @@ leaked, shared wrongly, reused too early or recomputed in the wrong place shows 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.drafts import NgramDrafter
 from runtime.llm.plan import StepPlan, StepResult, Token
 from runtime.llm.scheduler import Scheduler
 from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
@@ -45,13 +47,14 @@ class CheckingExecutor:
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         rows = [(s, s.computed + plan.step - s.joined, 1, True) for s in plan.decode_rows()]
-        rows += [(c.sequence, c.start, c.count, c.samples) for c in plan.chunks]
+        rows += [(c.sequence, c.start, c.count, c.samples) for c in (*plan.drafts, *plan.chunks)]
+        drafted = {draft.sequence: draft.drafted for draft in plan.drafts}
         assert len({s for s, *_ in rows}) == len(rows), "a sequence is in a step twice"
         assert plan.decode_context == sum(p + 1 for _, p, _, _ in rows[: plan.n_decode])
         tokens, failed, stopped = [], [], []
         for sequence, start, count, samples in rows:
             self.alive.add(sequence)
-            known = [*sequence.request.prompt, *sequence.output]
+            known = [*sequence.request.prompt, *sequence.output, *drafted.get(sequence, ())]
             where = [(sequence.blocks[p // BLOCK], p % BLOCK) for p in range(start + count)]
             prefixes = [hash(tuple(known[: p + 1])) for p in range(start + count)]  # what KV at a position depends on
             for position in range(start, start + count):
@@ -63,13 +66,35 @@ class CheckingExecutor:
                 for position in range(start, start + count):
                     self.slots[where[position]] = 0
             elif samples:
-                tokens.append(Token(sequence, self.random.randrange(3)))
+                run = self.run(sequence, drafted.get(sequence, ()))
+                tokens += run
+                if sequence in drafted:
+                    assert len(sequence.output) + len(drafted[sequence]) < sequence.request.max_tokens, (
+                        "too many drafts"
+                    )
+        taken: list[Token] = []
+        ended: set[Sequence] = set()
         for token in tokens:
+            if token.sequence in ended:  # it has stopped with the token before
+                continue
+            taken.append(token)
             token.sequence.output.append(token.id)
             if self.stop(token.sequence):
                 stopped.append((token.sequence, FinishReason.STOP))
+                ended.add(token.sequence)
+        count = Counter(token.sequence for token in taken)
+        accepted = [(sequence, count[sequence] - 1) for sequence in drafted if sequence in count]
         self.plans.append(plan)
-        return StepResult(ends=[now + self.step_s], tokens=tokens, failed=failed, stopped=stopped)
+        return StepResult(ends=[now + self.step_s], tokens=taken, failed=failed, stopped=stopped, accepted=accepted)
+
+    def run(self, sequence: Sequence, drafted: tuple[int, ...]) -> list[Token]:
+        """Tokens as they are sampled, up to the first that was not drafted."""
+        run = [Token(sequence, self.random.randrange(3))]
+        for token in drafted:
+            if run[-1].id != token:
+                break
+            run.append(Token(sequence, self.random.randrange(3)))
+        return run
 
     def release(self, sequence: Sequence) -> None:
         assert sequence not in self.released, "released twice"
@@ -87,11 +112,15 @@ class Whole:
 class World:
     """An :class:`EngineCore` on a :class:`CheckingExecutor`, with the rules of DESIGN checked after every step."""
 
-    def __init__(self, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, seed: int = 0, drafts: bool = False
+    ) -> None:
         self.executor = CheckingExecutor(seed)
+        self.drafter = NgramDrafter() if drafts else None
         self.scheduler = Scheduler(
-            kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None
-        )
+            kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
+            drafter=self.drafter,
+        )  # fmt: skip
         self.core = EngineCore(self.scheduler, self.executor, knobs=Knobs(8, 0, 16, 8), limits=KnobLimits())
         self.prefix = prefix
         self.now = 0.0
@@ -140,6 +169,7 @@ class World:
         else:
             expired = {s for s, record in outcome.finished if record.reason is FinishReason.TIMEOUT}
             self._check_plan(self.executor.plans[-1], knobs, begun_before, expired)
+            self._check_record(outcome, self.executor.plans[-1])
             self.steps.append(outcome.record)
             assert (outcome.record.limited_by is LimitedBy.WAIT) == (outcome.wake_at < inf)
             if outcome.wake_at < inf:
@@ -150,8 +180,15 @@ class World:
     def _check_plan(
         self, plan: StepPlan, knobs: Knobs, begun_before: list[tuple[Sequence, int]], expired: set[Sequence]
     ) -> None:
-        tokens = plan.n_decode + plan.prefill_tokens
-        sequences = plan.n_decode + len(plan.chunks)
+        decodes = plan.n_decode + len(plan.drafts)
+        drafted = sum(len(draft.drafted) for draft in plan.drafts)
+        tokens = decodes + drafted + plan.prefill_tokens
+        sequences = decodes + len(plan.chunks)
+        assert all(1 <= len(draft.drafted) <= knobs.draft_tokens for draft in plan.drafts), (
+            "not as many drafts as allowed"
+        )
+        if drafted:
+            assert tokens <= plan.budget_used, "drafts beyond the budget"
         slots = min(knobs.max_batch_size, knobs.token_budget)
         assert sequences <= max(slots, self.drained_sequences), "more sequences than the knobs allow"
         assert all(c.count <= knobs.chunk_size for c in plan.chunks), "a chunk above chunk_size"
@@ -162,8 +199,17 @@ class World:
         kept = {s for s, preemptions in begun_before if s.preemptions == preemptions and s not in expired}
         new = {c.sequence for c in plan.chunks} - kept
         if new:
-            assert plan.n_decode + len(kept) + len(new) <= slots, "admitted while the slots are full"
+            assert decodes + len(kept) + len(new) <= slots, "admitted while the slots are full"
         self.drained_sequences = min(self.drained_sequences, self.scheduler.running)
+
+    def _check_record(self, outcome: StepOutcome, plan: StepPlan) -> None:
+        """What the record says of drafts is what was planned and came of it."""
+        record, result = outcome.record, outcome.result
+        assert record is not None and result is not None
+        assert record.decodes == plan.n_decode + len(plan.drafts)
+        assert record.drafted == sum(len(draft.drafted) for draft in plan.drafts) >= record.accepted >= 0
+        if not record.failed:
+            assert record.sampled == len(result.tokens)
 
     def _check_wait(self, wake_at: float) -> None:
         """What waits is held by the window: never a request that has run before, and none for longer than the knob says."""
@@ -199,4 +245,5 @@ class World:
         assert not self.scheduler.has_work, f"{len(self.live)} requests never finished: {self.live[:3]}"
         assert not self.live and len(self.records) == self.added
         assert not self.executor.alive
+        assert self.drafter is None or not self.drafter._places, "something of an ended request is kept"
         assert self.scheduler.kv.free == self.scheduler.kv.total

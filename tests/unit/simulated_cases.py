@@ -28,7 +28,8 @@ class Machine:
 
     def __call__(self, step: StepFeatures) -> float:
         memory = self.context * (step.decode_context + step.prefill_context)
-        compute = self.token * (step.decodes + step.prefill_tokens) + self.pair * step.prefill_attention
+        tokens = step.decodes + step.drafted + step.prefill_tokens
+        compute = self.token * tokens + self.pair * step.prefill_attention
         return self.base + self.chunk * step.chunks + (max(memory, compute) if self.overlap else memory + compute)
 
     def predict(self, step: StepFeatures) -> float:
@@ -54,10 +55,12 @@ class Case:
     prefix_cache: bool
     policy: Callable[[int], int] | None
     shared: bool
+    acceptance: float = 0.0
 
 
-def knobs(dice: random.Random) -> Knobs:
+def knobs(dice: random.Random, drafts: bool = False) -> Knobs:
     return Knobs(
+        draft_tokens=dice.choice([0, 1, 3, 8]) if drafts else 0,
         max_batch_size=dice.choice([1, 3, 8, 24, 64]),
         max_wait_ms=dice.choice([0, 0, 0, 5, 40]),
         token_budget=dice.choice([4, 16, 48, 128, 512]),
@@ -65,7 +68,8 @@ def knobs(dice: random.Random) -> Knobs:
     )
 
 
-def case(number: int) -> Case:
+def case(number: int, *, drafts: bool = False) -> Case:
+    """``drafts``: its knobs draft tokens, which are right with some probability."""
     dice = random.Random(number)
     kind = dice.choice([Machine, RunMachine])
     machine = kind(
@@ -105,14 +109,15 @@ def case(number: int) -> Case:
     return Case(
         machine,
         requests,
-        knobs(dice),
-        [(tick, knobs(dice)) for tick in ticks],
+        knobs(dice, drafts),
+        [(tick, knobs(dice, drafts)) for tick in ticks],
         -(-tokens // size),
         size,
         dice.choice(sorted(ORDERINGS)),
         dice.random() < 0.7,
         (lambda decoding: decoding + step) if dice.random() < 0.2 else None,
         shared,
+        dice.choice([0.2, 0.7, 1.0]) if drafts else 0.0,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +32,7 @@ from benchmarks.controller.scenarios import (
 from benchmarks.gpu_truth import load, names
 from benchmarks.sweep import hardware as parts
 from runtime.knobs import Knobs
+from runtime.llm.plan import Chunk
 from runtime.step_model import StepFeatures
 
 STEP = StepFeatures(40, 60_000, 700, 900, 500_000, 2)
@@ -138,8 +139,8 @@ class TestMeasured:
         )
         weather = Weather(truth)
         executor = weather.executor(noise=0.0, seed=1)
-        planned = [(None, start, count, False) for start, count in chunks]
-        plan: Any = SimpleNamespace(n_decode=8, decode_context=9000, chunks=planned, repeat=1)
+        planned = [Chunk(cast(Any, None), start, count, False) for start, count in chunks]
+        plan: Any = SimpleNamespace(n_decode=8, decode_context=9000, chunks=planned, drafts=(), repeat=1)
         for slow in (1.0, 1.5):
             weather.slow = slow
             (end,) = executor.execute(plan, 10.0, 10.0).ends

@@ -12,10 +12,11 @@ from runtime.llm.core import EngineCore
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.llm.scheduler import Scheduler
+from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams
 from runtime.torch_backend.backends import PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
-from tests.unit.executor_harness import neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
+from tests.unit.executor_harness import Oracle, neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
 from tests.unit.kernels import DEVICE, INTERPRETED
 
 from runtime.torch_backend.cuda.backend import CUDA, PagedAttention  # isort: skip
@@ -64,6 +65,24 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, overlaps: bool) ->
     assert not failures and outputs == expected
     assert recorder.recorded == [5, 4, 2, 1] and len(recorder.replayed) > 8
     assert len(set(recorder.replayed)) > 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_with_drafts_run_beside_recorded_ones(overlaps: bool) -> None:
+    """A row that drafts is further on, perhaps in other blocks, when it is recorded again."""
+    loaded = tiny()
+    requests = list(zip(prompts([3, 19, 8, 5], seed=5), [29, 13, 24, 21], strict=True))
+    expected = [reference(loaded, p, n) for p, n in requests]
+    drafter, recorder = Oracle({str(i): tokens for i, tokens in enumerate(expected)}), Recorder()
+    executor = executor_of(loaded, plain(recorder), overlaps)
+    heard: list[StepRecord] = []
+    knobs = [Knobs(5, 0, 64, 32, drafts) for drafts in (0, 0, 3, 0, 1, 3, 0, 0)]
+    outputs, failures, _ = run(
+        executor, requests, iter(knobs[at % 8] for at in range(1000)), drafter=drafter, heard=heard
+    )
+    assert not failures and outputs == expected
+    assert sum(step.accepted for step in heard) > 5 and len(recorder.replayed) > 5
+    assert len(recorder.replayed) + sum(step.drafted > 0 for step in heard) <= len(heard)
 
 
 @pytest.mark.parametrize(

@@ -185,16 +185,18 @@ def test_a_vllm_that_cannot_be_steered_or_of_another_device_is_refused(vllm: Mod
 def test_ceilings_are_as_wide_as_the_search_and_the_defaults_are_its_own(vllm: ModuleType) -> None:
     source = loaded("load-format=dummy", "enforce_eager=true")
     assert (source.name, source.version, source.model.parameters) == ("vllm", "0.32.0", 7)
-    assert source.limits == KnobLimits() and source.stock == Knobs(128, 0, 2048, 2048)
+    assert source.limits == KnobLimits(draft_tokens=0) and source.stock == Knobs(128, 0, 2048, 2048)
     assert source.options == {"load_format": "dummy", "enforce_eager": True}
     assert source.arguments == {"load_format": "dummy", "enforce_eager": "true"}
     (line,) = source.introduction
     assert line.startswith("engine vllm 0.32.0 · ") and "1024 sequences, 8192 tokens" in line and "128 and 2048" in line
     wide = loaded("max_num_batched_tokens=16384", "long_prefill_token_threshold=512")
-    assert wide.limits == KnobLimits(token_budget=16384, chunk_size=16384) and wide.stock == Knobs(128, 0, 16384, 512)
+    assert wide.limits == KnobLimits(token_budget=16384, chunk_size=16384, draft_tokens=0) and wide.stock == Knobs(
+        128, 0, 16384, 512
+    )
     narrow = loaded("max_num_batched_tokens=256")
-    assert narrow.limits == KnobLimits(max_batch_size=256, token_budget=256, chunk_size=256)
-    assert loaded("max_num_seqs=64").limits == KnobLimits(max_batch_size=64)
+    assert narrow.limits == KnobLimits(max_batch_size=256, token_budget=256, chunk_size=256, draft_tokens=0)
+    assert loaded("max_num_seqs=64").limits == KnobLimits(max_batch_size=64, draft_tokens=0)
 
 
 def test_it_runs_in_this_process_and_leaves_stdout_alone(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +242,7 @@ def test_the_pool_is_given_in_blocks_and_one_that_stands_for_none(
     assert source.free_bytes() == 1 << 30
     source.with_kv_tokens(12_800).start()
     path, options, knobs, limits = starts.calls[0]
-    assert path == "./qwen" and (knobs, limits) == (Knobs(128, 0, 2048, 2048), KnobLimits())
+    assert path == "./qwen" and (knobs, limits) == (Knobs(128, 0, 2048, 2048), KnobLimits(draft_tokens=0))
     assert options["num_gpu_blocks_override"] == 101 and options["kv_cache_memory_bytes"] == 101 * 128 * 1024
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")  # the user's word: vLLM chooses by it
     assert source.default_kv_tokens() is None

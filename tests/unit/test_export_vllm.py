@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,16 @@ def test_the_memory_share_is_what_weights_and_pool_take(dtype: str, devices: int
     assert export.written["tensor-parallel-size"] == devices
     assert ("cut to the 0.95" in note(export, "kv_pool")) == (share == 0.95)
     assert any(line.startswith("kv_pool") and "is approximate" in line for line in export.reports)
+
+
+def test_drafts_are_looked_up_by_n_grams_there_too() -> None:
+    export = made(Knobs(draft_tokens=5))
+    assert json.loads(str(export.written["speculative-config"])) == {
+        "method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 8, "num_speculative_tokens": 5
+    }  # fmt: skip
+    assert "prompts go before drafts" in note(export, "draft_tokens")
+    none = made(Knobs())
+    assert "speculative-config" not in none.written and "drafts none unless" in note(none, "draft_tokens")
 
 
 def test_the_share_is_left_to_vllm_when_the_profile_cannot_tell() -> None:

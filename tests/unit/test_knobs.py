@@ -94,7 +94,11 @@ def test_a_mapping_reads_back_to_equal_knobs(knobs: Knobs) -> None:
     assert Knobs.from_mapping(knobs.as_dict()) == knobs
     assert list(knobs.as_dict()) == NAMES
     printed = dict(part.split("=") for part in str(knobs).split())
-    assert {name: pytest.approx(float(text)) for name, text in printed.items()} == knobs.as_dict()
+    read = {name: pytest.approx(float(text)) for name, text in printed.items()}
+    assert {**Knobs().as_dict(), **read} == knobs.as_dict()
+    assert ("draft_tokens" in printed) == (knobs.draft_tokens > 0), (
+        "one that came later and is at its default is not told of"
+    )
 
 
 @given(any_knobs, any_knobs)

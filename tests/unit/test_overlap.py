@@ -38,7 +38,14 @@ events = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 99)),
     st.tuples(
         st.just("knobs"),
-        st.builds(Knobs, st.integers(1, 12), st.sampled_from([0, 0, 15]), st.integers(1, 40), st.integers(1, 20)),
+        st.builds(
+            Knobs,
+            st.integers(1, 12),
+            st.sampled_from([0, 0, 15]),
+            st.integers(1, 40),
+            st.integers(1, 20),
+            st.sampled_from([0, 0, 1, 4]),
+        ),
     ),
     st.tuples(st.just("step"), st.integers(1, 9)),
     st.tuples(st.just("step"), st.integers(1, 9)),
@@ -105,21 +112,23 @@ def play(world: LateWorld, script: list[tuple[Any, ...]]) -> LateWorld:
     blocks=st.integers(10, 26),
     ordering=st.sampled_from(sorted(ORDERINGS)),
     prefix=st.booleans(),
+    drafts=st.booleans(),
 )
 def test_outputs_are_the_same_with_and_without(
-    script: list[tuple[Any, ...]], blocks: int, ordering: str, prefix: bool
+    script: list[tuple[Any, ...]], blocks: int, ordering: str, prefix: bool, drafts: bool
 ) -> None:
     """Each run is held against what had to come of each request; so both gave the same."""
     for overlaps in (False, True):
-        world = LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix)
+        world = LateWorld(overlaps, kv_blocks=blocks, ordering=ordering, prefix=prefix, drafts=drafts)
         world.scheduler.slack.slos["default"] = SLO(ttft_ms=80, tpot_ms=25, itl_ms=40)
         play(world, script)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_long_life_under_pressure(overlaps: bool) -> None:
+@pytest.mark.parametrize(("overlaps", "drafts"), [(False, False), (True, False), (True, True)])
+def test_a_long_life_under_pressure(overlaps: bool, drafts: bool) -> None:
+    """``drafts``: in half of the settings, so that steps with drafts and steps that overlap follow each other."""
     dice = random.Random(5)
-    world = LateWorld(overlaps, kv_blocks=13)
+    world = LateWorld(overlaps, kv_blocks=13, drafts=drafts)
     script: list[tuple[Any, ...]] = []
     for _ in range(900):
         roll = dice.random()
@@ -130,7 +139,8 @@ def test_a_long_life_under_pressure(overlaps: bool) -> None:
         elif roll < 0.56:
             script.append(("cancel", dice.randrange(99)))
         elif roll < 0.6:
-            script.append(("knobs", Knobs(dice.randrange(1, 14), 0, dice.randrange(2, 48), dice.randrange(1, 24))))
+            sizes = dice.randrange(1, 14), 0, dice.randrange(2, 48), dice.randrange(1, 24)
+            script.append(("knobs", Knobs(*sizes, draft_tokens=dice.choice([0, 3]) if drafts else 0)))
         else:
             script.append(("step", dice.randrange(1, 12)))
     play(world, script)
@@ -138,7 +148,9 @@ def test_a_long_life_under_pressure(overlaps: bool) -> None:
     assert reasons == {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR, FinishReason.CANCELLED}
     assert world.scheduler.preemptions > 5, "the pool was never tight"
     assert sum(record.cached_tokens for record in world.records.values()) > 50, "prefixes were never shared"
-    assert (world.executor.fed_on_device > 500) is overlaps
+    assert (world.executor.fed_on_device > (100 if drafts else 500)) is overlaps
+    accepted = sum(step.accepted for step in world.steps)
+    assert sum(step.drafted for step in world.steps) >= accepted and (accepted > 100) is drafts
     assert (world.wasted > 20) is overlaps, "no stop was found late"
     if overlaps:
         assert world.executor.held_back > 5

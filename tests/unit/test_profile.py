@@ -12,7 +12,7 @@ import yaml
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.writing import write_whole
 from runtime.errors import InputError
-from runtime.knobs import KNOBS, KnobLimits, Knobs
+from runtime.knobs import KNOBS, KnobLimits
 from tests.unit.profiles import SMALL, machine, profile
 
 
@@ -48,7 +48,7 @@ def test_what_is_saved_is_what_is_loaded(saved: Path) -> None:
 
 def test_it_reads_like_something_people_wrote(saved: Path) -> None:
     data = yaml.safe_load(saved.read_text())
-    assert data["knobs"] == Knobs(max_batch_size=16, max_wait_ms=0.0, token_budget=128, chunk_size=128).as_dict()
+    assert data["knobs"] == {"max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 128, "chunk_size": 128}
     assert isinstance(data["knobs"]["token_budget"], int)
     assert data["slo"] == "ttft=500ms,tpot=50ms@99%"
     assert data["cost_model"] is None

@@ -31,6 +31,7 @@ knobs = st.builds(
     max_wait_ms=st.sampled_from([0, 0, 15, 200]),
     token_budget=st.integers(1, 40),
     chunk_size=st.integers(1, 20),
+    draft_tokens=st.sampled_from([0, 0, 1, 2, 5]),
 )
 
 
@@ -53,9 +54,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ordering=st.sampled_from(sorted(ORDERINGS)),
         prefix=st.booleans(),
         seed=st.integers(0, 99),
+        drafts=st.booleans(),
     )
-    def start(self, blocks: int, ordering: str, prefix: bool, seed: int) -> None:
-        self.world = World(kv_blocks=blocks, ordering=ordering, prefix=prefix, seed=seed)
+    def start(self, blocks: int, ordering: str, prefix: bool, seed: int, drafts: bool) -> None:
+        self.world = World(kv_blocks=blocks, ordering=ordering, prefix=prefix, seed=seed, drafts=drafts)
 
     @rule(
         prompt=prompts,
@@ -136,11 +138,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("ordering", sorted(ORDERINGS))
-def test_thousands_of_steps_under_pressure(ordering: str) -> None:
+@pytest.mark.parametrize(("ordering", "drafts"), [*((name, 0) for name in sorted(ORDERINGS)), ("priority", 4)])
+def test_thousands_of_steps_under_pressure(ordering: str, drafts: int) -> None:
     """One long life with a small pool: everything happens, and it happens often."""
     dice = random.Random(ordering)
-    world = World(kv_blocks=24, ordering=ordering, seed=1)
+    world = World(kv_blocks=24, ordering=ordering, seed=1, drafts=bool(drafts))
     for _ in range(5000):
         roll = dice.random()
         if roll < 0.25 and len(world.live) < 40:
@@ -150,9 +152,8 @@ def test_thousands_of_steps_under_pressure(ordering: str) -> None:
         elif roll < 0.28 and world.live:
             world.cancel(dice.choice(world.live))
         elif roll < 0.30:
-            world.set_knobs(
-                Knobs(dice.randrange(1, 14), dice.choice([0, 0, 20]), dice.randrange(2, 48), dice.randrange(1, 24))
-            )
+            sizes = dice.randrange(1, 14), dice.choice([0, 0, 20]), dice.randrange(2, 48), dice.randrange(1, 24)
+            world.set_knobs(Knobs(*sizes, draft_tokens=dice.randrange(drafts + 1) if drafts else 0))
         elif roll < 0.32:
             world.core.policy = dice.choice([None, None, FixedBudget(0), FixedBudget(9)])
         world.executor.fail = lambda s: dice.random() < 0.002
@@ -168,3 +169,5 @@ def test_thousands_of_steps_under_pressure(ordering: str) -> None:
     assert {str(r.reason) for r in records} == {"length", "stop", "error", "cancelled", "timeout"}
     assert len(records) > 300
     assert {step.limited_by for step in world.steps} >= {"demand", "slots", "budget", "chunk", "kv"}
+    if drafts:
+        assert sum(step.drafted for step in world.steps) > 100 and sum(step.accepted for step in world.steps) > 20

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.profile.parts import JitterFacts
 from autotune.simulate import SimulatedEngine
+from autotune.simulate.drafts import guessable
 from autotune.simulate.names import prompt_names, shares_prefixes
 from autotune.workload import Arrival, parse_workload, prompt_ids
 from runtime.knobs import Knobs
@@ -57,6 +58,7 @@ def simulated(
         jitter=jitter,
         seed=3,
         fast_forward=fast_forward,
+        acceptance=made.acceptance,
     )
     if made.policy is not None and policy:
         engine.set_step_policy(Allowance(made.policy))
@@ -80,9 +82,13 @@ def simulated(
 
 
 def referred(made: Case) -> Reference:
+    def known(request_id: str, place: int) -> bool:
+        return guessable(request_id, place, made.acceptance)
+
     reference = Reference(
         made.machine, made.knobs, blocks=made.blocks, block_size=made.block_size, ordering=made.ordering,
-        prefix_cache=made.prefix_cache, policy=made.policy, first_s=0.05,
+        prefix_cache=made.prefix_cache, policy=made.policy, first_s=0.05, guessable=known if made.acceptance else None,
+        most_sampled=LIMITS.max_batch_size,
     )  # fmt: skip
     for when, what in events(made):
         reference.run(when)
@@ -105,10 +111,11 @@ def planned(step: StepRecord) -> tuple[Any, ...]:
     )
 
 
-def test_it_agrees_with_the_reference_event_by_event() -> None:
-    seen: dict[str, int] = dict.fromkeys(("preempted", "cached", "timeout"), 0)
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
+    seen: dict[str, int] = dict.fromkeys(("preempted", "cached", "timeout", "drafted", "accepted"), 0)
     for number in CASES:
-        made = case(number)
+        made = case(number, drafts=drafts)
         reference = referred(made)
         _, heard = simulated(made, fast_forward=True)
         assert [(s.start, s.end) for s in heard.steps] == reference.steps, f"case {number}"
@@ -122,7 +129,11 @@ def test_it_agrees_with_the_reference_event_by_event() -> None:
             seen["preempted"] += record.preemptions
             seen["cached"] += record.cached_tokens
             seen["timeout"] += record.reason == "timeout"
+        seen["drafted"] += sum(step.drafted for step in heard.steps)
+        seen["accepted"] += sum(step.accepted for step in heard.steps)
+        assert sum(s.sampled * s.steps for s in heard.steps) >= sum(r.output_tokens for r in heard.requests)
     assert seen["preempted"] > 100 and seen["cached"] > 1000 and seen["timeout"] > 20, seen
+    assert (seen["drafted"] > 1000 and 0 < seen["accepted"] < seen["drafted"]) if drafts else not seen["drafted"], seen
 
 
 @pytest.mark.parametrize(
@@ -170,6 +181,43 @@ def test_tokens_given_and_tokens_imagined_find_the_same_prefixes() -> None:
     assert kept[0] == kept[1]
     assert sum(r.cached_tokens for r in kept[0]) > 10_000
     assert any(r.preemptions for r in kept[0])
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.8])
+def test_drafts_are_right_as_often_as_the_workload_says(acceptance: float) -> None:
+    """With k drafts, acceptance + … + acceptanceᵏ of them on average; and the same tokens are, whatever k is."""
+    load = parse_workload(f"poisson:prompt=20,output=200,acceptance={acceptance}").at_rate(20.0)
+    assert load.acceptance == acceptance
+    arrivals, steps = list(load.arrivals(1, limit=60)), {}
+    tokens = sum(arrival.output_tokens for arrival in arrivals)
+    for each in (1, 4):
+        engine = SimulatedEngine(
+            FAST, kv_tokens=1 << 17, knobs=Knobs(64, 0, 512, 512, each), limits=LIMITS, acceptance=load.acceptance
+        )
+        heard = Everything()
+        engine.subscribe(heard)
+        engine.serve(arrivals)
+        engine.run()
+        full = [s for s in heard.steps if s.drafted == each * s.decodes]
+        drafted, accepted = sum(s.drafted for s in full), sum(s.accepted for s in full)
+        wanted = sum(acceptance**i for i in range(1, each + 1)) / each
+        assert drafted > 5000 * each / 4 and accepted / drafted == pytest.approx(wanted, abs=0.03)
+        steps[each] = sum(s.decodes for s in heard.steps)
+        assert sum(r.output_tokens for r in heard.requests) == tokens
+        assert sum(s.sampled * s.steps for s in heard.steps) == tokens
+    assert steps[4] < steps[1] < tokens
+
+
+def test_drafts_that_no_workload_accepts_are_not_made() -> None:
+    runs = []
+    for knobs in (Knobs(16, 0, 256, 256), Knobs(16, 0, 256, 256, 8)):
+        engine = SimulatedEngine(FAST, kv_tokens=4800, knobs=knobs, limits=LIMITS)
+        heard = Everything()
+        engine.subscribe(heard)
+        engine.serve(parse_workload("azure-conv").at_rate(10.0).arrivals(0, limit=30))
+        engine.run()
+        runs.append((heard.steps, heard.requests))
+    assert runs[0] == runs[1]
 
 
 def test_what_shares_nothing_is_not_named_until_something_is_preempted() -> None:

@@ -74,6 +74,16 @@ def test_knobs_above_the_ceilings_of_the_profiles_engine_are_simulated_and_said(
         assert told(capsys, *verb, "--workload", EVEN, "--token-budget", "8192")["warnings"] == []
 
 
+def test_drafts_without_a_word_of_how_often_they_are_right_are_said_not_to_be_simulated(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("simulate", "--profile", path, "--rate", "5", "--draft-tokens", "3")
+    (warning,) = told(capsys, *command, "--workload", EVEN)["warnings"]
+    assert warning.startswith("--draft-tokens is 3, and the workload does not say how often a draft is right: none is")
+    accepted = told(capsys, *command, "--workload", f"{EVEN},acceptance=0.6")
+    assert accepted["warnings"] == [] and accepted["settings"][0]["knobs"]["draft_tokens"] == 3
+
+
 def test_a_controller_starts_from_the_setting_and_betters_a_bad_one(
     path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ FITTED = Knobs(16, 0, 128, 128)
 
 def test_every_knob_is_pinned_or_searched_once_and_below_its_ceiling() -> None:
     space = make_space(LIMITS, ["chunk_size=64"], ["token_budget=64:2048"])
-    assert space.pinned == {"chunk_size": 64}
+    assert space.pinned == {"chunk_size": 64, "draft_tokens": 0}
     assert set(space.ranges) | set(space.pinned) == {spec.name for spec in KNOBS}
     assert space.ranges["token_budget"] == (64, 2048)
     assert space.ranges["max_batch_size"][1] == 256

@@ -15,7 +15,7 @@ from autotune.measure.score import Latency
 from autotune.profile import Profile, load_profile, save_profile, shipped_profiles
 from autotune.report import profile_table as profiled_tables
 from autotune.report.simulation_tables import capacity_table, simulated_table
-from autotune.report.tables import Detail, columns, empty_table, fullest, latency
+from autotune.report.tables import Detail, columns, empty_table, fullest, latency, turned
 from autotune.simulate.capacity import SeedCapacity, SettingCapacity
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO
@@ -65,7 +65,9 @@ def test_what_a_profile_found_is_never_cut(width: int, price: float | None) -> N
     ]
     for made in profiles:
         text = shown(profiled_tables.table(made, width), width)
-        assert "…" not in text and text.count("\n") == 1 + len(profiled_tables.rows(made))
+        rows = profiled_tables.rows(made)
+        assert "…" not in text
+        assert text.count("\n") == 1 + len(rows) + sum(len(turned(point.knobs)) for _, point, _ in rows)
         assert all(word in text for word in ("budget", "TTFT p99", "TPOT p99", "vLLM defaults"))
         assert ("attainment" in text) != (" met " in text)
         assert "←" in text or width < 90

@@ -75,6 +75,7 @@ def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
         ("chat=azure-conv@0.8+azure-code@0.2", "'azure-code@0.2' is no class; write CLASS=WORKLOAD@SHARE"),
         ("chat=nope@1", "class chat: 'nope' is no workload and no file; the workloads are azure-conv"),
         ("chat=poisson:rate=2@1", "class chat: rate is of all classes together, which --rate sets; drop it here"),
+        ("chat=poisson:acceptance=0.5@1", "class chat: a workload of classes takes no acceptance"),
         ("chat=poisson:promt=2@1", "class chat: 'promt' is no option of it; the options are rate"),
         ("chat=poisson@1+", "nothing follows the last +"),
         ("rate=2", "it names nothing; the workloads are"),

@@ -87,6 +87,8 @@ def test_paths_may_hold_commas_colons_and_dots(tmp_path: Path) -> None:
         ("poisson:rate=1/0", "rate is '1/0'"),
         ("poisson:rate=inf", "rate is 'inf'"),
         ("poisson:length=-1", "length is '-1'"),
+        ("poisson:acceptance=-1", "acceptance is '-1'; it must be a number at least 0"),
+        ("poisson:acceptance=1.5", "acceptance is 1.5; it must be a number from 0 to 1"),
         ("poisson:limit=0", "limit is '0'; it must be a whole number, at least 1"),
         ("poisson:seed=-1", "seed is '-1'; it must be a whole number, at least 0"),
         ("poisson:cap_prompt=1e3", "cap_prompt is '1e3'"),
