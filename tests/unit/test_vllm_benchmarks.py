@@ -16,6 +16,8 @@ from autotune.measure.evaluate import Interrupted
 from autotune.profile import find_profile, load_profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
+from autotune.simulate.scenario import Scenario
+from benchmarks import vllm_fidelity
 from benchmarks.live.contenders import admitted
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import Contest, turn
@@ -41,6 +43,22 @@ MODEL = FACTS.model_copy(update={"max_model_len": MAX_MODEL_LEN})
 COST = serving_cost(load_profile(find_profile("cpu-2core-tiny")))
 SECONDS = 5.0
 SMALL_STEPS = fixed(Knobs(64, 0, 96, 96))
+
+
+def test_fidelity_tells_a_machine_of_another_speed_from_a_simulator_that_is_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = load_profile(find_profile("cpu-2core-tiny"))
+    scenario = Scenario.of(profile).even()
+    served = vllm_fidelity.faster(scenario, 1.06)
+    with served.start(profile.settings["balanced"].knobs) as engine:
+        found = vllm_fidelity.compared(engine, profile, scenario, 30.0, (0.5, 0.7), 2, 8.0, lambda: False)
+    for errors in found.values():
+        assert errors["steps"] == pytest.approx([0.06, 0.06], abs=1e-6)
+        assert min(errors["TPOT p50"]) >= 0.06, "longer steps hold more sequences"
+        assert errors["TPOT p50 as fast"] == pytest.approx([0, 0], abs=1e-6)
+    vllm_fidelity._report(found)
+    assert "TPOT p50 as fast" in capsys.readouterr().out
 
 
 @pytest.fixture
