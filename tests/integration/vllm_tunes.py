@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_it_brings_a_controller_that_hears_of_every_step(serve: Callable[..., Se
     served = serve({**SLO, "log": str(log), "classes": ["batch:ttft=60s"]}, SlowExecutor)
     assert isinstance(served.scheduler, Stock) and served.engine.facts.engine == "vllm"
     assert served.engine.knobs.as_dict() == {
-        "max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 256, "chunk_size": 256,
+        "max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 256, "chunk_size": 256, "draft_tokens": 0,
     }  # fmt: skip
     with heard(served) as records:
         for number in range(12):
@@ -161,6 +162,24 @@ def test_it_brings_a_controller_that_hears_of_every_step(serve: Callable[..., Se
     served.llm.engine_core.shutdown()
     actions = [decision.action for decision in read_decisions(log)]
     assert actions[0] == "attach" and actions[-1] == "detach" and not list(tmp_path.glob("autotune/*"))
+
+
+def test_steps_of_decodes_alone_are_told_together(serve: Callable[..., Served]) -> None:
+    served = serve(SLO)
+    with heard(served) as records:
+        served.add(20, 40)
+        served.add(20, 40)
+        told = []
+        for made in range(1, 31):
+            served.llm.step()
+            told.append(len(records.steps))
+            assert made - 4 <= told[-1] < made, "a step is told before the next one, or with the three that follow it"
+        assert {later - earlier for earlier, later in pairwise(told[3:])} == {0, 4}
+        served.add(20, 5)
+        assert len(records.steps) == 30, "what comes is judged by all that has been"
+        served.run()
+    assert [step.start for step in records.steps] == sorted(step.start for step in records.steps)
+    assert sum(step.sampled for step in records.steps) == 2 * 40 + 5 and len(records.requests) == 3
 
 
 def test_the_environment_says_it_as_well(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
