@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,9 @@ from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED
+from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
-from runtime.records import FinishReason, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
 from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
 
@@ -107,10 +109,13 @@ class Served:
     def control(self) -> Any:
         return self.scheduler._control
 
-    def add(self, prompt: int, output: int, **extra: str) -> str:
+    def add(self, prompt: int, output: int, *, now: bool = False, **extra: str) -> str:
+        """``now``: it arrives at this moment of the scheduler's clock, to the last bit."""
         self.names += 1
+        arrival = time.time() + 1e6 if now else None  # what comes from the future comes now
         params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, extra_args=extra or None)
-        return self.llm.add_request(str(self.names), {"prompt_token_ids": [5] * prompt}, params)
+        prompt_ids = {"prompt_token_ids": [5] * prompt}
+        return self.llm.add_request(str(self.names), prompt_ids, params, arrival_time=arrival)
 
     def run(self) -> dict[str, tuple[str | None, object, int]]:
         """Step until nothing is left: for each request that ended how, why, and how many tokens it has."""
@@ -180,6 +185,38 @@ def test_steps_of_decodes_alone_are_told_together(serve: Callable[..., Served]) 
         served.run()
     assert [step.start for step in records.steps] == sorted(step.start for step in records.steps)
     assert sum(step.sampled for step in records.steps) == 2 * 40 + 5 and len(records.requests) == 3
+
+
+def test_being_told_together_changes_no_step(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the number of the setting and the budget, where none binds: a decision may come three steps later then."""
+
+    def made(together: int) -> tuple[list[StepRecord], list[RequestRecord], list[tuple[str, object]]]:
+        clock = VirtualClock()
+        monkeypatch.setattr("autotune.engines.vllm.tuning._TOGETHER", together)
+        monkeypatch.setattr("autotune.engines.vllm.scheduler.MonotonicClock", lambda: clock)
+
+        class Ticking(CountingExecutor):
+            def _run(self, output: Any) -> Any:
+                clock.advance(0.004 + 1e-4 * output.total_num_scheduled_tokens)
+                return super()._run(output)
+
+        served = serve({"slo": "ttft=60ms,tpot=8ms", "reject_late": True}, Ticking)
+        draw = random.Random(3)
+        with heard(served) as records:
+            for _ in range(80):
+                served.add(draw.randrange(10, 200), draw.randrange(2, 60), now=True)
+                for _ in range(draw.randrange(1, 16)):
+                    served.llm.step()
+            served.run()
+        steps = [step._replace(epoch=0, budget_used=0) for step in records.steps]
+        requests = [r._replace(id=r.id.partition("-")[0], epoch_first=0, epoch_last=0) for r in records.requests]
+        return steps, requests, [(d.action, d.new) for d in served.control.latest(1000)]
+
+    one_by_one, together = made(1), made(4)
+    steps, requests, decisions = one_by_one
+    assert sum(not step.chunks for step in steps) > 300 and sum(step.chunks > 0 for step in steps) > 80
+    assert {r.reason for r in requests} == {FinishReason.LENGTH, FinishReason.REJECTED} and len(decisions) > 3
+    assert together == one_by_one
 
 
 def test_the_environment_says_it_as_well(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
