@@ -234,9 +234,8 @@ class SelfTuningScheduler(SteeredScheduler):
                 self.let_go()
         if self.steering is not None:
             held = self.steering.prepare()
-            if (
-                held > -inf and (left := held - self.steering.clock.now()) > 0
-            ):  # nothing to do before then: the loop would spin
+            left = held - self.steering.clock.now() if held > -inf else 0.0
+            if left > 0:  # nothing to do before then: the loop that calls this would spin
                 time.sleep(min(left, _NAP_S))
                 self.steering.prepare()
         return super().schedule(*args, **kwargs)

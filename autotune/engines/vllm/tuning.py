@@ -90,7 +90,7 @@ class TunableScheduler(TunableCore):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """The same, whatever it is."""
+        """The same, at once."""
         self._tell()
         self._make_changes()
 
