@@ -12,6 +12,11 @@ Nothing that was measured after the profile was made is used to predict. An erro
 simulated ÷ real − 1; JSON has the largest, by size, over the loads: ``tpot_p50``, ``throughput``, ``ttft_p50``; and ``check``:
 what its exit code says of the profile.
 
+Two more figures tell where an error comes from, and are not held to anything. ``steps``: the seconds that the profile says for
+the very steps that vLLM made, all together, over what they took. ``tpot_p50_as_fast``: the error of TPOT where the simulated
+machine is as much faster as that says. If this is near 0, the profile's step times are off, or the machine's speed has changed
+since; if not, the simulator is.
+
 Run it by a Python that has vLLM: ``python -m benchmarks.vllm_fidelity`` (a quarter of an hour; ``--quick``: four minutes).
 """
 
@@ -24,24 +29,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from autotune.measure.evaluate import Interrupted, evaluate
+from autotune.engines import Engine
+from autotune.measure.evaluate import Interrupted, Recorder, evaluate
 from autotune.profile import RECOMMENDED, Profile, load_profile
+from autotune.profile.serving import serving_speed
 from autotune.simulate.scenario import Scenario
 from benchmarks.command import command, count, exit_code, say, seconds, share
-from benchmarks.fidelity.table import mean_metrics, metrics
+from benchmarks.fidelity.table import Costs, bias, mean_metrics, metrics, step_pairs
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import OPTIONS, prepared, vllm_options
 from runtime.errors import InputError
+from runtime.knobs import Knobs
 
 SHARES: Final = (0.5, 0.7, 0.9)
 """Of capacity."""
 DRAWS: Final = 8
 """Of the step-time noise, as many as ``autotune simulate`` holds against a measurement."""
 METRICS: Final = ("TPOT p50", "throughput", "TTFT p50")
+STEPS, AS_FAST = "steps", "TPOT p50 as fast"
+"""They tell where an error comes from."""
 FITS, CANNOT_MEET_SLO = 0, 1
 _APART = 1_000_003  # seeds of two draws; of prompts and arrivals
 _FLOOD = 600  # requests at once
@@ -115,39 +126,75 @@ def _compared(folder: Path, profile: Profile, shares: Sequence[float], rounds: i
     capacity = _flooded(scenario, profile)
     load = scenario.workload
     print(
-        f"{setting}: {capacity:.3g} requests/s when flooded, simulated; {load.name}, lengths × {load.length_scale:.3g}"
+        f"{setting}: {capacity:.3g} requests/s when flooded, simulated; {load.name}, lengths × {load.length_scale:.3g}; "
+        f"in the profiler's own measurements the machine had {serving_speed(profile):.1%} of the speed that it was calibrated at"
     )
     source = named.load(
         named.named(facts.name), str(folder), dtype=profile.model.dtype, max_model_len=profile.model.max_model_len,
         seed=profile.model.seed or 0, arguments=dict(facts.options),
     ).as_profiled(pool.tokens, pool.block_size, facts.prefix_cache, profile.machine.threads)  # fmt: skip
-    errors: dict[float, dict[str, list[float]]] = {one: {name: [] for name in METRICS} for one in shares}
     with running(source.start(setting, facts.limits, profile.seed)) as engine, stop_on_interrupt() as stop:
-        try:
-            for number in range(rounds + 1):  # the first does not count: a process gets faster in its first minute
-                for one in shares:
-                    rate, seed = one * capacity, profile.seed + _APART * (number + 1)
-                    real = evaluate(
-                        engine, setting, load.at_rate(rate), scenario.slo, vocab_size=profile.model.vocab_size,
-                        seed=seed, prompt_seed=seed + round(100 * one), duration=duration, stop=stop.is_set,
-                    )  # fmt: skip
-                    if not number:
-                        continue
-                    draws = range(DRAWS if scenario.cost.facts.jitter is not None else 1)
-                    predicted = mean_metrics(
-                        [
-                            scenario.measure_over(setting, rate, seed, 0.0, duration, scatter=seed + draw * _APART)
-                            for draw in draws
-                        ]
-                    )
-                    found = metrics(real)
-                    for name in METRICS:
-                        errors[one][name].append(predicted[name] / found[name] - 1)
-                    said = ", ".join(f"{name} {found[name]:.4g} ({errors[one][name][-1]:+.1%})" for name in METRICS)
-                    say(f"  round {number}, {one:.0%} of capacity, {real.offered} requests: {said}")
-        except Interrupted:
-            say("stopped early")
-    return _report(errors)
+        return _report(compared(engine, profile, scenario, capacity, shares, rounds, duration, stop.is_set))
+
+
+def compared(
+    engine: Engine,
+    profile: Profile,
+    scenario: Scenario,
+    capacity: float,
+    shares: Sequence[float],
+    rounds: int,
+    duration: float,
+    stop: Callable[[], bool],
+) -> dict[float, dict[str, list[float]]]:
+    """Serve the load of ``scenario`` on ``engine`` at ``shares`` of ``capacity`` (requests/s), ``duration`` seconds each, and
+    simulate the same requests: for each share the errors of all rounds, by name. Fewer rounds on ``stop``."""
+    setting, load = profile.settings[RECOMMENDED].knobs, scenario.workload
+    errors: dict[float, dict[str, list[float]]] = {
+        one: {name: [] for name in (*METRICS, STEPS, AS_FAST)} for one in shares
+    }
+    try:
+        for number in range(rounds + 1):  # the first does not count: a process gets faster in its first minute
+            for one in shares:
+                rate, seed = one * capacity, profile.seed + _APART * (number + 1)
+                served = Recorder()
+                forget = engine.subscribe(served)
+                real = evaluate(
+                    engine, setting, load.at_rate(rate), scenario.slo, vocab_size=profile.model.vocab_size,
+                    seed=seed, prompt_seed=seed + round(100 * one), duration=duration, stop=stop,
+                )  # fmt: skip
+                forget()
+                if not number:
+                    continue
+                off = bias(step_pairs(served.steps, Costs(scenario.cost, scenario.cost)))
+                predicted = _simulated(scenario, setting, rate, seed, duration)
+                as_fast = _simulated(faster(scenario, 1 + off), setting, rate, seed, duration)
+                found = metrics(real)
+                for name in METRICS:
+                    errors[one][name].append(predicted[name] / found[name] - 1)
+                errors[one][STEPS].append(off)
+                errors[one][AS_FAST].append(as_fast["TPOT p50"] / found["TPOT p50"] - 1)
+                said = ", ".join(f"{name} {found[name]:.4g} ({errors[one][name][-1]:+.1%})" for name in METRICS)
+                say(
+                    f"  round {number}, {one:.0%} of capacity, {real.offered} requests: {said}; "
+                    f"steps {off:+.1%}, TPOT p50 on a machine as fast {errors[one][AS_FAST][-1]:+.1%}"
+                )
+    except Interrupted:
+        say("stopped early")
+    return errors
+
+
+def _simulated(scenario: Scenario, setting: Knobs, rate: float, seed: int, duration: float) -> dict[str, float]:
+    """Means over draws of the step-time noise, where there is any."""
+    draws = range(DRAWS if scenario.cost.facts.jitter is not None else 1)
+    return mean_metrics(
+        [scenario.measure_over(setting, rate, seed, 0.0, duration, scatter=seed + draw * _APART) for draw in draws]
+    )
+
+
+def faster(scenario: Scenario, speed: float) -> Scenario:
+    """``scenario`` on a machine that is so many times as fast in all."""
+    return replace(scenario, cost=scenario.cost.scaled(compute=speed, bandwidth=speed, overhead=speed))
 
 
 def _flooded(scenario: Scenario, profile: Profile) -> float:
@@ -161,8 +208,9 @@ def _flooded(scenario: Scenario, profile: Profile) -> float:
 
 def _report(errors: dict[float, dict[str, list[float]]]) -> dict[str, Any]:
     """The table of medians and ranges, and the worst of each metric."""
-    print(f"\n{'of capacity':>12}" + "".join(f"{name:>26}" for name in METRICS))
-    worst = dict.fromkeys(METRICS, 0.0)
+    names = (*METRICS, STEPS, AS_FAST)
+    print(f"\n{'of capacity':>12}" + "".join(f"{name:>26}" for name in names))
+    worst = dict.fromkeys(names, 0.0)
     for one, by_metric in errors.items():
         cells = []
         for name, values in by_metric.items():

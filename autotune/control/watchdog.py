@@ -74,6 +74,8 @@ class Watchdog:
     def _lasts(self, now: float) -> bool:
         if self._since is None:
             self._since = now
-        self.latest = now if math.isfinite(now) else self.latest
-        # written so that a time that is no number counts as long
-        return max(self._begun, self._unusable) >= _STEPS and not now - self._since < _SECONDS
+        if math.isfinite(now):
+            self.latest = now
+        if self._begun < _STEPS and self._unusable < _STEPS:
+            return False
+        return not now - self._since < _SECONDS  # written so that a time that is no number counts as long

@@ -8,7 +8,11 @@ All serve the same requests by turns, some sequences that all decode:
 - *engine*: :class:`~autotune.engines.vllm.VllmEngine` with a controller attached, its whole thread: also the delivery of tokens
   to streams, which stock leaves to whoever called.
 
-The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's.
+The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's. What is more is
+counted beside vLLM's model runner, and divided by all of stock's host time, the runner's included: the runner is the same
+code in all three, runs none of ours, and varies by more from turn to turn than ours takes. ``host_overhead_with_runner`` counts
+what it took more, or less, too.
+
 The last line is JSON; ``host_overhead`` is that of *scheduler*, the largest over the numbers of sequences; of *engine* where no
 controller is attached to the scheduler.
 
@@ -40,41 +44,62 @@ _SKIP = 5  # steps at either end of a run
 
 
 class Host(NamedTuple):
-    """Of so many sequences: medians over rounds, seconds of CPU a step without the model. ``runner``: of ``stock``, what vLLM's
-    model runner takes to prepare its inputs; ``scheduler``: None where no controller was attached."""
+    """Of so many sequences: medians over rounds, seconds of CPU a step without the model; ``…runner``: of that, what vLLM's model
+    runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``low``, ``high``: of the share that
+    is more, over rounds."""
 
     sequences: int
     stock: float
     runner: float
     scheduler: float | None
+    scheduler_runner: float
     engine: float
+    engine_runner: float
+    low: float
+    high: float
 
-    def share(self, seconds: float) -> float:
-        """What is more than stock, in units of it."""
+    @property
+    def shares(self) -> tuple[float | None, float]:
+        """What *scheduler* and *engine* take more than stock beside the runner, in units of all that stock takes."""
+        scheduler = None if self.scheduler is None else self._more(self.scheduler, self.scheduler_runner) / self.stock
+        return scheduler, self._more(self.engine, self.engine_runner) / self.stock
+
+    def with_runner(self, seconds: float) -> float:
+        """The same of ``seconds``, the runner's part included."""
         return (seconds - self.stock) / self.stock
+
+    def _more(self, seconds: float, runner: float) -> float:
+        return seconds - runner - (self.stock - self.runner)
 
     def told(self) -> str:
         parts = [
             f"{self.sequences} decodes: stock {1e6 * self.stock:.0f} µs ({1e6 * self.runner:.0f} of it the model runner)"
         ]
-        for name, seconds in (("scheduler", self.scheduler), ("engine", self.engine)):
+        times = ("scheduler", self.scheduler, self.scheduler_runner), ("engine", self.engine, self.engine_runner)
+        for name, seconds, runner in times:
             if seconds is None:
                 parts.append(f"no controller attached to the {name}")
             else:
-                more = 1e6 * (seconds - self.stock)
-                without = (seconds - self.stock) / (self.stock - self.runner)
-                parts.append(f"{name} {more:+.0f} µs: {self.share(seconds):.3f} (without the runner {without:.3f})")
-        return ", ".join(parts)
+                more = self._more(seconds, runner)
+                without = more / (self.stock - self.runner)
+                parts.append(
+                    f"{name} {1e6 * more:+.0f} µs: {more / self.stock:.3f} (of what is not the runner {without:.3f}; "
+                    f"with whatever the runner took more {self.with_runner(seconds):.3f})"
+                )
+        return ", ".join(parts) + f"; rounds {self.low:.3f} to {self.high:.3f}"
 
 
 def shape(found: Sequence[Host]) -> dict[str, Any]:
     """For the JSON line."""
-    schedulers = [one.share(one.scheduler) for one in found if one.scheduler is not None]
-    engines = [one.share(one.engine) for one in found]
-    attached = len(schedulers) == len(found)
+    attached = all(one.scheduler is not None for one in found)
+    shares = [one.shares[0] if attached else one.shares[1] for one in found]
+    whole = [one.scheduler if attached else one.engine for one in found]
     return {
-        "host_overhead": round(max(schedulers if attached else engines), 4),
+        "host_overhead": round(max(share for share in shares if share is not None), 4),
         "host_overhead_of": "scheduler" if attached else "engine",
+        "host_overhead_with_runner": round(
+            max(one.with_runner(seconds) for one, seconds in zip(found, whole, strict=True) if seconds is not None), 4
+        ),
         "hosts": [one._asdict() for one in found],
     }
 
@@ -197,13 +222,24 @@ def measure(folder: Path, *, rounds: int, steps: int, say: Callable[[str], None]
                         for kind, one in zip(took, run, strict=True):
                             kind.append(one)
                 attached = decisions.exists() and decisions.stat().st_size > 0
-                plain, scheduler, whole = (statistics.median(t for t, _ in kind) for kind in took)
-                runner = statistics.median(t - without for t, without in took[0])
-                found.append(Host(sequences, plain, runner, scheduler if attached else None, whole))
+                found.append(_host(sequences, took, attached))
                 say(found[-1].told())
         for llm in (stock, tuned):
             llm.engine_core.shutdown()
     return found
+
+
+def _host(sequences: int, took: Sequence[Sequence[tuple[float, float]]], attached: bool) -> Host:
+    """Of the seconds of stock, scheduler and engine in each round: without the model, and without the runner."""
+    (plain, runner), (scheduler, scheduler_runner), (engine, engine_runner) = (
+        (statistics.median(t for t, _ in kind), statistics.median(t - without for t, without in kind)) for kind in took
+    )
+    more = [
+        (ours - stock) / whole for (whole, stock), (_, ours) in zip(took[0], took[1 if attached else 2], strict=True)
+    ]
+    return Host(
+        sequences, plain, runner, scheduler if attached else None, scheduler_runner, engine, engine_runner, min(more), max(more)
+    )  # fmt: skip
 
 
 @exit_code()

@@ -117,7 +117,8 @@ class Admission:
         self._slack = slack
         self._weights = dict(weights or {})
         self._lightest = min([1.0, *self._weights.values()])
-        self._timeouts: Expiries[Sequence] = Expiries(self._untimed)
+        self.timeouts: Expiries[Sequence] = Expiries(self._untimed)
+        """Of the queue; empty where the policy has none."""
         self._answers, self._times = OutputLengths(), TokenTimes()
         self._let_in = -inf
         self._probe: Sequence | None = None
@@ -270,16 +271,16 @@ class Admission:
             slo = self._slack.slo_of(sequence)
             limit = None if slo is None or slo.ttft_ms is None else slo.ttft_ms / 1e3
         if limit is not None:
-            self._timeouts.add(sequence, sequence.request.arrival + limit)
+            self.timeouts.add(sequence, sequence.request.arrival + limit)
 
     @property
     def next_timeout(self) -> float:
         """When the next one has waited too long; inf if none will."""
-        return self._timeouts.next
+        return self.timeouts.next
 
     def timed_out(self) -> tuple[Sequence, Verdict]:
         """The one of :attr:`next_timeout`, which must be over, and why it is late."""
-        when, sequence = self._timeouts.pop()
+        when, sequence = self.timeouts.pop()
         waited = when - sequence.request.arrival
         overdue = self.policy.queue_timeout == "ttft" and self._relegated_when_late(sequence)
         reason = SLO_REASON if overdue else QUEUE_TIMEOUT_REASON

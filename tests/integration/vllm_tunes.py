@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
 from autotune.engines.vllm.scheduler import REJECTED
+from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
-from runtime.records import FinishReason, StepRecord
+from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
 from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
 
@@ -106,10 +109,13 @@ class Served:
     def control(self) -> Any:
         return self.scheduler._control
 
-    def add(self, prompt: int, output: int, **extra: str) -> str:
+    def add(self, prompt: int, output: int, *, now: bool = False, **extra: str) -> str:
+        """``now``: it arrives at this moment of the scheduler's clock, to the last bit."""
         self.names += 1
+        arrival = time.time() + 1e6 if now else None  # what comes from the future comes now
         params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, extra_args=extra or None)
-        return self.llm.add_request(str(self.names), {"prompt_token_ids": [5] * prompt}, params)
+        prompt_ids = {"prompt_token_ids": [5] * prompt}
+        return self.llm.add_request(str(self.names), prompt_ids, params, arrival_time=arrival)
 
     def run(self) -> dict[str, tuple[str | None, object, int]]:
         """Step until nothing is left: for each request that ended how, why, and how many tokens it has."""
@@ -148,7 +154,7 @@ def test_it_brings_a_controller_that_hears_of_every_step(serve: Callable[..., Se
     served = serve({**SLO, "log": str(log), "classes": ["batch:ttft=60s"]}, SlowExecutor)
     assert isinstance(served.scheduler, Stock) and served.engine.facts.engine == "vllm"
     assert served.engine.knobs.as_dict() == {
-        "max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 256, "chunk_size": 256,
+        "max_batch_size": 16, "max_wait_ms": 0.0, "token_budget": 256, "chunk_size": 256, "draft_tokens": 0,
     }  # fmt: skip
     with heard(served) as records:
         for number in range(12):
@@ -161,6 +167,56 @@ def test_it_brings_a_controller_that_hears_of_every_step(serve: Callable[..., Se
     served.llm.engine_core.shutdown()
     actions = [decision.action for decision in read_decisions(log)]
     assert actions[0] == "attach" and actions[-1] == "detach" and not list(tmp_path.glob("autotune/*"))
+
+
+def test_steps_of_decodes_alone_are_told_together(serve: Callable[..., Served]) -> None:
+    served = serve(SLO)
+    with heard(served) as records:
+        served.add(20, 40)
+        served.add(20, 40)
+        told = []
+        for made in range(1, 31):
+            served.llm.step()
+            told.append(len(records.steps))
+            assert made - 4 <= told[-1] < made, "a step is told before the next one, or with the three that follow it"
+        assert {later - earlier for earlier, later in pairwise(told[3:])} == {0, 4}
+        served.add(20, 5)
+        assert len(records.steps) == 30, "what comes is judged by all that has been"
+        served.run()
+    assert [step.start for step in records.steps] == sorted(step.start for step in records.steps)
+    assert sum(step.sampled for step in records.steps) == 2 * 40 + 5 and len(records.requests) == 3
+
+
+def test_being_told_together_changes_no_step(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the number of the setting and the budget, where none binds: a decision may come three steps later then."""
+
+    def made(together: int) -> tuple[list[StepRecord], list[RequestRecord], list[tuple[str, object]]]:
+        clock = VirtualClock()
+        monkeypatch.setattr("autotune.engines.vllm.tuning._TOGETHER", together)
+        monkeypatch.setattr("autotune.engines.vllm.scheduler.MonotonicClock", lambda: clock)
+
+        class Ticking(CountingExecutor):
+            def _run(self, output: Any) -> Any:
+                clock.advance(0.004 + 1e-4 * output.total_num_scheduled_tokens)
+                return super()._run(output)
+
+        served = serve({"slo": "ttft=60ms,tpot=8ms", "reject_late": True}, Ticking)
+        draw = random.Random(3)
+        with heard(served) as records:
+            for _ in range(80):
+                served.add(draw.randrange(10, 200), draw.randrange(2, 60), now=True)
+                for _ in range(draw.randrange(1, 16)):
+                    served.llm.step()
+            served.run()
+        steps = [step._replace(epoch=0, budget_used=0) for step in records.steps]
+        requests = [r._replace(id=r.id.partition("-")[0], epoch_first=0, epoch_last=0) for r in records.requests]
+        return steps, requests, [(d.action, d.new) for d in served.control.latest(1000)]
+
+    one_by_one, together = made(1), made(4)
+    steps, requests, decisions = one_by_one
+    assert sum(not step.chunks for step in steps) > 300 and sum(step.chunks > 0 for step in steps) > 80
+    assert {r.reason for r in requests} == {FinishReason.LENGTH, FinishReason.REJECTED} and len(decisions) > 3
+    assert together == one_by_one
 
 
 def test_the_environment_says_it_as_well(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from autotune.measure.evaluate import Interrupted
 from autotune.profile import find_profile, load_profile
 from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
+from autotune.simulate.scenario import Scenario
+from benchmarks import vllm_fidelity
 from benchmarks.live.contenders import admitted
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import Contest, turn
@@ -23,7 +25,7 @@ from benchmarks.sweep.rivals import Choice
 from benchmarks.vllm import overhead
 from benchmarks.vllm.machine import simulated
 from benchmarks.vllm.model import MAX_MODEL_LEN, SMALL, model_folder
-from benchmarks.vllm.overhead import Host, _a_step
+from benchmarks.vllm.overhead import _a_step
 from benchmarks.vllm.starting import DEFAULTS, LIMITS
 from benchmarks.vllm_live import __main__ as live_command
 from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, SHARES, STOCK, cases
@@ -41,6 +43,22 @@ MODEL = FACTS.model_copy(update={"max_model_len": MAX_MODEL_LEN})
 COST = serving_cost(load_profile(find_profile("cpu-2core-tiny")))
 SECONDS = 5.0
 SMALL_STEPS = fixed(Knobs(64, 0, 96, 96))
+
+
+def test_fidelity_tells_a_machine_of_another_speed_from_a_simulator_that_is_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = load_profile(find_profile("cpu-2core-tiny"))
+    scenario = Scenario.of(profile).even()
+    served = vllm_fidelity.faster(scenario, 1.06)
+    with served.start(profile.settings["balanced"].knobs) as engine:
+        found = vllm_fidelity.compared(engine, profile, scenario, 30.0, (0.5, 0.7), 2, 8.0, lambda: False)
+    for errors in found.values():
+        assert errors["steps"] == pytest.approx([0.06, 0.06], abs=1e-6)
+        assert min(errors["TPOT p50"]) >= 0.06, "longer steps hold more sequences"
+        assert errors["TPOT p50 as fast"] == pytest.approx([0, 0], abs=1e-6)
+    vllm_fidelity._report(found)
+    assert "TPOT p50 as fast" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -122,12 +140,24 @@ def test_the_client_counts_rounds() -> None:
 
 
 def test_host_overhead_is_the_larger_and_says_of_what() -> None:
-    hosts = [Host(16, 1e-3, 5e-4, 1.1e-3, 1.3e-3), Host(64, 2e-3, 1e-3, 2.3e-3, 2.4e-3)]
+    """Rounds: seconds of stock, scheduler and engine, each without the model, and without the runner."""
+    few = [[(1e-3, 5e-4)] * 3, [(1.2e-3, 6e-4)] * 3, [(1.3e-3, 8e-4)] * 3]
+    stock = [(2e-3, 1e-3), (2.1e-3, 1e-3), (1.8e-3, 9e-4)]
+    many = [stock, [(2.3e-3, 1.2e-3), (2.5e-3, 1.3e-3), (2.1e-3, 1.26e-3)], [(2.4e-3, 1.4e-3)] * 3]
+    hosts = [overhead._host(16, few, True), overhead._host(64, many, True)]
+    assert hosts[0].shares == (pytest.approx(0.1), pytest.approx(0.3))
+    assert (hosts[1].low, hosts[1].high) == (pytest.approx(0.1), pytest.approx(0.2))
     shape = overhead.shape(hosts)
-    assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.15, "scheduler")
-    assert "scheduler +300 µs: 0.150 (without the runner 0.300)" in hosts[1].told()
-    bare = [host._replace(scheduler=None) for host in hosts]
+    assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.1, "scheduler")
+    assert shape["host_overhead_with_runner"] == 0.2, "the runner took longer by chance"
+    assert (
+        "scheduler +100 µs: 0.100 (of what is not the runner 0.200; with whatever the runner took more 0.200)"
+        in hosts[0].told()
+    )
+    assert "rounds 0.100 to 0.200" in hosts[1].told()
+    bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
     assert (overhead.shape(bare)["host_overhead"], overhead.shape(bare)["host_overhead_of"]) == (0.3, "engine")
+    assert "no controller attached to the scheduler" in bare[0].told()
     times = [(0.002 * n, 0.001 * n) for n in range(40)]
     assert _a_step(times) == (pytest.approx(0.002), pytest.approx(0.001))
     with pytest.raises(RuntimeError, match="only 12 steps"):

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -206,7 +207,7 @@ class SelfTuningScheduler(SteeredScheduler):
             controller=options.controller,
         )
         self._tunable = engine
-        engine.make_changes()
+        engine.catch_up()
         if (metrics := _of_rank(options.metrics, config)) is not None:
             self._metrics = MetricsFile(engine, metrics, self._control)
         try:
@@ -223,7 +224,7 @@ class SelfTuningScheduler(SteeredScheduler):
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tunable is not None:
-            self._tunable.make_changes()
+            self._tunable.catch_up()  # what comes is judged by all that is known
         return super().add_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +234,7 @@ class SelfTuningScheduler(SteeredScheduler):
                 self.let_go()
         if self.steering is not None:
             held = self.steering.prepare()
-            left = held - self.steering.clock.now()
+            left = held - self.steering.clock.now() if held > -inf else 0.0
             if left > 0:  # nothing to do before then: the loop that calls this would spin
                 time.sleep(min(left, _NAP_S))
                 self.steering.prepare()
@@ -242,11 +243,12 @@ class SelfTuningScheduler(SteeredScheduler):
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         if self._tunable is not None and not self.has_unfinished_requests():
-            self._tunable.between_steps()  # else the next step does, when these outputs are on their way
+            self._tunable.catch_up()  # else the next step does, when these outputs are on their way
         return outputs
 
     def let_go(self) -> None:
         if self._tunable is not None:
+            self._tunable.catch_up()
             self._tunable.release()
             self._tunable = None
             log.warning("no controller is attached any more. %s", UNTOUCHED)

@@ -391,8 +391,8 @@ class Steering:
         if not slack.following:
             slack = SlackTracker(slack.slos)
             slack.follow((*waiting, *self.prefills), self.decodes)
-        oldest = waiting.oldest()
-        in_progress = tuple([(s.computed, s.target - s.computed) for s in self.begun()])
+        oldest = waiting.oldest() if waiting.count else None
+        in_progress = tuple([(s.computed, s.target - s.computed) for s in self.begun()]) if self.prefills else ()
         deadlines = slack.token_deadlines(now, self._step, self._last_end if self._step else now)
         decode_slack = min([left for _, left in deadlines], default=inf)
         decodes = len(self.decodes)
@@ -406,7 +406,8 @@ class Steering:
 
     def free_blocks(self) -> int:
         """KV blocks that nobody holds, and that no prompt in progress will need."""
-        return max(0, self._free_blocks() - self._committed())
+        free = self._free_blocks()
+        return max(0, free - self._committed()) if self.prefills else free
 
     def _committed(self) -> int:
         """Blocks that prompts in progress will need: vLLM hands them out chunk by chunk."""
@@ -436,7 +437,9 @@ class Steering:
         """
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
-        self.expire(now)
+        admission = self._admission
+        if self._expiries.heap or (admission is not None and admission.timeouts.heap):
+            self.expire(now)
         asked = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
@@ -446,25 +449,31 @@ class Steering:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
             asked = asked if budget is None else min(asked, budget)
-        begun = self.begun()
-        admission = self._admission
-        ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
         running: list[Any] = scheduler.running
-        if len(begun) > 1:
-            self.prefills = dict.fromkeys(begun)  # in the order of the step
-        prompts = self._put_in_order(running, begun)
+        begun: list[Sequence] = []
+        ahead: list[float] = []
+        prompts = 0
+        if self.prefills:
+            begun = self.begun()
+            if admission is not None:
+                ahead = admission.judge_in_progress(begun, now, self._late)
+            if len(begun) > 1:
+                self.prefills = dict.fromkeys(begun)  # in the order of the step
+            prompts = self._put_in_order(running, begun)
         decodes = len(running) - prompts
         if not decodes:
             asked = max(asked, 1)  # whatever a policy says, a step with work does some
         given = max(asked, decodes)
         slots = self._slots(knobs)
-        growing = kept = 0
+        held, may_begin, owed, growing, kept = -inf, 0, 0, 0, 0
+        yielding: list[Sequence] = []
         if self.waiting.count:
             kept = GROWTH_RESERVE * decodes
             growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
-        held, may_begin, owed, yielding = self._plan_prompts(
-            knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
-        )
+        if self.waiting.count or begun:
+            held, may_begin, owed, yielding = self._plan_prompts(
+                knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
+            )
         if yielding:  # they stand last
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
             del running[len(running) - len(self._yielding) :]
@@ -722,6 +731,11 @@ class Steering:
         self._order += 1
         sequence.data.priority = 2 * _FIRST + self._order  # prompts are preempted before decodes
         self.slack.decoding(sequence)
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether no prompt waits or is in progress: what a step holds then is settled, whatever its budget is."""
+        return not (self.waiting.count or self.prefills)
 
     @property
     def planned_last(self) -> StepRecord | None:

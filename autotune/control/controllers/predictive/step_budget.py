@@ -48,7 +48,8 @@ class StepBudget:
     def budget(self, view: SchedulerView) -> int:
         """Tokens that the coming step may hold; all that the knobs allow while the model is not to be trusted."""
         top, decodes, learned = view.knobs.token_budget, view.decoding, self._learned
-        view = self._feasible(view)
+        if self._targets.left_out:
+            view = self._feasible(view)
         if not (decodes and learned.trusted and learned.model.ready) or decodes > learned.slow.room:
             self._granted = view, math.inf
             return top
@@ -82,8 +83,6 @@ class StepBudget:
 
     def _feasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets, and the slack, of decodes that no step is short enough for."""
-        if not self._targets.left_out:
-            return view
         left = [(target, slack) for target, slack in view.token_deadlines if target >= self._targets.floor]
         return view._replace(
             step_time_target=min((target for target, _ in left), default=math.inf),
