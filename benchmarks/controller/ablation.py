@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.predictive.step_size import Chunks
 from autotune.control.controllers.predictive.trusted_model import SlowRegion
 from benchmarks.command import command, exit_code
 from benchmarks.controller.__main__ import say, seeds_of
@@ -99,6 +100,14 @@ def _no_demand(it: Any) -> None:
     it._demand = NoDemand()
 
 
+def _whole_prompts(it: Any) -> None:
+    class Whole(Chunks):
+        def size(self, *args: Any) -> int:
+            return int(args[-1])
+
+    it._chunks = Whole()
+
+
 def _no_gain(it: Any) -> None:
     it._gain = it._steps._gain = NoGain()
 
@@ -135,6 +144,7 @@ PARTS: Mapping[str, Callable[[Any], None]] = {
     "slow region": _no_region,
     "targets that no step meets": _all_feasible,
     "demand and prefill quantum": _no_demand,
+    "cuts of long prompts": _whole_prompts,
     "gain": _no_gain,
     "changes of speed": _no_watch,
     "distrust and fallback": _always_trusted,

@@ -11,7 +11,8 @@ actual/predicted and τ the TPOT target:
 - ``token_budget``: D plus the P that a step of 2τ holds (at least 64, and a token for each slot), a ceiling for the per-step
   budget. Where the engine asks for no such budget (:meth:`budgets_apply`), the ceiling is all that holds a step: then it is what
   fits τ, or what carries the load (:mod:`.step_size`);
-- ``chunk_size``: the whole budget;
+- ``chunk_size``: the whole budget; where knobs are all there is, less if long prompts that have time would hold up those that
+  have none (:class:`.step_size.Chunks`);
 - ``max_wait_ms``: 0, always; in continuous batching waiting gains nothing;
 - ``draft_tokens``: stays at 0 where it starts there, else up while steps wait for memory and down when they compute
   (:mod:`.drafting`).
@@ -50,7 +51,7 @@ from autotune.control.controllers.predictive.drafting import Drafting
 from autotune.control.controllers.predictive.feedback import FeedbackGain, worth_missing
 from autotune.control.controllers.predictive.start_comparison import StartComparison
 from autotune.control.controllers.predictive.step_budget import StepBudget
-from autotune.control.controllers.predictive.step_size import full_step
+from autotune.control.controllers.predictive.step_size import Chunks, full_step
 from autotune.control.controllers.predictive.traffic import Demand, Traffic
 from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.control.controllers.protocol import Proposal
@@ -81,6 +82,7 @@ class PredictiveController:
         self._learned = TrustedModel(model)
         self._traffic = Traffic()
         self._demand = Demand()
+        self._chunks = Chunks()
         self._targets = SLOTargets({"default": slo})
         self._comparison = StartComparison()
         self._drafting = Drafting(start.draft_tokens) if start.draft_tokens else None
@@ -126,6 +128,7 @@ class PredictiveController:
                 self._gain.sheds |= record.reason in (FinishReason.REJECTED, FinishReason.TIMEOUT)
             return
         self._traffic.request(record)
+        self._chunks.saw(self._targets.name_of(record.request_class), record.prompt_tokens - record.cached_tokens)
         self._feed_back(record)
 
     def _feed_back(self, record: RequestRecord) -> None:
@@ -248,6 +251,11 @@ class PredictiveController:
         budget = min(limits.token_budget, max(least, budget))
         chunk = min(limits.chunk_size, budget)
         why = self._why(budget, batch, limits.token_budget, _ms(target))
+        if not (self._budgeted or self._beyond):
+            cut = self._chunks.size(targets.firsts, target, budget - decodes, self._demand.per_second, chunk)
+            if cut < chunk:
+                slots = f"{slots}; chunks of {cut}: longer ones of prompts that have time hold up others"
+            chunk = cut
         if traffic.tokens_bound < constants.BINDS:
             if budget > knobs.token_budget:
                 budget, why = knobs.token_budget, "token_budget does not bind: not raised"

@@ -1,4 +1,4 @@
-"""How many tokens a step may hold where steps within the target do not carry the load.
+"""How many tokens a step may hold where steps within the target do not carry the load, and how many of one prompt.
 
 Formula. With t(n) the predicted time of a step of n tokens, D of them decodes, τ the target and N the demand in prompt tokens a
 second:
@@ -16,15 +16,18 @@ second:
 
 Units: tokens, seconds. Failure mode: steps within the target that are thought to carry less than they do, for a demand that
 was a burst; what was lost by it is over within the memory of the demand.
+
+How many of one prompt: see :class:`Chunks`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.control.controllers.galloping import largest
 from autotune.control.controllers.predictive import constants
+from autotune.control.controllers.running_statistics import Recent
 
 
 def full_step(
@@ -75,3 +78,48 @@ def _rate(seconds: Callable[[int], float], decodes: int, n: int) -> float:
         return 0.0
     took = seconds(n)
     return (n - decodes) / took if took > 0 else math.inf
+
+
+class Chunks:
+    """How many tokens of one prompt a step may hold, where the engine computes prompts as they come: all that it has room for,
+    unless a prompt that has time would hold up those that have none.
+
+    Formula. In steps of T seconds with room for P prompt tokens, a prompt of q tokens keeps those behind it waiting for q·T/P.
+    With F the tightest target for first tokens and q the 95% quantile of the prompts of classes whose target is looser, they
+    are cut where q·T/P > F/2: two such prompts in a row, and who comes behind them is late. Then a step holds of one prompt what
+    the long ones of each class need to be in time, q·T/(¾·F) with q and F of that class; a quarter is left for the queue. Nothing
+    is cut while demand is above P/T: the queue grows then, and prompts that are computed side by side are all late, where one
+    after the other some are in time.
+
+    Units: tokens, seconds. Failure modes: long prompts of the class in a hurry itself; they get what they need, and others wait.
+    Machines on which any prompt makes a step long; more steps have some.
+
+    Follows the prompts of each class. The names of classes are few.
+    """
+
+    __slots__ = ("_prompts",)
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Recent] = {}
+
+    def saw(self, request_class: str, tokens: int) -> None:
+        """A request of this class had so many prompt tokens to compute."""
+        if request_class not in self._prompts:
+            self._prompts[request_class] = Recent(constants.WINDOW)
+        self._prompts[request_class].add(tokens)
+
+    def size(self, firsts: Mapping[str, float], seconds: float, room: int, demand: float, most: int) -> int:
+        """At most ``most`` tokens, in steps of ``seconds`` with room for ``room`` prompt tokens.
+
+        ``firsts``: seconds until a first token that each class served has, inf where it has all the time.
+        ``demand``: prompt tokens a second.
+        """
+        tightest = min(firsts.values(), default=math.inf)
+        loose = [name for name, first in firsts.items() if first > tightest]
+        if not loose or demand * seconds > room or not all(name in self._prompts for name in firsts):
+            return most
+        long = {name: self._prompts[name].quantile(0.95) for name in firsts}
+        if max(long[name] for name in loose) * seconds <= constants.HOLDS_UP * tightest * room:
+            return most
+        needed = max(long[name] * seconds / (constants.COMPUTED * first) for name, first in firsts.items())
+        return most if needed >= room else min(most, max(constants.FLOOR, math.ceil(needed)))
