@@ -42,15 +42,13 @@ class MemoryCeilings:
     def __init__(self, limits: KnobLimits) -> None:
         self._limits = limits
         self.effective = limits
-        """The ceilings in force; ``limits`` itself while nothing is lowered."""
+        """The ceilings in force."""
+        self.lowered = False
+        """Whether any of them is below ``limits``."""
         self._fitted = 0  # steps in a row
         self._patience = _PATIENCE
         self._rise = _DOUBLE
         self._before: KnobLimits | None = None  # the last rise, if it is on trial
-
-    @property
-    def lowered(self) -> bool:
-        return self.effective is not self._limits
 
     def ran_out(self, load: Load, failed: Sequence[Load], fitted: Sequence[Load] = ()) -> bool:
         """Of the parts of a step with ``load`` these ``failed`` and those ``fitted``. Whether the ceilings changed."""
@@ -87,8 +85,9 @@ class MemoryCeilings:
         new = replace(self.effective, **ceilings)
         if new == self.effective:
             return False
-        if new == self._limits:
-            new, self._patience, self._rise = self._limits, _PATIENCE, _DOUBLE
+        self.lowered = new != self._limits
+        if not self.lowered:
+            self._patience, self._rise = _PATIENCE, _DOUBLE
         level = logging.INFO if self._before is not None else logging.WARNING
         log.log(level, f"{why}; the ceilings are now %s", load.sequences, load.tokens, _listed(ceilings))
         self.effective = new

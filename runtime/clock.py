@@ -40,5 +40,6 @@ class VirtualClock:
 
     def advance_to(self, when: float) -> float:
         """Move to ``when``; a time already past leaves the clock where it is."""
-        self._now = max(self._now, when)
+        if when > self._now:
+            self._now = when
         return self._now

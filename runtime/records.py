@@ -24,6 +24,9 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the step that ran it failed
 
 
+_NATURAL_ENDS = FinishReason.LENGTH, FinishReason.STOP
+
+
 class LimitedBy(StrEnum):
     """What kept a step from holding more."""
 
@@ -192,7 +195,7 @@ class RequestRecord(NamedTuple):
     @property
     def completed(self) -> bool:
         """Whether it ran to its natural end."""
-        return self.reason in (FinishReason.LENGTH, FinishReason.STOP)
+        return self.reason in _NATURAL_ENDS
 
     @property
     def offered(self) -> bool:

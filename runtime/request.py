@@ -133,8 +133,8 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached", "cause", "computed", "data", "epoch_first", "generated", "hashes", "joined", "key", "output",
-        "pending", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target", "token_times",
-        "was_relegated",
+        "pending", "place", "preemptions", "relegated", "request", "retry_after", "scheduled", "state", "target",
+        "token_times", "was_relegated",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -146,6 +146,7 @@ class Sequence:
         self.generated = 0  # output tokens sampled
         self.cached = 0  # prompt tokens found in the prefix cache at first admission
         self.joined = -1  # step index at which it began to decode, -1 when it does not
+        self.place = 0  # its number among all that ever joined those that decode
         self.preemptions = 0
         self.scheduled: float | None = None
         self.epoch_first = -1

@@ -78,7 +78,8 @@ class StepFeatures(NamedTuple):
     def of_plan(cls, plan: StepPlan) -> Self:
         """Those of a step that is planned; of a plan that stands for several, of the first."""
         tokens = context = pairs = 0
-        for _, start, count, _, _ in plan.chunks:
+        chunks = plan.chunks
+        for _, start, count, _, _ in chunks:
             tokens += count
             context += start + count
             pairs += count * start + count * (count + 1) // 2
@@ -87,7 +88,7 @@ class StepFeatures(NamedTuple):
             decodes += len(plan.drafts)
             read += sum([draft.start + draft.count for draft in plan.drafts])
             drafted = sum([len(draft.drafted) for draft in plan.drafts])
-        return cls(decodes, read, tokens, context, pairs, len(plan.chunks), drafted)
+        return cls(decodes, read, tokens, context, pairs, len(chunks), drafted)
 
 
 Group = Literal["outside", "memory", "compute"]

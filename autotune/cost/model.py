@@ -87,10 +87,10 @@ class CostModel:
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
         self._norm = _FROM_TABLE if self._more else self._shape.norm
-        self._rows = _rows(facts.graph_sizes)
+        self._rows = _rows(facts.graph_sizes)  # computed in a step of so many decodes and no prompts
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
-        self._grow(_FIRST_TABLE)
+        self._grow(max(_FIRST_TABLE, len(self._rows)))
 
     @classmethod
     def from_facts(cls, facts: CostFacts) -> CostModel:
@@ -103,10 +103,10 @@ class CostModel:
         """Seconds of ``step``."""
         decodes, context, prefill, prefix, pairs, chunks, drafted = step
         tokens = decodes + prefill + drafted
-        if tokens == decodes < len(self._rows):
-            tokens = self._rows[decodes]
-        if tokens >= len(self._memory):
+        if tokens >= len(self._rows):
             self._grow(tokens + 1)
+        if tokens == decodes:
+            tokens = self._rows[tokens]
         memory = self._memory[tokens] + (self._decode_kv * context + self._prefill_kv * prefix)
         compute = self._compute[tokens] + self._pair * (context + pairs)
         outside = self._overhead + self._decode * decodes + self._chunk * chunks
@@ -156,9 +156,9 @@ class CostModel:
         """
         if decodes < 1:
             raise ValueError(f"decodes is {decodes}; it must be at least 1")
-        rows = self._rows[decodes] if decodes < len(self._rows) else decodes
-        if rows >= len(self._memory):
-            self._grow(rows + 1)
+        if decodes >= len(self._rows):
+            self._grow(decodes + 1)
+        rows = self._rows[decodes]
         m, c = self._memory[rows], self._compute[rows]
         kv, pair, norm, root = self._decode_kv, self._pair, self._norm, math.sqrt
         outside = self._overhead + self._decode * decodes
@@ -217,13 +217,16 @@ class CostModel:
         ends = (*shape.knots[1:], math.inf)
         segments = [(knot, end, values[f"{TOKEN}{knot}"]) for knot, end in zip(shape.knots, ends, strict=True)]
         begin, end = len(self._memory), max(least, 2 * len(self._memory))
+        self._rows += range(len(self._rows), end)
         self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
         tiles = [(tile, each) for tile in (128, 256) if (each := values.get(f"tile{tile}_s", 0.0))]
-        self._compute += [
-            sum(each * (min(n, to) - start) for start, to, each in segments if n > start)
-            + sum(each * further_rows(n, tile) for tile, each in tiles)
-            for n in range(begin, end)
+        compute = [
+            sum([each * (min(n, to) - start) for start, to, each in segments if n > start]) for n in range(begin, end)
         ]
+        if tiles:
+            for n, seconds in enumerate(compute, begin):
+                compute[n - begin] = seconds + sum([each * further_rows(n, tile) for tile, each in tiles])
+        self._compute += compute
 
 
 def fit_cost_model(
@@ -335,7 +338,7 @@ def _rows(graph_sizes: Sequence[int]) -> list[int]:
     made = [0]
     for size in graph_sizes:
         made += [size] * (size + 1 - len(made))
-    return made if graph_sizes else []
+    return made
 
 
 def _symmetric(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

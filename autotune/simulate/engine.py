@@ -30,10 +30,10 @@ from autotune.workload import Arrival, ReplayReport
 from runtime.errors import RejectedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.admission import AdmissionPolicy
-from runtime.llm.core import EngineCore, StepOutcome
+from runtime.llm.core import EngineCore
 from runtime.llm.intake import never_ran
 from runtime.llm.prefix import block_hashes
-from runtime.llm.scheduler import Scheduler
+from runtime.llm.scheduler import Finished, Scheduler
 from runtime.ordering import Ordering
 from runtime.records import FinishReason, RequestRecord
 from runtime.request import Request, SamplingParams
@@ -259,20 +259,25 @@ class SimulatedEngine(TunableSimulation):
         self._running = True
         try:
             while now < until:
-                countdown -= 1
-                if stop is not None and countdown < 0:
-                    if stop():
-                        return False
-                    countdown = _ASK_EVERY
+                if stop is not None:
+                    countdown -= 1
+                    if countdown < 0:
+                        if stop():
+                            return False
+                        countdown = _ASK_EVERY
                 scheduler.fast_forward = self.fast_forward and settings.policy is None and listeners.hear_runs
                 self._woken = False
-                outcome = core.step(now, until)
-                now = clock.advance_to(outcome.end)
-                self._deliver(outcome)
-                if outcome.record is None and not self._woken:  # a listener may have brought work, or turned a knob
+                record, result, finished, wake_at, end = core.step(now, until)
+                now = clock.advance_to(end)
+                ended: list[RequestRecord] = []
+                if finished:
+                    self._ended(finished)
+                    ended = [request for _, request in finished]
+                listeners.tell(record, ended, () if result is None else result.ends)
+                if record is None and not self._woken:  # a listener may have brought work, or turned a knob
                     if not core.has_work:
                         break
-                    now = clock.advance_to(min(outcome.wake_at, until))
+                    now = clock.advance_to(min(wake_at, until))
         finally:
             self._running = False
         return True
@@ -341,15 +346,7 @@ class SimulatedEngine(TunableSimulation):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, outcome: StepOutcome) -> None:
-        records = []
-        if outcome.finished:
-            self._ended(outcome.finished)
-            records = [record for _, record in outcome.finished]
-        ends = () if outcome.result is None else outcome.result.ends
-        self._listeners.tell(outcome.record, records, ends)
-
-    def _ended(self, finished: Sequence[tuple[RunningSequence, RequestRecord]]) -> None:
+    def _ended(self, finished: Sequence[Finished]) -> None:
         if self._handles:
             for sequence, record in finished:
                 handle = self._handles.pop(sequence, None)

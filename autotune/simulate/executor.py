@@ -75,20 +75,18 @@ class CostExecutor:
             ends = self._ends(plan.n_decode, plan.decode_context, plan.repeat, now, until)
             self._step = (self._step + len(ends)) % FACTORS
             return StepResult(ends)
-        end = self._end(now, self.cost.predict(StepFeatures.of_plan(plan)))
+        seconds = self.cost.predict(StepFeatures.of_plan(plan))
+        if self._stretches is not None:
+            end = self._stretches.end(now, seconds)
+        else:
+            if self._factors:
+                seconds *= self._factors[self._step]
+                self._step = (self._step + 1) % FACTORS
+            end = now + (self._noisy(seconds) if self.noise else seconds)
         if plan.drafts:
             accepted = [(draft.sequence, right(draft, self.acceptance)) for draft in plan.drafts]
             return StepResult((end,), accepted=accepted)
         return StepResult((end,))
-
-    def _end(self, now: float, seconds: float) -> float:
-        """When a step that begins ``now`` and is predicted to take ``seconds`` ends."""
-        if self._stretches is not None:
-            return self._stretches.end(now, seconds)
-        if self._factors:
-            seconds *= self._factors[self._step]
-            self._step = (self._step + 1) % FACTORS
-        return now + (self._noisy(seconds) if self.noise else seconds)
 
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept for a sequence."""

@@ -245,18 +245,16 @@ class EngineCore:
         expiry = self._expire(now, finished) if self._expiries.heap or self.scheduler.admission is not None else inf
         if self._unordered:
             self._end_unordered(now, finished)
-        if self._overlapping is not None:
-            return self._overlapped(self._overlapping, now, expiry, finished)
+        if self._flight is not None:
+            return self._overlapped(self._flight, now, finished)
         plan = self._schedule(now, finished)
         if plan.empty:
             return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
-        return self._executed(plan, now, min(until, expiry, plan.wake_at), finished)
-
-    def _executed(self, plan: StepPlan, now: float, until: float, finished: list[Finished]) -> StepOutcome:
-        """Run ``plan`` from its start to its end."""
+        if self._overlapping is not None and not plan.drafts:
+            return self._overlapped(_launched(self._overlapping, plan, now), now, finished)
         scheduler = self.scheduler
         try:
-            result = self.executor.execute(plan, now, until)
+            result = self.executor.execute(plan, now, min(until, expiry, plan.wake_at))
         except DeviceError:  # no step will succeed any more
             raise
         except Exception as error:  # the executor contains what it can; what it cannot fails the step, not the engine
@@ -279,7 +277,8 @@ class EngineCore:
         if scheduler.admission is not None:
             scheduler.admission.observe(record)
         scheduler.waiting.stepped(record)
-        return StepOutcome(record, result, finished, plan.wake_at, result.ends[-1])
+        self._last_end = end = result.ends[-1]
+        return StepOutcome(record, result, finished, plan.wake_at, end)
 
     def _schedule(self, now: float, finished: list[Finished], setting: tuple[int, Knobs] | None = None) -> StepPlan:
         """Plan a step under ``setting`` (epoch and knobs), the one in force unless given."""
@@ -290,31 +289,21 @@ class EngineCore:
             budget = self._policy_budget(now)
         elif scheduler.slack.following:
             scheduler.slack.stop()
-        plan = scheduler.schedule(now, knobs, epoch=epoch, budget=budget)
+        plan = scheduler.schedule(now, knobs, epoch, budget)
         if scheduler.rejected:
             finished += self._rejected()
         return plan
 
-    def _overlapped(
-        self, executor: OverlappingExecutor, now: float, expiry: float, finished: list[Finished]
-    ) -> StepOutcome:
-        """:meth:`step`, one step deep: the next step is planned and launched, then the one in flight collected.
+    def _overlapped(self, flight: _Flight, now: float, finished: list[Finished]) -> StepOutcome:
+        """:meth:`step`, one step deep: the next step is planned and launched, then the one in ``flight`` collected.
 
         Who reaches max_tokens is known before; who stops otherwise, fails or has been cancelled has a row in the next step for
         nothing, whose token is dropped. Nothing is launched ahead that would preempt, or behind a step in trouble; a step that
         needs the tokens of the last one is launched as soon as they are there. Where steps may hold drafts, which are looked up
         by the last token, each is planned behind the one before, and one that does hold some is not launched but run.
         """
-        scheduler, flight = self.scheduler, self._flight
-        if flight is None:
-            plan = self._schedule(now, finished)
-            if plan.empty:
-                return StepOutcome(None, None, finished, min(plan.wake_at, expiry), now)
-            if plan.drafts:
-                outcome = self._executed(plan, now, min(expiry, plan.wake_at), finished)
-                self._last_end = outcome.end
-                return outcome
-            flight = _launched(executor, plan, now)
+        scheduler, executor = self.scheduler, self._overlapping
+        assert executor is not None
         unsettled = scheduler.commit(flight.plan, now)
         ahead = None if flight.error is not None else self._ahead(executor, now, finished)
         late = ahead is not None and executor.needs_tokens(ahead)
@@ -415,25 +404,28 @@ class EngineCore:
             self.scheduler.shed(min(ceilings.max_batch_size, ceilings.token_budget))
 
     def _record(self, plan: StepPlan, result: StepResult, now: float) -> StepRecord:
-        scheduler, n_decode = self.scheduler, plan.n_decode
+        scheduler, waiting, ends = self.scheduler, self.scheduler.waiting, result.ends
+        (  # at once: one by one by their names takes ten times as long
+            _, decodes, decode_context, chunks, _, _, _, _, epoch, budget_used, limited_by, preemptions, drafts,
+        ) = plan  # fmt: skip
         tokens = context = attention = sampled = 0
-        for _, start, count, samples, _ in plan.chunks:
+        for _, start, count, samples, _ in chunks:
             tokens += count
             context += start + count
             attention += count * start + count * (count + 1) // 2
             sampled += samples
-        ends, failed = result.ends, len(result.failed)
-        decodes, decode_context, drafted, accepted = n_decode, plan.decode_context, 0, 0
-        if plan.drafts:
-            decodes += len(plan.drafts)
-            decode_context += sum([draft.start + draft.count for draft in plan.drafts])
-            drafted = sum([len(draft.drafted) for draft in plan.drafts])
+        failed = len(result.failed)
+        drafted = accepted = 0
+        if drafts:
+            decodes += len(drafts)
+            decode_context += sum([draft.start + draft.count for draft in drafts])
+            drafted = sum([len(draft.drafted) for draft in drafts])
             accepted = sum([count for _, count in result.accepted])
         return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
-            now, ends[-1], len(ends), decodes, decode_context, len(plan.chunks), tokens, context, attention,
+            now, ends[-1], len(ends), decodes, decode_context, len(chunks), tokens, context, attention,
             decodes + sampled + accepted - failed, len(scheduler.prefills) + len(scheduler.decodes.members),
-            scheduler.waiting.count, scheduler.waiting.tokens, scheduler.kv.free, plan.preemptions, plan.epoch, plan.budget_used,
-            plan.limited_by, failed, drafted, accepted,
+            waiting.count, waiting.tokens, scheduler.kv.free, preemptions, epoch, budget_used, limited_by, failed, drafted,
+            accepted,
         )  # fmt: skip
 
 

@@ -19,14 +19,14 @@ from runtime.llm.plan import DecodeSet
 from runtime.request import Sequence
 
 _KEEP_ENDS = 1 << 13
+_MOST_ENDS = 2 * _KEEP_ENDS
 
 
 class Decodes(DecodeSet):
     """A :class:`~runtime.llm.plan.DecodeSet` that keeps time, context and KV growth."""
 
     __slots__ = (
-        "_aside", "_due", "_ends", "_ends_base", "_joins", "_kv", "_places", "_reordered", "_wheel", "context",
-        "grown", "step",
+        "_aside", "_due", "_ends", "_ends_base", "_joins", "_kv", "_reordered", "_wheel", "context", "grown", "step",
     )  # fmt: skip
 
     def __init__(self, kv: KVBlocks) -> None:
@@ -42,7 +42,6 @@ class Decodes(DecodeSet):
         self._ends_base = 0
         self._due: list[tuple[int, int, int, Sequence]] = []  # (step at max_tokens, place, joined, sequence)
         self._joins = 0
-        self._places: dict[Sequence, int] = {}  # the number of each member among all that ever joined
         self._aside: dict[Sequence, None] = {}
         self._reordered = False  # whether a member may be counted from a later step than those behind it
         self._wheel: list[dict[Sequence, None]] = [{} for _ in range(kv.block_size)]
@@ -59,22 +58,23 @@ class Decodes(DecodeSet):
         sequence.state = "decode"
         self.members[sequence] = None
         self._joins += 1
-        self._places[sequence] = self._joins
+        sequence.place = self._joins
         self._count(sequence)
 
     def _count(self, sequence: Sequence) -> None:
         """``sequence``, whose counters are up to date, advances with the others from the coming step on."""
-        sequence.joined = self.step
+        step, computed = self.step, sequence.computed
+        sequence.joined = step
         self.version += 1
-        self.context += sequence.computed
-        self._wheel[(self.step - sequence.computed) % self._kv.block_size][sequence] = None
-        due = self.step + sequence.request.max_tokens - sequence.generated
-        heapq.heappush(self._due, (due, self._places[sequence], self.step, sequence))
+        self.context += computed
+        self._wheel[(step - computed) % self._kv.block_size][sequence] = None
+        due = step + sequence.request.max_tokens - sequence.generated
+        heapq.heappush(self._due, (due, sequence.place, step, sequence))
         if len(self._due) > 2 * len(self.members) + 64:  # those that stopped early are not to be kept until then
             self._due = [entry for entry in self._due if entry[3].joined == entry[2]]
             heapq.heapify(self._due)
 
-    def leave(self, sequence: Sequence, *, failed: bool = False) -> None:
+    def leave(self, sequence: Sequence, failed: bool = False) -> None:
         """Bring the counters of ``sequence`` up to date; with ``failed``, its last step yielded no token."""
         if sequence in self._aside:  # they are, and that step yielded none yet
             del self._aside[sequence]
@@ -82,7 +82,6 @@ class Decodes(DecodeSet):
         else:
             self._bring_up_to_date(sequence, failed)
         del self.members[sequence]
-        del self._places[sequence]
 
     def set_aside(self, sequence: Sequence) -> None:
         """``sequence`` does not advance with the others in the coming step; :meth:`put_back` or :meth:`leave` follows it."""
@@ -106,26 +105,30 @@ class Decodes(DecodeSet):
 
     def _bring_up_to_date(self, sequence: Sequence, failed: bool = False) -> None:
         """The counters of ``sequence``, which then no longer advance with the others'."""
-        steps = self.step - sequence.joined
-        del self._wheel[(sequence.joined - sequence.computed) % self._kv.block_size][sequence]
+        joined, computed = sequence.joined, sequence.computed
+        steps = self.step - joined
+        del self._wheel[(joined - computed) % self._kv.block_size][sequence]
         self.version += 1
-        self.context -= sequence.computed + steps
+        self.context -= computed + steps
         steps -= failed
-        sequence.computed += steps
+        sequence.computed = computed + steps
         sequence.generated += steps
-        first = sequence.joined - self._ends_base
+        first = joined - self._ends_base
         sequence.token_times += self._ends[first : first + steps]
         sequence.joined = -1
 
     def grow(self) -> bool:
         """Hand out the blocks that the coming step begins to fill. False, and none, if there are not enough."""
-        bucket = self._wheel[self.step % self._kv.block_size]
+        kv = self._kv
+        bucket = self._wheel[self.step % kv.block_size]
         self.grown = bool(self.members)
         if bucket:
-            if len(bucket) > self._kv.free:
+            count = len(bucket)
+            if count > kv.free:
                 return False
-            for sequence, block in zip(bucket, self._kv.take(len(bucket)), strict=True):
-                sequence.blocks.append(block)
+            blocks = iter(kv.take(count))
+            for sequence in bucket:
+                sequence.blocks.append(next(blocks))
         return True
 
     @property
@@ -149,18 +152,20 @@ class Decodes(DecodeSet):
 
     def advance(self, ends: Seq[float]) -> None:
         """``len(ends)`` steps are done. :meth:`grow` has run for the first of them."""
-        if len(ends) > 1:
+        count = len(ends)
+        if count > 1:
             wheel, size = self._wheel, self._kv.block_size
             growing: list[Sequence] = []
-            for step in range(self.step + 1, self.step + len(ends)):
+            for step in range(self.step + 1, self.step + count):
                 growing += wheel[step % size]
-            for sequence, block in zip(growing, self._kv.take(len(growing)), strict=True):
-                sequence.blocks.append(block)
-        self.step += len(ends)
+            blocks = iter(self._kv.take(len(growing)))
+            for sequence in growing:
+                sequence.blocks.append(next(blocks))
+        self.step += count
         self.grown = False
-        self.context += (len(self.members) - len(self._aside)) * len(ends)
+        self.context += (len(self.members) - len(self._aside)) * count
         self._ends += ends
-        if len(self._ends) > 2 * _KEEP_ENDS:
+        if len(self._ends) > _MOST_ENDS:
             oldest = next(iter(self.members)).joined
             if self._reordered:
                 oldest = min([s.joined for s in self.members if s not in self._aside], default=self.step)
@@ -174,11 +179,11 @@ class Decodes(DecodeSet):
 
     def take_ended(self) -> Seq[Sequence]:
         """Those that have reached ``max_tokens``; each is reported once, and is to leave."""
-        due = self._due
-        if not due or due[0][0] > self.step:
+        due, step = self._due, self.step
+        if not due or due[0][0] > step:
             return ()
         ended = []
-        while due and due[0][0] <= self.step:
+        while due and due[0][0] <= step:
             _, _, joined, sequence = heapq.heappop(due)
             if sequence.joined == joined:
                 ended.append(sequence)
@@ -187,7 +192,6 @@ class Decodes(DecodeSet):
     def check_integrity(self) -> None:
         """Raise AssertionError if a counter disagrees with the members."""
         assert not self._aside, "set aside, and not put back behind the step"
-        assert self._places.keys() == self.members.keys()
         assert self.context == sum(s.computed + self.step - s.joined for s in self.members)
         for s in self.members:
             tokens = s.computed + self.step - s.joined

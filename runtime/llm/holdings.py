@@ -32,7 +32,8 @@ class Holdings:
             self._did_not_fit = (sequence, spare, kv.published)
             return False
         self._did_not_fit = None
-        kv.hold(found)
+        if found:
+            kv.hold(found)
         sequence.blocks = found + kv.take(fresh)
         sequence.computed = len(found) * kv.block_size
         return True

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 class KVBlocks:
     """``total`` blocks of ``block_size`` tokens each, numbered from 0."""
 
-    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "published", "total")
+    __slots__ = ("_extra", "_free", "_hash_of", "_idle", "_table", "block_size", "free", "published", "total")
 
     def __init__(self, total: int, block_size: int = 16) -> None:
         if total < 1:
@@ -24,6 +24,8 @@ class KVBlocks:
             raise ValueError(f"block_size is {block_size}; a block holds at least one token")
         self.total = total
         self.block_size = block_size
+        self.free = total
+        """Blocks that can be taken now, idle ones included."""
         self._free = list(range(total - 1, -1, -1))  # a stack: low numbers go first
         self._idle: OrderedDict[int, None] = OrderedDict()  # by use; a dict looks for its first among all that went
         self._table: dict[int, int] = {}  # prefix hash -> block
@@ -31,11 +33,6 @@ class KVBlocks:
         self._extra: dict[int, int] = {}  # block -> holders beyond the first
         self.published = 0
         """How often a block's content became known: until that grows, no longer prefix can be found."""
-
-    @property
-    def free(self) -> int:
-        """Blocks that can be taken now, idle ones included."""
-        return len(self._free) + len(self._idle)
 
     @property
     def cached(self) -> int:
@@ -68,6 +65,7 @@ class KVBlocks:
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
+                self.free -= 1
             else:
                 self._extra[block] = self._extra.get(block, 0) + 1
 
@@ -75,22 +73,25 @@ class KVBlocks:
         """``count`` blocks with unknown content. The caller has made sure of ``count <= free``."""
         if not count:
             return []
-        missing = count - len(self._free)
+        stack = self._free
+        missing = count - len(stack)
         if missing > 0:
             assert missing <= len(self._idle), f"{count} blocks wanted, {self.free} free"
             for _ in range(missing):
                 block, _ = self._idle.popitem(last=False)
                 del self._table[self._hash_of.pop(block)]
-                self._free.append(block)
-        got = self._free[-count:]
-        del self._free[-count:]
+                stack.append(block)
+        self.free -= count
+        got = stack[-count:]
+        del stack[-count:]
         got.reverse()
         return got
 
     def give(self, blocks: Sequence[int]) -> None:
         """Let go of ``blocks``, in order of position; the end of a prefix becomes the first to be taken again."""
         if not self._hash_of and not self._extra:
-            self._free.extend(reversed(blocks))
+            self._free += blocks[::-1]
+            self.free += len(blocks)
             return
         for block in reversed(blocks):
             if block in self._extra:
@@ -98,7 +99,9 @@ class KVBlocks:
                     del self._extra[block]
                 else:
                     self._extra[block] -= 1
-            elif block in self._hash_of:
+                continue
+            self.free += 1
+            if block in self._hash_of:
                 self._idle[block] = None
             else:
                 self._free.append(block)
@@ -133,6 +136,7 @@ class KVBlocks:
             for block in blocks:
                 count[block] = count.get(block, 0) + 1
         unheld = self._free + list(self._idle)
+        assert len(unheld) == self.free, f"{len(unheld)} blocks are free, {self.free} by the count"
         assert len(set(unheld)) == len(unheld), "a block is free twice"
         assert not count.keys() & set(unheld), "a held block is also free"
         assert len(count) + len(unheld) == self.total, f"{self.total - len(count) - len(unheld)} blocks leaked"

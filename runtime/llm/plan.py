@@ -25,14 +25,6 @@ class Chunk(NamedTuple):
     drafted: tuple[int, ...] = ()
 
 
-def next_chunk(sequence: Sequence, most: int, left: int) -> tuple[Chunk, LimitedBy]:
-    """The next chunk of ``sequence``, of ``most`` tokens (chunk_size) and what is ``left`` of the budget, and what cut it."""
-    want = sequence.target - sequence.computed
-    count = min(want, most, left)
-    limited = LimitedBy.DEMAND if count == want else LimitedBy.CHUNK if count == most else LimitedBy.BUDGET
-    return Chunk(sequence, sequence.computed, count, count == want), limited
-
-
 class DecodeSet:
     """The sequences that decode, in the order they joined. A plan holds this and the version it saw."""
 

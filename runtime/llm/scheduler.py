@@ -25,7 +25,7 @@ from runtime.llm.decodes import Decodes
 from runtime.llm.drafts import Drafter
 from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
-from runtime.llm.plan import Chunk, StepPlan, StepResult, next_chunk
+from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
 from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behind, rank
 from runtime.ordering import Ordering, ordering_of
@@ -88,6 +88,8 @@ class Scheduler:
         self._planned_at = 0  # preemptions until the last plan
         self.fast_forward = fast_forward
         self.growth_reserve = growth_reserve
+        self.most_request_tokens = kv_blocks * block_size + 1
+        """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""
         self.drafter = drafter
         self.most_sampled = most_sampled
         self.before_preempting: Callable[[], None] | None = None
@@ -104,11 +106,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting.count)
-
-    @property
-    def most_request_tokens(self) -> int:
-        """The longest prompt + output that can ever run, alone in the whole pool. The last token needs no KV."""
-        return self.kv.total * self.kv.block_size + 1
 
     def add(self, request: Request, now: float | None = None) -> Sequence:
         """Queue ``request``, ``now`` (its arrival, unless given). Raises ``ValueError`` for an empty prompt or one that can
@@ -188,11 +185,11 @@ class Scheduler:
 
     # -- planning a step ----------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float, knobs: Knobs, *, epoch: int = 0, budget: int | None = None) -> StepPlan:
+    def schedule(self, now: float, knobs: Knobs, epoch: int = 0, budget: int | None = None) -> StepPlan:
         """Plan the next step under ``knobs``; ``budget`` is a per-step one, below ``knobs.token_budget``."""
         self._epoch = epoch
         decodes = self.decodes
-        gave = list[Sequence]()
+        gave: list[Sequence] = []
         while not decodes.grow():
             gave.append(self._preempt())
         for sequence in gave:  # not before: what decodes grow by may have been cached for them
@@ -205,30 +202,32 @@ class Scheduler:
         limited, wake = LimitedBy.DEMAND, inf
         if self.prefills or self.waiting.count:
             limited, wake = self._plan_prompts(now, knobs, most, chunks)
-        drafts: list[Chunk] = []
-        speculates = self.speculates(knobs)
-        if speculates and n:
+        drafts: tuple[Chunk, ...] = ()
+        each = 0 if self.drafter is None else knobs.draft_tokens
+        if each and n:
             left = most - n - sum([chunk.count for chunk in chunks])
             if self.most_sampled is not None:
                 left = min(left, self.most_sampled - n - len(chunks))
-            n -= self._plan_drafts(knobs.draft_tokens, left, drafts)
-        alike = self.fast_forward and n and not chunks and not speculates
+            drafts = self._plan_drafts(each, left)
+            n -= len(drafts)
+        alike = self.fast_forward and n and not chunks and not each
         if self.admission is not None and self.admission.policy.late and (self.prefills or self.waiting.count):
             alike = False  # it looks at each step
         repeat = decodes.steps_alike() if alike else 1
         preempted, self._planned_at = self.preemptions - self._planned_at, self.preemptions
         return StepPlan(
             decodes.step, n, decodes.context + n, tuple(chunks), decodes, decodes.version, repeat, wake, epoch, most,
-            limited, preempted, tuple(drafts),
+            limited, preempted, drafts,
         )  # fmt: skip
 
     def speculates(self, knobs: Knobs) -> bool:
         """Whether steps under ``knobs`` may hold drafted tokens, which takes the tokens of the step before."""
         return self.drafter is not None and knobs.draft_tokens > 0
 
-    def _plan_drafts(self, each: int, left: int, drafts: list[Chunk]) -> int:
-        """Set those decodes aside that get up to ``each`` drafted tokens of the ``left`` ones, the oldest first, and fill
-        ``drafts``; returns how many they are. Blocks that a decode may need to grow by are left for it."""
+    def _plan_drafts(self, each: int, left: int) -> tuple[Chunk, ...]:
+        """Set those decodes aside that get up to ``each`` drafted tokens of the ``left`` ones, the oldest first; returns a chunk
+        for each of them. Blocks that a decode may need to grow by are left for it."""
+        drafts: list[Chunk] = []
         drafter, decodes, kv = self.drafter, self.decodes, self.kv
         assert drafter is not None
         spare = max(0, kv.free - self.growth_reserve * len(decodes.members))
@@ -254,14 +253,15 @@ class Scheduler:
             left -= len(drafted)
             if left <= 0:
                 break
-        return len(drafts)
+        return tuple(drafts)
 
     def _plan_prompts(self, now: float, knobs: Knobs, most: int, chunks: list[Chunk]) -> tuple[LimitedBy, float]:
         """Fill ``chunks`` in order, with prompts in progress and new ones. Returns what stopped it and when to wake."""
-        left = most - len(self.decodes.members)
+        decoding = len(self.decodes.members)
+        left = most - decoding
         limited, held, wake = LimitedBy.DEMAND, None, inf
         admission, waiting = self.admission, self.waiting
-        begun = self.begun()
+        begun = self.begun() if self.prefills else []
         ahead = [] if admission is None else admission.judge_in_progress(begun, now, self._late)
         if not waiting.count:  # the same as below, where nothing is to be weighed
             for sequence in begun:
@@ -269,19 +269,20 @@ class Scheduler:
                     return LimitedBy.BUDGET, inf
                 left, limited = self._chunk(sequence, knobs.chunk_size, left, chunks, limited)
             return limited, inf
-        slots = min(knobs.max_batch_size, knobs.token_budget) - self.running
+        in_progress = len(begun)
+        slots = min(knobs.max_batch_size, knobs.token_budget) - decoding - in_progress
         turn, yielding = 0, False
-        held_until: float | None = None
+        held_until = None if knobs.max_wait_ms else -inf
         while True:
             head = None if held else waiting.peek()
-            if turn < len(begun) and not yielding and (head is None or precedes(begun[turn], head)):
+            if turn < in_progress and not yielding and (head is None or precedes(begun[turn], head)):
                 if left <= 0:
                     return LimitedBy.BUDGET, inf
                 left, limited = self._chunk(begun[turn], knobs.chunk_size, left, chunks, limited)
                 turn += 1
                 continue
             if head is None:
-                if turn < len(begun) or (held is LimitedBy.KV and left <= 0):
+                if turn < in_progress or (held is LimitedBy.KV and left <= 0):
                     return LimitedBy.BUDGET, inf
                 return held or limited, wake
             if held_until is None:
@@ -294,13 +295,13 @@ class Scheduler:
                 return LimitedBy.BUDGET, inf
             elif (
                 admission is not None
-                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[len(begun) :])) is not None
+                and (verdict := admission.turn(head, now, ahead[:turn] + ahead[in_progress:])) is not None
             ):
                 self._late(admission, head, verdict, now)
             elif not self._admit(head, now):
                 held = LimitedBy.KV
             else:
-                yielding = turn < len(begun)
+                yielding = turn < in_progress
                 if admission is not None:
                     ahead.append(admission.left(head))
                 slots -= 1
@@ -310,9 +311,14 @@ class Scheduler:
     def _chunk(
         sequence: Sequence, most: int, left: int, chunks: list[Chunk], limited: LimitedBy
     ) -> tuple[int, LimitedBy]:
-        chunk, cut = next_chunk(sequence, most, left)
-        chunks.append(chunk)
-        return left - chunk.count, limited if cut is LimitedBy.DEMAND else cut
+        """Add the next chunk of ``sequence`` to ``chunks``: of ``most`` tokens (chunk_size) and what is ``left`` of the budget.
+        Returns what is left then, and what cut a chunk short; ``limited`` unless this one was."""
+        want = sequence.target - sequence.computed
+        count = min(want, most, left)
+        chunks.append(Chunk(sequence, sequence.computed, count, count == want))
+        if count < want:
+            limited = LimitedBy.CHUNK if count == most else LimitedBy.BUDGET
+        return left - count, limited
 
     def begun(self) -> list[Sequence]:
         """Those whose prompts are in progress, in the order in which they are computed."""

@@ -49,11 +49,11 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue ``sequence``. Raises StepFailedError, and changes nothing, where the ordering raises or returns no number."""
-        new = sequence.preemptions == 0
-        if new:
+        if not sequence.preemptions:
             sequence.key = key_of(self._ordering, sequence)
-            self._arrived.append(sequence)
-            if len(self._arrived) > 2 * self.count + 64:
+            arrived = self._arrived
+            arrived.append(sequence)
+            if len(arrived) > 2 * self.count + 64:
                 self._arrived = deque(s for s in self._arrived if s.state == "waiting" and not s.preemptions)
         self.count += 1
         self._enter(sequence)
@@ -73,9 +73,12 @@ class WaitingQueue:
 
     def peek(self) -> Sequence | None:
         heap = self._heap
-        while heap and not _stands(heap[0]):
+        while heap:
+            entry = heap[0]
+            if _stands(entry):
+                return entry[3]
             heapq.heappop(heap)
-        return heap[0][3] if heap else None
+        return None
 
     def pop(self) -> Sequence:
         """Remove and return what :meth:`peek` shows; the caller changes its state."""
@@ -223,7 +226,8 @@ class WaitingQueue:
 
 
 def _stands(entry: tuple[bool, float, int, Sequence]) -> bool:
-    return entry[3].state == "waiting" and entry[1] == entry[3].key
+    sequence = entry[3]
+    return sequence.state == "waiting" and entry[1] == sequence.key
 
 
 def put_behind(sequence: Sequence) -> None:
