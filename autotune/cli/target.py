@@ -92,5 +92,5 @@ def running(engine: Engine) -> Iterator[Engine]:
 
 def heading(found: Machine, *, requested: bool) -> str:
     """The first line: version and machine. ``requested``: --cpu or --gpu was given, so there is nothing to explain."""
-    note = "" if requested or found.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
+    note = "" if requested or found.kind == "gpu" else " · no GPU found, using the CPU (use --gpu to insist)"
     return f"autotune {__version__} · {describe(found)}{note}"

@@ -171,6 +171,28 @@ def test_the_table_says_what_each_met_and_how_it_differs() -> None:
     assert "− 4/32" in lines[0] and f"SLO {EASY}" in lines[3]
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_the_table_leaves_out_what_finds_no_room_and_cuts_nothing(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    show(world(), EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "…" not in "".join(lines) and all(len(line.rstrip()) <= width for line in lines[:3])
+    assert "90.0% [" in lines[1] and "+40.0 [" in lines[1] and "TTFT p99" in lines[0] and "TPOT p99" in lines[0]
+    assert ("TTFT p50" in lines[0]) == (width >= 120) and ("E2E p99" in lines[0]) == (width >= 100)
+
+
+def test_control_is_by_the_controller_that_is_named() -> None:
+    with paced() as engine:
+        named = controlled(engine.limits, controller="static")
+        (found,) = run(engine, [named])
+        with pytest.raises(InputError, match="--controller: controller is 'nobody'; it must be one of"):
+            run(engine, [controlled(engine.limits, controller="nobody")])
+        assert run(engine, [ONE])  # the lease was given back
+    assert isinstance(found, Result) and named.name == "control"
+    assert found.decisions[0].cause.startswith("static controller")
+
+
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     with paced() as engine:
         found = run(engine, [controlled(engine.limits), ONE])
