@@ -22,10 +22,14 @@ def show(
     if classes:
         console.print(_by_class(comparison, classes))
     rounds = max(comparison.standing(c).rounds for c in comparison.contenders)
+    certainty = (
+        f"[low–high] is the 95% interval over {rounds} round{'' if rounds == 1 else 's'}"
+        if comparison.has_intervals
+        else f"One round of {comparison.duration:g} s has no intervals: more --rounds or a longer --duration has"
+    )
     by = "its class's SLO, each counted by the weight of its class" if classes else f"SLO {slo}"
     console.print(
-        f"{by}: the share of requests that met every target. [low–high] is the 95% interval over "
-        f"{rounds} round{'' if rounds == 1 else 's'}; latencies in ms.",
+        f"{by}: the share of requests that met every target. {certainty}; latencies in ms.",
         style="dim",
         markup=False,
         highlight=False,
@@ -88,7 +92,7 @@ def share(estimate: Estimate) -> str:
     """``93.1% [90–95]``."""
     if math.isnan(estimate.value):
         return "–"
-    return f"{100 * estimate.value:.1f}% {_interval(100 * estimate.low, 100 * estimate.high, 0)}"
+    return f"{100 * estimate.value:.1f}%{_interval(100 * estimate.low, 100 * estimate.high, 0)}"
 
 
 def points(difference: Difference) -> str:
@@ -96,15 +100,15 @@ def points(difference: Difference) -> str:
     found = difference.difference
     if math.isnan(found.value):
         return "–"
-    return f"{100 * found.value:+.1f} {_interval(100 * found.low, 100 * found.high, 0)}"
+    return f"{100 * found.value:+.1f}{_interval(100 * found.low, 100 * found.high, 0)}"
 
 
 def _spread(estimate: Estimate, digits: int, *, interval: bool) -> str:
     if math.isnan(estimate.value):
         return "–"
     value = f"{estimate.value:.{digits}f}"
-    return f"{value} {_interval(estimate.low, estimate.high, digits)}" if interval else value
+    return f"{value}{_interval(estimate.low, estimate.high, digits)}" if interval else value
 
 
 def _interval(low: float, high: float, digits: int) -> str:
-    return "" if math.isnan(low) else rf"\[{low:.{digits}f}–{high:.{digits}f}]"
+    return "" if math.isnan(low) else rf" \[{low:.{digits}f}–{high:.{digits}f}]"

@@ -182,6 +182,24 @@ def test_the_table_leaves_out_what_finds_no_room_and_cuts_nothing(width: int) ->
     assert ("TTFT p50" in lines[0]) == (width >= 120) and ("E2E p99" in lines[0]) == (width >= 100)
 
 
+def test_a_single_block_has_no_interval() -> None:
+    """Every resample of one block is that block: its interval would have no width, and be taken for certainty."""
+    made = compare(
+        [result(ONE, 0, [True, False, True, True], 3.0), result(TWO, 0, [True, False, False, True], 3.0)], 3.0
+    )
+    for contender in (ONE, TWO):
+        standing = made.standing(contender)
+        pairs = [one for pair in standing.latencies.values() for one in pair]
+        for estimate in (standing.attainment, standing.goodput, *pairs):
+            assert math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
+    console = Console(width=120, file=io.StringIO())
+    show(made, EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "75.0%" in text and "+25.0" in text and "[" not in text and "One round of 3 s has no intervals" in text
+    assert compare(list(made.results), 8.0).has_intervals
+
+
 def test_control_is_by_the_controller_that_is_named() -> None:
     with paced() as engine:
         named = controlled(engine.limits, controller="static")
