@@ -36,7 +36,7 @@ def choose(target: str | None) -> Path:
         raise InputError(
             f"no process can be controlled; {opens}; after pause --kill only a restart brings a controller back"
         )
-    raise InputError(f"process {target} cannot be controlled; {opens}")
+    raise InputError(f"process {target} cannot be controlled; {opens}, and closes it when its controller ends")
 
 
 def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def serve(
     known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
     if start_with is not None and known is None:
         print(
-            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its step times are not used",
+            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, SLO and KV pool are used, "
+            "its step times are not",
             file=sys.stderr,
         )
     target = _slo(slo) or (start_with.slo if start_with else None)
