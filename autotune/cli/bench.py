@@ -161,7 +161,9 @@ def bench(
         )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
-        console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            heading(source.model.name, found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
+        )
         other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
         for line in [*source.introduction, *([f"note: {other}"] if other else [])]:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
