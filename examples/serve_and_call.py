@@ -24,7 +24,7 @@ from typing import Any
 
 def start(model: str, *words: str) -> tuple[subprocess.Popen[str], str]:
     """The server and its URL, which it prints when it can be called; port 0 takes a free one."""
-    command = [sys.executable, "-m", "autotune.cli.main", "serve", model, "--slo", "ttft=2s,tpot=200ms", "--port", "0"]
+    command = [sys.executable, "-m", "autotune", "serve", model, "--slo", "ttft=2s,tpot=200ms", "--port", "0"]
     server = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     line = server.stdout.readline()

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A value and its 95% interval; NaN where nothing was measured."""
+    """A value and its 95% interval; NaN where nothing was measured, or too little to say how sure it is."""
 
     value: float
     low: float
@@ -102,6 +102,11 @@ class Comparison:
         self._drawn = rng.random(size=(_RESAMPLES, len(rounds)))
         self._picked = rng.integers(0, self._blocks, size=(_RESAMPLES, len(rounds), self._blocks))
 
+    @property
+    def has_intervals(self) -> bool:
+        """Whether there is more than one block to draw from, and so anything to say of how sure a value is."""
+        return len(self._rounds) * self._blocks > 1
+
     def of(self, contender: Contender) -> list[Result]:
         return [result for result in self.results if result.turn.contender == contender]
 
@@ -119,8 +124,8 @@ class Comparison:
             contender,
             rounds=len(results),
             offered=len(outcomes),
-            attainment=_estimate(_ratio(met_here, offered_here), _over(met, offered)),
-            goodput=_estimate(met_here / seconds, met / seconds),
+            attainment=self._estimate(len(results), _ratio(met_here, offered_here), _over(met, offered)),
+            goodput=self._estimate(len(results), met_here / seconds, met / seconds),
             throughput=sum(r.score.throughput for r in results) / len(results),
             unfinished=sum(r.score.unfinished for r in results),
             latencies={metric: self._percentiles(results, metric) for metric in _METRICS},
@@ -143,8 +148,8 @@ class Comparison:
             one.name,
             other.name,
             len(both),
-            _estimate(shares[0] - shares[1], samples[0] - samples[1]),
-            _estimate(_ratio(shares[0], shares[1]), _over(samples[0], samples[1])),
+            self._estimate(len(both), shares[0] - shares[1], samples[0] - samples[1]),
+            self._estimate(len(both), _ratio(shares[0], shares[1]), _over(samples[0], samples[1])),
         )
 
     def _draws(self, rounds: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -180,9 +185,18 @@ class Comparison:
         def at(q: float) -> Estimate:
             first = (reached >= np.maximum(1, np.ceil(q * total))).argmax(axis=1)
             samples = np.where(total[:, 0] > 0, values[first], np.nan)
-            return _estimate(float(values[max(0, math.ceil(q * len(values)) - 1)]), samples)
+            value = float(values[max(0, math.ceil(q * len(values)) - 1)])
+            return self._estimate(len(results), value, samples)
 
         return at(0.5), at(0.99)
+
+    def _estimate(self, rounds: int, value: float, samples: Floats) -> Estimate:
+        """``value`` with the interval of its resamples; with none where all of them are the same block."""
+        known = samples[np.isfinite(samples)]
+        if not len(known) or rounds * self._blocks < 2:
+            return Estimate(value, math.nan, math.nan)
+        low, high = np.percentile(known, [2.5, 97.5])
+        return Estimate(value, float(low), float(high))
 
     def _block(self, outcome: Outcome) -> int:
         return min(self._blocks - 1, max(0, int(outcome.due / self.duration * self._blocks)))
@@ -205,14 +219,6 @@ def _over(above: Floats, below: Floats) -> Floats:
 
 def _ratio(above: float, below: float) -> float:
     return above / below if below else math.nan
-
-
-def _estimate(value: float, samples: Floats) -> Estimate:
-    known = samples[np.isfinite(samples)]
-    if not len(known):
-        return Estimate(value, math.nan, math.nan)
-    low, high = np.percentile(known, [2.5, 97.5])
-    return Estimate(value, float(low), float(high))
 
 
 def _json(estimate: Estimate) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from autotune.engines.defaults import VLLM_DEFAULTS
@@ -36,11 +37,24 @@ def defaults(limits: KnobLimits, stock: Knobs = VLLM_DEFAULTS) -> Contender:
     return Contender("defaults", limits.clamp(stock))
 
 
-def controlled(limits: KnobLimits, start: Knobs | None = None, stock: Knobs = VLLM_DEFAULTS) -> Contender:
-    """A controller that starts cold: from the defaults, or from ``start``, a profile's setting."""
+def controlled(
+    limits: KnobLimits, start: Knobs | None = None, stock: Knobs = VLLM_DEFAULTS, controller: str | None = None
+) -> Contender:
+    """A controller that starts cold: from the defaults, or from ``start``, a profile's setting; the one named ``controller``."""
+    attach = None if controller is None else partial(_attach, controller)
     if start is None:
-        return Contender("control", limits.clamp(stock), control=True)
-    return Contender("control from profile", limits.clamp(start), control=True)
+        return Contender("control", limits.clamp(stock), control=True, attach=attach)
+    return Contender("control from profile", limits.clamp(start), control=True, attach=attach)
+
+
+def _attach(controller: str, engine: Engine, slo: SLO) -> Control:
+    """``controller`` at work. Raises :class:`InputError` where it cannot be made."""
+    from autotune.control.attach import attach
+
+    try:
+        return attach(engine, slo=slo, controller=controller)
+    except ValueError as error:
+        raise InputError(f"--controller: {error}") from None
 
 
 def fixed(knobs: Knobs, name: str | None = None) -> Contender:

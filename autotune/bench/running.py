@@ -130,9 +130,8 @@ def _measure(
         )
         decisions = () if attached is None else tuple(attached.decisions)
         if attached is not None and attached.status().ended:
-            raise EvaluationError(
-                f"the controller failed: {decisions[-2].cause if len(decisions) > 1 else 'no cause given'}"
-            )
+            cause = decisions[-2].cause if len(decisions) > 1 else "no cause given"
+            raise EvaluationError(f"the controller failed: {cause.removeprefix('the controller failed: ')}")
     first = next(workload.arrivals(turn.seed, duration=duration), None)
     start = records[0].arrival - first.time if records and first is not None else 0.0
     return Result(

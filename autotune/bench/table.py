@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autotune.bench.comparing import Comparison, Difference, Estimate
 from autotune.bench.contenders import Contender
+from autotune.report.tables import Detail, empty_table, fullest
 from runtime.slo import SLO, RequestClass
 
 
@@ -17,34 +18,55 @@ def show(
     comparison: Comparison, slo: SLO, console: Console, *, baseline: Contender, classes: Sequence[RequestClass] = ()
 ) -> None:
     """Print every contender's standing, and its difference to ``baseline`` where both met the same arrivals."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("", no_wrap=True)
-    for title in ("attainment", f"− {baseline.name}", "goodput /s", "tok/s", *_TITLES, "unfinished"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for contender in comparison.contenders:
-        found = comparison.standing(contender)
-        difference = None if contender == baseline else comparison.difference(contender, baseline)
-        table.add_row(
-            contender.name,
-            share(found.attainment),
-            "" if difference is None else points(difference),
-            _spread(found.goodput, 2),
-            f"{found.throughput:.0f}",
-            *(_spread(value, 0) for pair in found.latencies.values() for value in pair),
-            f"{found.unfinished} of {found.offered}",
-        )
-    console.print(table)
+    console.print(fullest(lambda detail: _standings(comparison, baseline, detail), console.width))
     if classes:
         console.print(_by_class(comparison, classes))
+    rounds = max(comparison.standing(c).rounds for c in comparison.contenders)
+    certainty = (
+        f"[low–high] is the 95% interval over {rounds} round{'' if rounds == 1 else 's'}"
+        if comparison.has_intervals
+        else f"One round of {comparison.duration:g} s has no intervals: more --rounds or a longer --duration has"
+    )
     by = "its class's SLO, each counted by the weight of its class" if classes else f"SLO {slo}"
     console.print(
-        f"{by}: the share of requests that met every target. [low–high] is the 95% interval over "
-        f"{max(comparison.standing(c).rounds for c in comparison.contenders)} rounds; latencies in ms.",
+        f"{by}: the share of requests that met every target. {certainty}; latencies in ms.",
         style="dim",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _standings(comparison: Comparison, baseline: Contender, detail: Detail) -> Table:
+    """A row a contender. Where there is little room, latencies lose their intervals first, then their medians."""
+    intervals, medians, every = detail < Detail.MAIN, detail < Detail.SHORT, detail < Detail.BAREST
+    metrics = [metric for metric in comparison.standing(baseline).latencies if every or metric != "e2e_ms"]
+    table = empty_table(detail)
+    table.add_column("", no_wrap=True)
+    titles = [
+        f"{metric.removesuffix('_ms').upper()} {q}"
+        for metric in metrics
+        for q in (("p50", "p99") if medians else ("p99",))
+    ]
+    for title in (
+        "attainment", f"− {baseline.name}", "goodput /s", *(("tok/s",) if every else ()), *titles,
+        *(("unfinished",) if every else ()),
+    ):  # fmt: skip
+        table.add_column(title, justify="right", no_wrap=True)
+    for contender in comparison.contenders:
+        found = comparison.standing(contender)
+        difference = None if contender == baseline else comparison.difference(contender, baseline)
+        latencies = [value for m in metrics for value in (found.latencies[m] if medians else found.latencies[m][1:])]
+        table.add_row(
+            contender.name,
+            share(found.attainment),
+            "" if difference is None else points(difference),
+            _spread(found.goodput, 2, interval=detail < Detail.BARE),
+            *((f"{found.throughput:.0f}",) if every else ()),
+            *(_spread(value, 0, interval=intervals) for value in latencies),
+            *((f"{found.unfinished} of {found.offered}",) if every else ()),
+        )
+    return table
 
 
 def _by_class(comparison: Comparison, classes: Sequence[RequestClass]) -> Table:
@@ -66,14 +88,11 @@ def _by_class(comparison: Comparison, classes: Sequence[RequestClass]) -> Table:
     return table
 
 
-_TITLES = tuple(f"{metric} {q}" for metric in ("TTFT", "TPOT", "E2E") for q in ("p50", "p99"))
-
-
 def share(estimate: Estimate) -> str:
     """``93.1% [90–95]``."""
     if math.isnan(estimate.value):
         return "–"
-    return f"{100 * estimate.value:.1f}% {_interval(100 * estimate.low, 100 * estimate.high, 0)}"
+    return f"{100 * estimate.value:.1f}%{_interval(100 * estimate.low, 100 * estimate.high, 0)}"
 
 
 def points(difference: Difference) -> str:
@@ -81,14 +100,15 @@ def points(difference: Difference) -> str:
     found = difference.difference
     if math.isnan(found.value):
         return "–"
-    return f"{100 * found.value:+.1f} {_interval(100 * found.low, 100 * found.high, 0)}"
+    return f"{100 * found.value:+.1f}{_interval(100 * found.low, 100 * found.high, 0)}"
 
 
-def _spread(estimate: Estimate, digits: int) -> str:
+def _spread(estimate: Estimate, digits: int, *, interval: bool) -> str:
     if math.isnan(estimate.value):
         return "–"
-    return f"{estimate.value:.{digits}f} {_interval(estimate.low, estimate.high, digits)}"
+    value = f"{estimate.value:.{digits}f}"
+    return f"{value}{_interval(estimate.low, estimate.high, digits)}" if interval else value
 
 
 def _interval(low: float, high: float, digits: int) -> str:
-    return "" if math.isnan(low) else rf"\[{low:.{digits}f}–{high:.{digits}f}]"
+    return "" if math.isnan(low) else rf" \[{low:.{digits}f}–{high:.{digits}f}]"

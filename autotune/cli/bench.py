@@ -77,6 +77,9 @@ def bench(
     profile: Annotated[
         str | None, Option(help="A profile: its load, its setting, and control that starts from it.")
     ] = None,
+    controller: Annotated[
+        str | None, Option(help="Which controller has control: a name, or module:Class.  (default: predictive)")
+    ] = None,
     cpu: Annotated[
         bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")
     ] = False,
@@ -101,6 +104,7 @@ def bench(
         model_named,
         running,
     )
+    from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
     from autotune.profile.fingerprint import machine, measured_on_another
     from autotune.profiling.space import WIDEST
@@ -116,6 +120,8 @@ def bench(
     own_classes = request_classes(classes or ())
     if workload is not None:
         check_classes(own_classes, checked("--workload", parse_workload, workload))
+    if controller is not None:
+        checked("--controller", find, controller)
     if out is not None:
         plotting.check(out)
     given = None if profile is None else _profile(profile)
@@ -126,9 +132,12 @@ def bench(
     with_classes = tuple(own_classes) or (() if given is None else given.classes)
 
     def compared(limits: KnobLimits, stock: Knobs) -> list[Contender]:
-        contenders = [defaults(limits, stock), controlled(limits, stock=stock)]
+        contenders = [defaults(limits, stock), controlled(limits, stock=stock, controller=controller)]
         if given is not None:
-            contenders += [at(limits.clamp(given.knobs), "profile"), controlled(limits, given.knobs)]
+            contenders += [
+                at(limits.clamp(given.knobs), "profile"),
+                controlled(limits, given.knobs, controller=controller),
+            ]
         contenders += [checked("--fixed", lambda text: parse_fixed(text, limits, stock), text) for text in fixed or ()]
         names = [c.name for c in contenders]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -152,7 +161,9 @@ def bench(
         )  # fmt: skip
         limits = source.limits
         contenders = compared(limits, source.stock)
-        console.print(heading(found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            heading(source.model.name, found, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
+        )
         other = "" if given is None else measured_on_another(given.engine, source.name, source.version)
         for line in [*source.introduction, *([f"note: {other}"] if other else [])]:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -162,7 +173,9 @@ def bench(
         if with_classes:
             source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
-            run = _Run(live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop)
+            run = _Run(
+                live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
+            )
             found_load = run.load(workload, target, rate, given, with_classes)
             if found_load is not None:
                 run.measure(found_load)
@@ -182,7 +195,9 @@ class _Run:
         seed: int,
         console: Console,
         stop: Any,
+        controller: str | None = None,
     ) -> None:
+        self.controller = controller
         self.engine, self.facts, self.contenders = engine, facts, contenders
         self.duration, self.rounds, self.seed = duration, rounds, seed
         self.console, self.stop = console, stop
@@ -266,7 +281,8 @@ class _Run:
         return (
             f"model {self.facts.name} ({self.facts.dtype}) · workload {load.spec}{lengths} · {rate}\n"
             f"SLO {load.slo}{why}\n{classes}"
-            f"{self.rounds} rounds of {', '.join(c.name for c in self.contenders)}; {self.duration:g} s a turn"
+            f"{self.rounds} round{'' if self.rounds == 1 else 's'} of {', '.join(c.name for c in self.contenders)}; "
+            f"{self.duration:g} s a turn" + (f"; control is {self.controller}" if self.controller else "")
         )
 
 
@@ -304,6 +320,7 @@ def _shape(run: _Run, load: Load, comparison: Comparison, baseline: Contender, s
         "rate": load.workload.rate,
         "slo": str(load.slo),
         "classes": [str(one) for one in load.classes],
+        "controller": run.controller or "predictive",
         "duration_s": run.duration,
         "seed": run.seed,
         "contenders": [comparison.standing(c).as_dict() for c in comparison.contenders],

@@ -31,12 +31,12 @@ def choose(target: str | None) -> Path:
     if found:
         listed = ", ".join(f"{pid} ({path})" for path, pid in found.items())
         raise InputError(f"{len(found)} engines can be controlled; name one by its number or socket: {listed}")
+    opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
     if target is None:
-        opens = "one opens its socket with autotune serve --slo, or autotune.control(..., steer=True)"
         raise InputError(
             f"no process can be controlled; {opens}; after pause --kill only a restart brings a controller back"
         )
-    raise InputError(f"process {target} cannot be controlled; it must have opened its socket with steer=True")
+    raise InputError(f"process {target} cannot be controlled; {opens}, and closes it when its controller ends")
 
 
 def ask(path: str | Path, do: str, **fields: Any) -> dict[str, Any]:

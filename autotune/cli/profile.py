@@ -216,7 +216,9 @@ def profile(
         limits = source.limits
         space = replace(make_space(limits, pin or (), ranges or ()), stock=source.stock)
         question = replace(question, space=space)
-        console.print(heading(found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            heading(model, found_machine, requested=cpu or gpu), markup=False, highlight=False, soft_wrap=True
+        )
         for line in source.introduction:
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         requested = Requested(

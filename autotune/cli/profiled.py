@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autotune.engines import Engine
 
 NEXT = (
-    ("report", "{}", "pictures, in your browser"),
+    ("report", "{}", "pictures, one HTML file"),
     ("export", "{} --to vllm", "take the settings along"),
     ("check", "{}", "is it still true?"),
 )

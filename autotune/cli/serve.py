@@ -77,7 +77,7 @@ def serve(
     kv_tokens: Annotated[int | None, Option(help="Size of the KV pool.  (default: what the memory allows)")] = None,
     max_queue: Annotated[int, Option(help="Requests that may wait; more are answered with 429.")] = 4096,
     ordering: Annotated[str, Option(help=f"Who goes next: {', '.join(ORDERINGS)}.")] = "priority",
-    threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads of the model.")] = None,
     served_model_name: Annotated[str | None, Option(help="The name clients use.  (default: MODEL)")] = None,
     grace: Annotated[float, Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30.0,
     reject_late: Annotated[
@@ -121,6 +121,8 @@ def serve(
         "--for": purpose != "balanced",
     }
     check_serving(by, given, more or ())
+    if ordering not in ORDERINGS:
+        raise InputError(f"--ordering is {ordering}; it must be one of {', '.join(ORDERINGS)}")
     start_with = _profile(profile, purpose)
     name = model or (start_with.model.name if start_with else None)
     if name is None:
@@ -128,7 +130,8 @@ def serve(
     known = start_with if start_with and name == start_with.model.name else None  # steps of another model say nothing
     if start_with is not None and known is None:
         print(
-            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its step times are not used",
+            f"note: {profile} was measured with {start_with.model.name}, not with {name}: its knobs, SLO and KV pool are used, "
+            "its step times are not",
             file=sys.stderr,
         )
     target = _slo(slo) or (start_with.slo if start_with else None)
@@ -165,7 +168,7 @@ def serve(
     if start_with is not None:
         _check_machine(start_with, device, anyway, controlled=target is not None and controlled is not False)
     if decisions is not None:
-        _check_writable(decisions)
+        _check_log(decisions)
     from autotune.profile import find_profile
     from autotune.profile.serving import prefill_rate
 
@@ -306,13 +309,16 @@ def _check_controller(name: str) -> None:
         raise InputError(f"--controller: {error}") from None
 
 
-def _check_writable(decisions: Path) -> None:
+def _check_log(decisions: Path) -> None:
     """Raise one line if the log cannot be written: now, not when the model has been loaded."""
+    from autotune.control.decision_log import open_to_append
+
     try:
-        if not decisions.is_fifo():  # which opens when somebody reads it
-            decisions.open("a").close()
-    except OSError as error:
-        raise InputError(f"--decisions: {decisions} cannot be written ({error.strerror})") from None
+        file = open_to_append(decisions)
+    except InputError as error:
+        raise InputError(f"--decisions: {str(error).removeprefix('log: ')}") from None
+    if file is not None:
+        file.close()
 
 
 def _need_extra() -> None:

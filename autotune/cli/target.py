@@ -90,7 +90,7 @@ def running(engine: Engine) -> Iterator[Engine]:
     engine.close()
 
 
-def heading(found: Machine, *, requested: bool) -> str:
-    """The first line: version and machine. ``requested``: --cpu or --gpu was given, so there is nothing to explain."""
-    note = "" if requested or found.kind == "gpu" else " · no GPU found, profiling the CPU (use --gpu to insist)"
-    return f"autotune {__version__} · {describe(found)}{note}"
+def heading(model: str, found: Machine, *, requested: bool) -> str:
+    """Version, model and machine. ``requested``: --cpu or --gpu was given, so there is nothing to explain."""
+    note = "" if requested or found.kind == "gpu" else " · no GPU found, using the CPU (use --gpu to insist)"
+    return f"autotune {__version__} · {model} on {describe(found)}{note}"

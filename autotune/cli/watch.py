@@ -169,6 +169,9 @@ def _table(status: dict[str, Any], decisions: list[Decision]) -> RenderableType:
     if (status["overdue_s"] or 0.0) >= OVERDUE_S:
         facts.add_row("step records", Text(f"no step record for {status['overdue_s']:.1f} s", style="red"))
     for spec in KNOBS:
-        facts.add_row(spec.name, Text(f"{status['knobs'][spec.name]:.10g} {spec.unit}"))
+        if spec.name not in status["without"]:
+            value = status["knobs"][spec.name]
+            most = " (the ceiling)" if value and value == status["ceilings"][spec.name] else ""
+            facts.add_row(spec.name, Text(f"{value:.10g} {spec.unit}{most}"))
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in timeline(decisions, dates=False)]
     return Group(facts, Text(""), *lines[-2 * _SHOWN :])

@@ -13,7 +13,7 @@ from autotune.control.guardrails import Guardrails
 from autotune.control.loop import Control
 from autotune.control.profile_drift import ProfileDrift
 from autotune.engines import Adaptable, adapt
-from autotune.profile import Profile
+from autotune.profile import Profile, find_profile
 from autotune.profile.callable import CallableProfile, load_either
 from autotune.profile.serving import serving_cost, serving_knowledge
 from runtime.errors import InputError
@@ -128,8 +128,11 @@ def _strategy(about: CallableInfo) -> str:
 
 
 def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
-    """The profile at ``path``. Raises InputError for a callable's on an engine, and a language model's on a batcher."""
-    loaded = load_either(path)
+    """The profile at ``path``, or the shipped one of that name.
+
+    Raises InputError for a callable's on an engine, and a language model's on a batcher.
+    """
+    loaded = load_either(find_profile(path))
     batcher = engine.facts.callable is not None
     if isinstance(loaded, CallableProfile) and not batcher:
         raise InputError(f"{path}: is the profile of a callable ({loaded.function}); this engine runs a language model")

@@ -19,6 +19,7 @@ from runtime.knobs import KNOBS, Knobs
 
 VERSION = 1
 _IN_MEMORY = 1024  # decisions
+_FIRST_LINE = 1 << 20  # bytes of it that are looked at
 _JOIN_TIMEOUT_S = 5.0  # for a writer to write what is left
 
 log = logging.getLogger(__name__)
@@ -166,13 +167,30 @@ class DecisionLog:
 
 
 def open_to_append(path: str | Path) -> TextIO | None:
-    """The file at ``path``; None for a pipe, which can only be opened once somebody reads it. Raises :class:`InputError`."""
+    """The file at ``path``; None for a pipe, which can only be opened once somebody reads it.
+
+    Raises :class:`InputError` for a file that cannot be written, or that holds something else than decisions.
+    """
     try:
         if Path(path).is_fifo():
             return None
+        if _holds_something_else(path):
+            raise InputError(f"log: {path} exists and is no decision log; name another file")
         return open(path, "a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"log: {path} cannot be written: {error.strerror}") from None
+
+
+def _holds_something_else(path: str | Path) -> bool:
+    """Whether the first line of the file at ``path`` is no decision. A file that cannot be read, or looked into, may be one."""
+    try:
+        if not Path(path).is_file():  # a device
+            return False
+        with open(path, "rb") as file:
+            first = file.readline(_FIRST_LINE)
+    except OSError:
+        return False
+    return bool(first) and not (first.startswith(b"{") and b'"action":' in first and b'"cause":' in first)
 
 
 def read_decisions(path: str | Path) -> Iterator[Decision]:
@@ -215,7 +233,9 @@ def _decision(line: str, where: str) -> Decision:
         raise InputError(f"{where} is not JSON; is it a decision log?") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where} is not a decision; is it a decision log?")
-    if fields.pop("v", None) != VERSION:
+    if "v" not in fields:
+        raise InputError(f"{where} is not a decision; is it a decision log?")
+    if fields.pop("v") != VERSION:
         raise InputError(f"{where} has no version {VERSION} decision; this autotune reads version {VERSION}")
     missing = [name for name in Decision._fields if name != "wall" and name not in fields]
     unknown = [name for name in fields if name not in Decision._fields]

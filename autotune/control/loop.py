@@ -314,6 +314,7 @@ class Control(ReportsRates):
         return Status(
             knobs, regime, seen.all.attainment(), seen.default, paused, self.observe_only, ended, seen.by_class(),
             seen.all.rejections(), overdue,
+            tuple(name for name, effect in self._engine.capabilities.knobs.items() if effect == "none"), self._engine.limits,
         )  # fmt: skip
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.knobs import Knobs
+from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.slo import SLO, Attainment
 
 OVERDUE_S = 1.0  # a step record that is due for longer is worth a word
@@ -37,7 +37,8 @@ class ClassStatus:
 class Status:
     """``attainment`` is over the latest requests that have ended, each judged by the SLO of its class; so are ``classes``
     (``default``: those of no class of their own) and ``rejections``, rejected requests by cause. ``overdue_s``: seconds for which
-    the record of a step has been due; None while none is, as for an engine with nothing to do."""
+    the record of a step has been due; None while none is, as for an engine with nothing to do. ``without``: the knobs that the
+    engine does not have. ``limits``: its ceilings."""
 
     knobs: Knobs
     regime: str
@@ -49,6 +50,8 @@ class Status:
     classes: Mapping[str, ClassStatus] = field(default_factory=dict)
     rejections: Mapping[str, int] = field(default_factory=dict)
     overdue_s: float | None = None
+    without: tuple[str, ...] = ()
+    limits: KnobLimits = field(default_factory=KnobLimits)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +66,8 @@ class Status:
             "classes": {name: status.as_dict() for name, status in self.classes.items()},
             "rejections": dict(self.rejections),
             "overdue_s": None if self.overdue_s is None else round(self.overdue_s, 3),
+            "without": list(self.without),
+            "ceilings": {spec.name: getattr(self.limits, spec.name) for spec in KNOBS},
         }
 
     def __str__(self) -> str:
@@ -71,6 +76,7 @@ class Status:
             f"attainment {seen.share:.1%} of the last {seen.offered}" if seen.offered else "no request has ended yet"
         )
         state = "detached" if self.ended else "paused" if self.paused else "observing" if self.observe_only else ""
-        knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in k.shown)
+        shown = (s for s in k.shown if s.name not in self.without)
+        knobs = ", ".join(f"{s.short} {getattr(k, s.name):.10g}{' ms' if s.unit == 'ms' else ''}" for s in shown)
         overdue = "" if (self.overdue_s or 0.0) < OVERDUE_S else f"no step record for {self.overdue_s:.1f} s"
         return " · ".join(part for part in (share, f"regime {self.regime}", knobs, overdue, state) if part)

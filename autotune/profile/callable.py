@@ -89,6 +89,11 @@ def why_rate(rate_from: str, rate: float, capacity: float) -> str:
     return f"{rate / capacity:.0%} of what it can do inside the SLO"
 
 
+def items_per_s(rate: float) -> str:
+    """``1,660 items/s``: three digits that count, and no power of ten up to a million."""
+    return f"{float(f'{rate:.3g}'):,g} items/s"
+
+
 class _Tried(Part):
     """What a point is of: its first fields in the file."""
 

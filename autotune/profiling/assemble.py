@@ -22,7 +22,7 @@ from autotune.profile import (
     SimulationFacts,
     Software,
 )
-from autotune.profile.callable import CallablePoint, Group, Inputs, ServiceTime
+from autotune.profile.callable import CallablePoint, Group, Inputs, ServiceTime, items_per_s
 from autotune.profile.versions import CALLABLE_VERSION
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.profiling.callable import SIMULATED_WARM_UP, CallableFindings, CallableQuestion, CallableSetup, ranked
@@ -300,8 +300,8 @@ def judge(findings: Findings, balanced: Point) -> tuple[bool, str]:
         )
     if beyond is None:
         return True, (
-            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {_share(at)}); it was missed "
-            "at no higher rate"
+            f"balanced serves {share} within the SLO up to at least {_rate(at)} (measured {_share(at)}); no higher "
+            "rate was found to miss it"
         )
     return True, f"balanced serves {share} within the SLO up to about {_rate(at)} (measured {_share(at)}{fell})"
 
@@ -328,7 +328,7 @@ def _callable_verdict(setup: CallableSetup, best: CallablePoint, met: bool) -> s
     share = f"{best.attainment * 100:.1f}% of {best.offered} items (95% interval {low * 100:.1f}–{high * 100:.1f}%)"
     how = "in simulation, not measured" if best.source == "simulated" else "measured"
     target = f"{setup.slo.attainment * 100:g}%"
-    at = f"{how}, {share} met it at {setup.rate:.3g} items/s"
+    at = f"{how}, {share} met it at {items_per_s(setup.rate)}"
     if not met:
         return f"violates the SLO at this rate: {at}, the target is {target}; ask for less (--slo, --rate)"
     if not Objective.under(setup).confirmed(best):

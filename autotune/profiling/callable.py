@@ -19,7 +19,7 @@ from autotune.engines import callable_source
 from autotune.measure.evaluate import Interrupted, evaluate
 from autotune.measure.score import Score, score
 from autotune.profile import Machine
-from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, why_rate
+from autotune.profile.callable import MOST_RATE, BatcherSetting, CallablePoint, items_per_s, why_rate
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME, BatcherSpace, alike, choose, grid
 from autotune.profiling.calls import CallCost, calibrated, measure_calls
 from autotune.profiling.findings import Findings, Question
@@ -162,7 +162,7 @@ class CallableTarget:
             setup=setup,
             cost=cost,
             amount=f"{cost.largest} items",
-            note=f"fit error {cost.error:.1%}, up to {setup.capacity:.3g} items/s",
+            note=f"fit error {cost.error:.1%}, up to {items_per_s(setup.capacity)}",
         )
 
     def proposals(self, question: CallableQuestion, setup: CallableSetup, cost: CallCost) -> Proposals[BatcherSetting]:
@@ -377,7 +377,7 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
     def _at_rate(self, setup: CallableSetup) -> CallableSetup:
         """The one it has; no other is looked for. A study of the version before goes on with the windows it had planned."""
         why = why_rate(setup.rate_from, setup.rate, setup.capacity)
-        self._context.reporter.note(f"SLO {setup.slo} ({setup.slo_from}); rate {setup.rate:.3g} items/s ({why})")
+        self._context.reporter.note(f"SLO {setup.slo} ({setup.slo_from}); rate {items_per_s(setup.rate)} ({why})")
         planned = self._context.study.measurements.find("plan") or {}
         return setup.model_copy(update={name: planned[name] for name in ("window_s", "warmup_s") if name in planned})
 

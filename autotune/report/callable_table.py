@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotune.profile.callable import CallablePoint, CallableProfile
+from autotune.profile.callable import CallablePoint, CallableProfile, items_per_s
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
 from autotune.report.tables import Detail, empty_table, fullest
 
@@ -24,8 +24,8 @@ def show(profile: CallableProfile, console: Console) -> None:
         f"a call of n items takes {service.fixed_ms:.3g} + {service.per_item_ms:.3g} × n{per_cost} ms "
         f"(typical error {service.error:.1%}; tried up to {service.largest} items: {service.ended})",
         *_workers(profile),
-        f"so it can do about {service.capacity:.3g} items/s inside the SLO, in calls of {service.capacity_size}; "
-        f"offered here: {load.rate:.3g} items/s ({profile.why_rate})",
+        f"so it can do about {items_per_s(service.capacity)} inside the SLO, in calls of {service.capacity_size}; "
+        f"offered here: {items_per_s(load.rate)} ({profile.why_rate})",
     ):
         console.print(escape(line), highlight=False, soft_wrap=True)
     console.print()

@@ -150,11 +150,13 @@ def conclusion(profile: Profile) -> str:
         others = [p for p in profile.points if p.stage == setting.point.stage and p.knobs != base.knobs]
         measured_more = any(p.rate == base.rate and p.weighted_attainment > base.weighted_attainment for p in others)
         count = len({p.knobs for p in others})
-        best = (
-            f"none of {count} others measured was {'clearly ' * measured_more}better"
-            if others
-            else "it was the only setting measured"
-        )
+        better = f"{'clearly ' * measured_more}better"
+        if not others:
+            best = "they were the only setting measured"
+        elif count == 1:
+            best = f"the one other setting measured was not {better}"
+        else:
+            best = f"none of the {count} others measured was {better}"
         return f"No setting beats vLLM's defaults here: {best}."
     turned = [
         f"{spec.name}={getattr(setting.knobs, spec.name):g}"

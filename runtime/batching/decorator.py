@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any, overload
 
 from runtime.batching.batcher import Batcher, in_event_loop
 from runtime.batching.future import ItemFuture
+from runtime.batching.options import slos_of
 from runtime.errors import EngineClosedError
 
 
@@ -25,11 +27,13 @@ class _Made:
 class Batched:
     """What ``@batch`` makes of a function: call it with an item, ``await`` it, ``submit`` to it, ``map`` over it.
 
-    The batcher is made with the first item. On a method there is one for each instance, which goes with it, but not before
-    the futures of its items are done. ``function`` is what was decorated; ``options`` are those of the decorator.
+    The batcher is made with the first item; an SLO that cannot be read, and an option that is none, raise before that. On a
+    method there is one for each instance, which goes with it, but not before the futures of its items are done. ``function``
+    is what was decorated; ``options`` are those of the decorator.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        _check(options)
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.options = options
@@ -103,6 +107,17 @@ class Batched:
 
     def __repr__(self) -> str:
         return f"<batched {self._name}>"
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raise what :class:`Batcher` would raise of these at the first item, when nobody looks at the decorator any more."""
+    unknown = next((name for name in options if name not in _OPTIONS), None)
+    if unknown is not None:
+        raise TypeError(f"@batch has no option {unknown!r}; the options are {', '.join(_OPTIONS)}")
+    slos_of(options.get("slo"))
+
+
+_OPTIONS = [name for name in inspect.signature(Batcher).parameters if name != "fn"]
 
 
 def _weak_method(function: Callable[..., Any], owner: weakref.ref[Any]) -> Callable[..., Any]:

@@ -219,7 +219,8 @@ def create_app(api: Api) -> FastAPI:
 
     def no_such_place(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        what = "there is no such path" if status == 404 else "this path has other methods"
+        allowed = (getattr(error, "headers", None) or {}).get("Allow", "other methods")
+        what = "there is no such path" if status == 404 else f"this path takes {allowed}"
         return complain(request, ApiError(status, f"{request.method} {request.url.path}: {what}", code="not_found"))
 
     for kind in (ApiError, AutotuneError, Exception):

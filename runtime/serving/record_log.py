@@ -12,9 +12,14 @@ from typing import Self
 from runtime.errors import InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
 
+_FIRST_LINE = 1 << 20  # bytes of it that are looked at
+
 
 class RecordLog:
-    """Appends records to ``path``. As a listener it only queues them; :meth:`flush` writes, from one thread at a time."""
+    """Appends records to ``path``. As a listener it only queues them; :meth:`flush` writes, from one thread at a time.
+
+    Raises :class:`InputError` for a file that cannot be written, or that holds something else.
+    """
 
     def __init__(self, path: Path) -> None:
         self._queue: deque[RequestRecord] = deque()
@@ -22,6 +27,9 @@ class RecordLog:
             self._file: TextIOWrapper = path.open("a", encoding="utf-8")
         except OSError as error:
             raise InputError(f"--records: {path} cannot be written ({error.strerror or error})") from None
+        if _holds_something_else(path):
+            self._file.close()
+            raise InputError(f"--records: {path} exists and holds no records of requests; name another file")
 
     def on_step(self, record: StepRecord) -> None:
         pass
@@ -41,6 +49,18 @@ class RecordLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.flush()
         self._file.close()
+
+
+def _holds_something_else(path: Path) -> bool:
+    """Whether the first line of the file at ``path`` is no record. A file that cannot be read, or looked into, may be one."""
+    try:
+        if not path.is_file():  # a pipe, a device
+            return False
+        with path.open("rb") as file:
+            first = file.readline(_FIRST_LINE)
+    except OSError:
+        return False
+    return bool(first) and not (first.startswith(b"{") and b'"token_times":' in first)
 
 
 def read_records(path: Path) -> list[RequestRecord]:

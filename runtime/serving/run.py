@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -42,7 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise InputError(f"--port is {port}: {host}:{port} cannot be bound ({error.strerror or error})") from None
+        wrong = f"--host is {host}" if error.errno == errno.EADDRNOTAVAIL else f"--port is {port}"
+        raise InputError(f"{wrong}: {host}:{port} cannot be bound ({error.strerror or error})") from None
     return bound
 
 
@@ -105,7 +107,9 @@ async def _until_stopped(api: Api, server: Server, bound: socket.socket, grace_s
     def stop(number: int) -> None:
         if requested.is_set():
             os._exit(128 + number)  # without unwinding: the engine's thread may be deep in a step
-        log.warning("%s: draining %d requests", signal.Signals(number).name, api.lifecycle.active)
+        left = _requests(api.lifecycle.active)
+        name = signal.Signals(number).name
+        log.warning("%s: draining %s for at most %g s; a second signal ends at once", name, left, grace_s)
         api.lifecycle.drain()
         requested.set()
 
@@ -121,9 +125,13 @@ async def _until_stopped(api: Api, server: Server, bound: socket.socket, grace_s
         try:
             await asyncio.wait_for(api.lifecycle.idle(), grace_s)
         except TimeoutError:
-            log.warning("%d requests are cut after %g s of grace", api.lifecycle.active, grace_s)
+            log.warning("cutting %s after %g s of grace", _requests(api.lifecycle.active), grace_s)
             code = CUT_SHORT
             await asyncio.to_thread(api.engine.close, False)  # each of them gets an error
     server.should_exit = True
     await serving
     return code
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"

@@ -189,7 +189,9 @@ def test_out_of_memory_in_the_middle_of_answers(small: SmallModel) -> None:
         done = engine.generate(small.prompts, max_tokens=TOKENS)
         assert [c.token_ids for c in done] == list(small.references)
         ceilings = engine.effective_limits
-        assert min(ceilings.max_batch_size, ceilings.token_budget) <= 2 * 4, "at most one rise above what fits is on trial"
+        assert min(ceilings.max_batch_size, ceilings.token_budget) <= 2 * 4, (
+            "at most one rise above what fits is on trial"
+        )
 
 
 def test_close_while_busy(small: SmallModel) -> None:

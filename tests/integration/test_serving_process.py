@@ -75,7 +75,7 @@ def test_a_signal_drains(tmp_path: Path) -> None:
         reader.join()
         assert server.ended() == 0, server.output
     assert (reader.tokens, reader.ended, reader.failure) == (150, "[DONE]", None)
-    assert "SIGTERM: draining 1 requests" in server.output and "Traceback" not in server.output
+    assert "SIGTERM: draining 1 request for at most" in server.output and "Traceback" not in server.output
     (record,) = read_records(tmp_path / "records.jsonl")
     assert record.reason is FinishReason.LENGTH and record.output_tokens == len(record.token_times) == 150
     actions = [decision.action for decision in read_decisions(tmp_path / "decisions.jsonl")]
@@ -92,7 +92,7 @@ def test_grace_is_not_for_ever(tmp_path: Path) -> None:
         reader.join()
     assert json.loads(reader.ended)["error"]["code"] == "cancelled", "it is told so"
     assert 0 < reader.tokens < 8000
-    assert "1 requests are cut after 0.5 s of grace" in server.output
+    assert "cutting 1 request after 0.5 s of grace" in server.output
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune import control, save_profile
+from autotune import control, load_profile, save_profile, shipped_profiles
 from autotune.control.attach import attach
 from autotune.control.controllers.predictive import PredictiveController
 from autotune.control.controllers.protocol import Proposal
@@ -291,6 +291,15 @@ def test_admission_hears_what_a_controller_says_of_prefill() -> None:
         control(engine, slo=SLO_, controller=Half(VLLM))
     engine.acquire("who comes next").release()
     assert engine.acquire("another").release() is None
+
+
+def test_a_shipped_profile_is_known_by_its_name() -> None:
+    engine = SimulatedEngine(h200)
+    shipped = load_profile(shipped_profiles()["cpu-2core-tiny"])
+    with control(engine, slo=SLO_, profile="cpu-2core-tiny"):
+        assert engine.knobs == shipped.knobs
+    with pytest.raises(InputError, match=r"nobodys: cannot be read .* and is no shipped profile either"):
+        control(engine, slo=SLO_, profile="nobodys")
 
 
 def test_a_log_that_cannot_be_written_is_said_at_once_and_leaves_no_lease(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -57,6 +58,19 @@ def test_the_decorator_keeps_the_function_and_makes_one_batcher() -> None:
     assert embed.batcher.slos["default"] == SLO(e2e_ms=30000)
     assert list(embed.map(["a", "bb", "ccc"])) == [1, 2, 3]
     embed.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"slo": "200ms"}, ValueError, '"200ms" is not a target; write'),
+        ({"slo": "e2e=200"}, ValueError, '"e2e=200" has no unit'),
+        ({"max_batch": 3}, TypeError, "@batch has no option 'max_batch'; the options are slo, cost, strategy, "),
+    ],
+)
+def test_a_wrong_option_is_said_where_it_stands(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        batch(**options)(lambda items: items)
 
 
 def test_a_method_has_a_batcher_for_each_instance_and_lets_go_of_it() -> None:

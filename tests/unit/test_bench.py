@@ -171,6 +171,46 @@ def test_the_table_says_what_each_met_and_how_it_differs() -> None:
     assert "− 4/32" in lines[0] and f"SLO {EASY}" in lines[3]
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_the_table_leaves_out_what_finds_no_room_and_cuts_nothing(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    show(world(), EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "…" not in "".join(lines) and all(len(line.rstrip()) <= width for line in lines[:3])
+    assert "90.0% [" in lines[1] and "+40.0 [" in lines[1] and "TTFT p99" in lines[0] and "TPOT p99" in lines[0]
+    assert ("TTFT p50" in lines[0]) == (width >= 120) and ("E2E p99" in lines[0]) == (width >= 100)
+
+
+def test_a_single_block_has_no_interval() -> None:
+    """Every resample of one block is that block: its interval would have no width, and be taken for certainty."""
+    made = compare(
+        [result(ONE, 0, [True, False, True, True], 3.0), result(TWO, 0, [True, False, False, True], 3.0)], 3.0
+    )
+    for contender in (ONE, TWO):
+        standing = made.standing(contender)
+        pairs = [one for pair in standing.latencies.values() for one in pair]
+        for estimate in (standing.attainment, standing.goodput, *pairs):
+            assert math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
+    console = Console(width=120, file=io.StringIO())
+    show(made, EASY, console, baseline=TWO)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "75.0%" in text and "+25.0" in text and "[" not in text and "One round of 3 s has no intervals" in text
+    assert compare(list(made.results), 8.0).has_intervals
+
+
+def test_control_is_by_the_controller_that_is_named() -> None:
+    with paced() as engine:
+        named = controlled(engine.limits, controller="static")
+        (found,) = run(engine, [named])
+        with pytest.raises(InputError, match="--controller: controller is 'nobody'; it must be one of"):
+            run(engine, [controlled(engine.limits, controller="nobody")])
+        assert run(engine, [ONE])  # the lease was given back
+    assert isinstance(found, Result) and named.name == "control"
+    assert found.decisions[0].cause.startswith("static controller")
+
+
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     with paced() as engine:
         found = run(engine, [controlled(engine.limits), ONE])

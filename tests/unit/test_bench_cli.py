@@ -25,6 +25,11 @@ from autotune.cli.main import run
             "--fixed: token_budget is 9000.0; it must be a whole number between 1 and 8192",
         ),
         (["--fixed", "token_budget=64", "--fixed", "token_budget=64"], "--fixed: 1024/64 is compared already"),
+        (["--controller", "nobody"], "--controller: controller is 'nobody'; it must be one of aimd, bisection, "),
+        (
+            ["--controller", "no_such_module:Mine"],
+            "--controller: controller is no_such_module:Mine; it cannot be imported",
+        ),
         (["--out", "plot.pdf"], "--out: plot.pdf must end in .html"),
         (["--out", "nowhere/plot.html"], "--out: nowhere/plot.html cannot be written: there is no directory nowhere"),
         (["--profile", "none.yaml"], "none.yaml: cannot be read (No such file or directory), and is no shipped "),

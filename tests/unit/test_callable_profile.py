@@ -15,7 +15,13 @@ from rich.console import Console
 import autotune
 from autotune.cli.main import run
 from autotune.profile import load_profile, save_profile
-from autotune.profile.callable import CallableProfile, load_callable_profile, load_either, save_callable_profile
+from autotune.profile.callable import (
+    CallableProfile,
+    items_per_s,
+    load_callable_profile,
+    load_either,
+    save_callable_profile,
+)
 from autotune.profile.fingerprint import machine, software
 from autotune.profiling.assemble import assemble, of_callable
 from autotune.profiling.batcher_space import AS_IT_COMES, ONE_AT_A_TIME
@@ -65,6 +71,14 @@ def keys(data: object) -> object:
 
 
 BEFORE = Path(__file__).parent / "data" / "callable-profile-version-1.yaml"
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(1000.0, "1,000"), (1658.9, "1,660"), (999.6, "1,000"), (12.34, "12.3"), (0.25, "0.25"), (20000, "20,000")],
+)
+def test_rates_are_said_without_powers_of_ten(rate: float, said: str) -> None:
+    assert items_per_s(rate) == f"{said} items/s"
 
 
 def test_a_file_of_the_version_before_loads(tmp_path: Path) -> None:

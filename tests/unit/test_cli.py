@@ -145,6 +145,14 @@ def test_help_starts_without_torch_or_optuna() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_the_package_is_the_command() -> None:
+    """``python -m autotune``, where ``autotune`` is not on the path."""
+    words = [sys.executable, "-m", "autotune", "explain", "nothing-here.jsonl"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: nothing-here.jsonl: cannot be read: No such file or directory\n"
+
+
 def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback() -> None:
     code = (
         "import os, signal, sys\nfrom autotune.cli.entry import main\n"

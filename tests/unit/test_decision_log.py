@@ -18,6 +18,7 @@ import pytest
 from autotune import control
 from autotune.control import decision_log
 from autotune.control.decision_log import Decision, DecisionLog, read_decisions
+from runtime.errors import InputError
 from runtime.knobs import Knobs
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200, poisson
@@ -27,6 +28,19 @@ KNOBS = Knobs().as_dict()
 
 def decision(number: int, note: str = "") -> Decision:
     return Decision(float(number), "note", "learning", KNOBS, KNOBS, 0, note or f"number {number}", {"n": number})
+
+
+def test_a_log_is_appended_to_a_log_and_to_nothing_else(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.jsonl", tmp_path / "mine.yaml"
+    for number in range(2):
+        log = DecisionLog(path)
+        log.add(decision(number))
+        log.join()
+    assert [d.at for d in read_decisions(path)] == [0.0, 1.0]
+    other.write_text("knobs: {}\n")
+    with pytest.raises(InputError, match="exists and is no decision log; name another file"):
+        DecisionLog(other)
+    assert other.read_text() == "knobs: {}\n"
 
 
 @pytest.fixture

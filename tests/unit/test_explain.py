@@ -142,6 +142,7 @@ def test_a_real_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         ("nonsense\n", "line 1 is not JSON; is it a decision log?"),
         (RUN[0].as_json() + "\n[]\n", "line 2 is not a decision"),
+        ('{"id": "cmpl-1", "arrival": 0.5}\n', "line 1 is not a decision; is it a decision log?"),
         (RUN[0].as_json().replace('"at":10.0', '"at":"x"') + "\n", "line 1: at is 'x'; it must be a finite number"),
         (RUN[0].as_json().replace('"at":10.0', '"at":NaN') + "\n", "line 1: at is nan; it must be a finite number"),
         (

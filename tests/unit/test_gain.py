@@ -86,15 +86,15 @@ def test_the_defaults_themselves_are_no_setting_to_change_to() -> None:
     best = of_seconds([9] * 8, knobs=VLLM)
     assert (
         conclusion(profile(findings(best)))
-        == "No setting beats vLLM's defaults here: it was the only setting measured."
+        == "No setting beats vLLM's defaults here: they were the only setting measured."
     )
     text = conclusion(profile(findings(best, of_seconds([5] * 8), of_seconds([4] * 8, knobs=LARGE))))
-    assert text == "No setting beats vLLM's defaults here: none of 2 others measured was better."
+    assert text == "No setting beats vLLM's defaults here: none of the 2 others measured was better."
     expected = {VLLM: 0.95, SMALL: 0.9}
     more = findings(best, of_seconds([10, 9] * 4), expected=expected, noise=0.2)
     assert (
         conclusion(profile(more))
-        == "No setting beats vLLM's defaults here: none of 1 others measured was clearly better."
+        == "No setting beats vLLM's defaults here: the one other setting measured was not clearly better."
     )
 
 

@@ -83,6 +83,15 @@ class Wrong(StaticController):
         raise LookupError("no idea")
 
 
+class Beyond(StaticController):
+    """Sets what no knob can be at; the error is raised far below its own code."""
+
+    name = "beyond"
+
+    def decide(self, now: float, knobs: Knobs, limits: KnobLimits) -> Proposal:
+        return super().decide(now, knobs.with_(token_budget=10**9), limits)
+
+
 class Broken(StaticController):
     name = "broken"
 
@@ -178,6 +187,7 @@ def test_a_file_is_answered_with_how_its_class_is_named(
         ("Deaf", "the deaf controller failed: Deaf.set_slos raised KeyError: 'chat' (test_own_controller.py:"),
         ("Nameless", "Nameless.name is None; it must be text that is not empty"),
         ("Wrong", "failed: Wrong.decide raised LookupError: no idea (test_own_controller.py:"),
+        ("Beyond", "whole number between 1 and 1048576 tokens (test_own_controller.py:"),
     ],
 )
 def test_one_that_is_wrong_is_no_figure_but_a_line(

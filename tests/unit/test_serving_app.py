@@ -169,7 +169,9 @@ async def test_what_is_not_here_is_404() -> None:
         }
         assert (await client.get("/v1/models/gpt-5")).status_code == 404
         assert (await client.get("/v2")).json()["error"]["message"] == "GET /v2: there is no such path"
-        assert (await client.get("/v1/completions")).status_code == 405
+        other = await client.get("/v1/completions")
+        assert other.status_code == 405
+        assert other.json()["error"]["message"] == "GET /v1/completions: this path takes POST"
 
 
 async def test_models() -> None:

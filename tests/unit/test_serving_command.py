@@ -79,6 +79,9 @@ def test_every_knob_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         (("tiny", "--dtype", "int8"), "--dtype is int8; it must be one of auto, float32, bfloat16, float16"),
         (("tiny", "--host", "no.such.host.invalid"), "--host is no.such.host.invalid"),
         (("tiny", "--port", "66000"), "65535"),
+        (("./nothing-here", "--host", "192.0.2.1", "--port", "0"), "--host is 192.0.2.1: 192.0.2.1:0 cannot be bound"),
+        (("tiny", "--ordering", "lifo"), "--ordering is lifo; it must be one of priority, fcfs, "),
+        (("tiny", "--threads", "0"), "--threads is 0; it must be a whole number of at least 1"),
         (("./nothing-here", "--port", "0"), "nothing-here"),
         (("tiny", "--control"), "--control needs an SLO: add --slo ttft=500ms,tpot=50ms"),
         (("tiny", "--reject-late"), "--reject-late needs to know what is late: add --slo ttft=500ms,tpot=50ms"),
@@ -169,6 +172,20 @@ def test_records_can_be_read_back(tmp_path: Path) -> None:
         log.on_request(first)
     assert [r.reason for r in read_records(path)] == [first.reason, second.reason, first.reason]
     assert json.loads(path.read_text().splitlines()[1])["reason"] == "rejected"
+
+
+def test_nothing_is_appended_to_a_file_of_something_else(tmp_path: Path) -> None:
+    """A word in the wrong place (--decisions for --records) must not cost what was recorded before."""
+    records, notes = tmp_path / "records.jsonl", tmp_path / "notes.txt"
+    with RecordLog(records) as log:
+        log.on_request(request_record([1.0, 1.25], arrival=0.1))
+    notes.write_text("mine\n")
+    before = records.read_text()
+    code, text = ended("./nothing-here", "--slo", "ttft=1s", "--decisions", str(records), "--port", "0")
+    assert code == 2 and f"--decisions: {records} exists and is no decision log; name another file" in text
+    code, text = ended("./nothing-here", "--records", str(notes), "--port", "0")
+    assert code == 2 and f"--records: {notes} exists and holds no records of requests; name another file" in text
+    assert (records.read_text(), notes.read_text()) == (before, "mine\n")
 
 
 def test_classes_are_spelt_name_slo_weight() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import pytest
+from rich.console import Console
 
 from autotune import control
+from autotune.cli.watch import _table
 from autotune.control import attainment
+from runtime import Batcher
 from runtime.slo import SLO
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
@@ -54,3 +58,18 @@ def test_the_regime_takes_no_lock() -> None:
             asking.start()
             asking.join(60)
         assert found == [attached.status().regime] != ["learning"]
+
+
+def test_a_batcher_is_shown_with_the_knobs_it_has_and_what_is_open() -> None:
+    """It has no chunks and drafts nothing; what nobody has set stands at its ceiling, which is no wait of ten seconds."""
+    with Batcher(lambda items: items, slo="e2e=1s", max_batch_size=8) as batcher, control(batcher) as attached:
+        status = attached.status()
+        assert status.without == ("chunk_size", "draft_tokens") and "chunk" not in str(status)
+        console = Console(width=100, file=io.StringIO())
+        console.print(_table({"pid": 1, "controller": "batching", **status.as_dict()}, []))
+    assert isinstance(console.file, io.StringIO)
+    shown = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in console.file.getvalue().splitlines() if line.strip()
+    }
+    assert "chunk_size" not in shown and "draft_tokens" not in shown
+    assert shown["max_batch_size"] == "8 sequences" and shown["max_wait_ms"] == "10000 ms (the ceiling)"

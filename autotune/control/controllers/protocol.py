@@ -97,7 +97,7 @@ def failure(controller: object, error: BaseException) -> str:
     own = next((i for i, (frame, _) in enumerate(steps) if isinstance(frame.f_locals.get("self"), kind)), None)
     if own is None:  # what it returned cannot be used, and the error says so
         return f"{type(error).__name__}: {error}"
-    frame, line = steps[-1]
-    method = steps[own][0].f_code.co_name
-    where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    method, file = steps[own][0].f_code.co_name, steps[own][0].f_code.co_filename
+    line = [line for frame, line in steps if frame.f_code.co_filename == file][-1]  # not that of a function it called
+    where = f"{os.path.basename(file)}:{line}"
     return f"{kind.__qualname__}.{method} raised {type(error).__name__}: {error} ({where})"
