@@ -8,13 +8,11 @@ All serve the same requests by turns, some sequences that all decode:
 - *engine*: :class:`~autotune.engines.vllm.VllmEngine` with a controller attached, its whole thread: also the delivery of tokens
   to streams, which stock leaves to whoever called.
 
-The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's. What is more is
-counted beside vLLM's model runner, and divided by all of stock's host time, the runner's included: the runner is the same
-code in all three, runs none of ours, and varies by more from turn to turn than ours takes. ``host_overhead_with_runner`` counts
-what it took more, or less, too.
-
-The last line is JSON; ``host_overhead`` is that of *scheduler*, the largest over the numbers of sequences; of *engine* where no
-controller is attached to the scheduler.
+The CPU time that the model takes (forward, logits, sampling) is left out of each: on a GPU it is the device's.
+The last line is JSON; ``host_overhead`` is what *scheduler* takes more, ÷ what stock takes, the largest over the numbers of
+sequences; of *engine* where no controller is attached to the scheduler. Both times hold what vLLM's model runner takes to prepare
+inputs: it is the same code in all three, runs none of ours, and may vary by more from turn to turn than ours takes.
+``host_overhead_beside_runner`` is what is more beside it, ÷ the same.
 
 Run ``python -m benchmarks.vllm.overhead`` by a Python that has vLLM; some four minutes.
 """
@@ -46,7 +44,7 @@ _SKIP = 5  # steps at either end of a run
 class Host(NamedTuple):
     """Of so many sequences: medians over rounds, seconds of CPU a step without the model; ``…runner``: of that, what vLLM's model
     runner takes to prepare its inputs. ``scheduler``: None where no controller was attached. ``low``, ``high``: of the share that
-    is more, over rounds."""
+    is more beside the runner, over rounds."""
 
     sequences: int
     stock: float
@@ -58,15 +56,15 @@ class Host(NamedTuple):
     low: float
     high: float
 
+    def share(self, seconds: float) -> float:
+        """What is more than stock, in units of it."""
+        return (seconds - self.stock) / self.stock
+
     @property
-    def shares(self) -> tuple[float | None, float]:
+    def beside_runner(self) -> tuple[float | None, float]:
         """What *scheduler* and *engine* take more than stock beside the runner, in units of all that stock takes."""
         scheduler = None if self.scheduler is None else self._more(self.scheduler, self.scheduler_runner) / self.stock
         return scheduler, self._more(self.engine, self.engine_runner) / self.stock
-
-    def with_runner(self, seconds: float) -> float:
-        """The same of ``seconds``, the runner's part included."""
-        return (seconds - self.stock) / self.stock
 
     def _more(self, seconds: float, runner: float) -> float:
         return seconds - runner - (self.stock - self.runner)
@@ -80,26 +78,25 @@ class Host(NamedTuple):
             if seconds is None:
                 parts.append(f"no controller attached to the {name}")
             else:
-                more = self._more(seconds, runner)
-                without = more / (self.stock - self.runner)
+                beside = self._more(seconds, runner)
                 parts.append(
-                    f"{name} {1e6 * more:+.0f} µs: {more / self.stock:.3f} (of what is not the runner {without:.3f}; "
-                    f"with whatever the runner took more {self.with_runner(seconds):.3f})"
+                    f"{name} {1e6 * (seconds - self.stock):+.0f} µs: {self.share(seconds):.3f} "
+                    f"(beside the runner {1e6 * beside:+.0f} µs: {beside / self.stock:.3f})"
                 )
-        return ", ".join(parts) + f"; rounds {self.low:.3f} to {self.high:.3f}"
+        return ", ".join(parts) + f"; beside the runner {self.low:.3f} to {self.high:.3f} in single rounds"
 
 
 def shape(found: Sequence[Host]) -> dict[str, Any]:
     """For the JSON line."""
     attached = all(one.scheduler is not None for one in found)
-    shares = [one.shares[0] if attached else one.shares[1] for one in found]
     whole = [one.scheduler if attached else one.engine for one in found]
+    beside = [one.beside_runner[0] if attached else one.beside_runner[1] for one in found]
     return {
-        "host_overhead": round(max(share for share in shares if share is not None), 4),
-        "host_overhead_of": "scheduler" if attached else "engine",
-        "host_overhead_with_runner": round(
-            max(one.with_runner(seconds) for one, seconds in zip(found, whole, strict=True) if seconds is not None), 4
+        "host_overhead": round(
+            max(one.share(seconds) for one, seconds in zip(found, whole, strict=True) if seconds is not None), 4
         ),
+        "host_overhead_of": "scheduler" if attached else "engine",
+        "host_overhead_beside_runner": round(max(share for share in beside if share is not None), 4),
         "hosts": [one._asdict() for one in found],
     }
 

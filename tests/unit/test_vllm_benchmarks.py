@@ -145,16 +145,13 @@ def test_host_overhead_is_the_larger_and_says_of_what() -> None:
     stock = [(2e-3, 1e-3), (2.1e-3, 1e-3), (1.8e-3, 9e-4)]
     many = [stock, [(2.3e-3, 1.2e-3), (2.5e-3, 1.3e-3), (2.1e-3, 1.26e-3)], [(2.4e-3, 1.4e-3)] * 3]
     hosts = [overhead._host(16, few, True), overhead._host(64, many, True)]
-    assert hosts[0].shares == (pytest.approx(0.1), pytest.approx(0.3))
+    assert hosts[0].beside_runner == (pytest.approx(0.1), pytest.approx(0.3))
     assert (hosts[1].low, hosts[1].high) == (pytest.approx(0.1), pytest.approx(0.2))
     shape = overhead.shape(hosts)
-    assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.1, "scheduler")
-    assert shape["host_overhead_with_runner"] == 0.2, "the runner took longer by chance"
-    assert (
-        "scheduler +100 µs: 0.100 (of what is not the runner 0.200; with whatever the runner took more 0.200)"
-        in hosts[0].told()
-    )
-    assert "rounds 0.100 to 0.200" in hosts[1].told()
+    assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.2, "scheduler")
+    assert shape["host_overhead_beside_runner"] == 0.1, "the runner took longer by chance"
+    assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].told()
+    assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].told()
     bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
     assert (overhead.shape(bare)["host_overhead"], overhead.shape(bare)["host_overhead_of"]) == (0.3, "engine")
     assert "no controller attached to the scheduler" in bare[0].told()
