@@ -146,7 +146,7 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
-    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another
+    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another, recorded_otherwise
 
     if isinstance(profile, CallableProfile):
         about = engine.facts.callable
@@ -165,7 +165,8 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     )
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
-    return "; ".join(text for text in (elsewhere, by, other) if text)
+    ladder = recorded_otherwise(profile, facts.graph_sizes, engine.limits.max_batch_size)
+    return "; ".join(text for text in (elsewhere, by, other, ladder) if text)
 
 
 __all__ = ["attach", "warm_model"]
