@@ -24,10 +24,13 @@ from runtime.step_model import StepLearner
 from runtime.tunable import CallableInfo, Tunable
 
 
-def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
-    """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
+def warm_model(profile: Profile | CallableProfile | None, graph_sizes: tuple[int, ...] = ()) -> StepLearner | None:
+    """A learner that begins with what ``profile`` knows of the hardware, and with the ``graph_sizes`` of the engine; None when
+    nothing is known."""
     known = serving_knowledge(profile) if isinstance(profile, Profile) else None
-    return None if known is None else StepLearner.warm_start(known)
+    if known is not None:
+        return StepLearner.warm_start(known, graph_sizes=graph_sizes)
+    return StepLearner(graph_sizes=graph_sizes) if graph_sizes else None
 
 
 def _drift(profile: Profile | CallableProfile | None) -> ProfileDrift | None:
@@ -119,7 +122,7 @@ def _named(
         return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
     make = find(name, batcher=facts.callable is not None)
-    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile))
+    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graph_sizes))
 
 
 def _strategy(about: CallableInfo) -> str:
