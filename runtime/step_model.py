@@ -13,7 +13,9 @@ a row at the end. Profiles written before it hold no coefficient for it, which t
 
 Where memory and compute overlap, a step takes the longer of two times, and each piece becomes one of them; where they
 add up, the mixed piece holds the sum. A step without prompts belongs to the decode piece; any other to the piece that
-comes closer to it. Drafted tokens count as prompt tokens here. Each is fitted by recursive least squares with directional
+comes closer to it. Drafted tokens count as prompt tokens here. Where decode steps are recorded for a few numbers of rows (CUDA
+graphs), the decodes of a step of decodes alone count as the rows that it is padded to, for dummies are computed as others are:
+the learner has no other input that says what a row costs. Each piece is fitted by recursive least squares with directional
 forgetting (Cao and Schwartz, Automatica 36, 2000): only what a new step speaks about is forgotten, so the covariance
 cannot wind up while the inputs stand still, and a change of speed is followed even then. Residuals are relative and
 clipped (Huber); coefficients never go below zero.
@@ -44,6 +46,7 @@ __all__ = [
     "StepModel",
     "Term",
     "learned_terms",
+    "rows_by_decodes",
 ]
 
 PRIOR_ERROR = 0.3
@@ -126,7 +129,8 @@ class Term:
 
     @property
     def padded(self) -> bool:
-        """Whether dummy rows of a recorded step count, where the offline model knows of them: curves are of tokens computed."""
+        """Whether dummy rows of a recorded step count, for the offline model and for a further input of the learner: curves are
+        of tokens computed."""
         return self.curve != "linear"
 
 
@@ -174,6 +178,17 @@ def learned_terms(piece: Piece) -> list[Term]:
     return [term for term in TERMS.values() if piece in term.pieces]
 
 
+def rows_by_decodes(graph_sizes: Sequence[int]) -> list[int]:
+    """By the decodes of a step of decodes alone, how many rows are computed; as far as steps are recorded.
+
+    ``graph_sizes``: for how many rows they are, ascending.
+    """
+    made = [0]
+    for size in graph_sizes:
+        made += [size] * (size + 1 - len(made))
+    return made
+
+
 class StepModel(Protocol):
     """Predicts how long a step takes."""
 
@@ -193,11 +208,23 @@ class Knowledge(NamedTuple):
 class StepLearner:
     """Learns step times online. ``observe`` costs some 20 µs and neither grows nor slows with the number of steps.
 
-    The first ``warm_up`` steps are left out (caches, lazy initialisation). ``ready`` says that enough has been seen to
+    The first ``warm_up`` steps are left out (caches, lazy initialisation). ``graph_sizes``: for how many rows decode steps are
+    recorded, ascending (:class:`runtime.tunable.Facts`). ``ready`` says that enough has been seen to
     predict. Times are learned relative to the first ones seen, so hardware of any speed looks alike.
     """
 
-    __slots__ = ("_decode", "_mixed", "_more_decode", "_more_mixed", "_seen", "_unit", "_warm_up", "error")
+    __slots__ = (
+        "_decode",
+        "_mixed",
+        "_more_decode",
+        "_more_mixed",
+        "_rows",
+        "_seen",
+        "_unit",
+        "_warm_up",
+        "error",
+        "graph_sizes",
+    )
 
     # The inputs that are written out below; rows of the table behind them are asked one by one.
     _WRITTEN_OUT: ClassVar[dict[Piece, tuple[str, ...]]] = {
@@ -208,7 +235,7 @@ class StepLearner:
         1 / TERMS[name].typical for name in ("prefill_tokens", "decodes", "context", "prefill_attention")
     )
 
-    def __init__(self, *, forgetting: float = 0.98, warm_up: int = 4) -> None:
+    def __init__(self, *, forgetting: float = 0.98, warm_up: int = 4, graph_sizes: tuple[int, ...] = ()) -> None:
         decode, mixed = learned_terms("decode"), learned_terms("mixed")
         self._decode = RecursiveLeastSquares(len(decode), forgetting=forgetting)
         self._mixed = RecursiveLeastSquares(len(mixed), forgetting=forgetting)
@@ -217,18 +244,27 @@ class StepLearner:
         self._unit = 0.0
         self._seen = 0
         self._warm_up = warm_up
+        self.graph_sizes = graph_sizes
+        self._rows = rows_by_decodes(graph_sizes)
         self.error = 1.0
         """Running mean of the relative error of predictions made before each step was learned."""
 
     @classmethod
-    def warm_start(cls, known: Knowledge, *, prior_error: float = PRIOR_ERROR, forgetting: float = 0.98) -> StepLearner:
+    def warm_start(
+        cls,
+        known: Knowledge,
+        *,
+        prior_error: float = PRIOR_ERROR,
+        forgetting: float = 0.98,
+        graph_sizes: tuple[int, ...] = (),
+    ) -> StepLearner:
         """A learner that predicts from the start, by what another has learned of this hardware, perhaps long ago.
 
         ``prior_error``: how far off, relatively, all of it may be together; a machine 1.8 times slower is followed within a few
         steps, and what each coefficient is by itself is learned as it shows. Of terms that are newer than the knowledge it knows
-        nothing. Raises ``ValueError`` for what is no knowledge.
+        nothing. ``graph_sizes``: of the hardware that is met now. Raises ``ValueError`` for what is no knowledge.
         """
-        learner = cls(forgetting=forgetting)
+        learner = cls(forgetting=forgetting, graph_sizes=graph_sizes)
         for piece, least, values, covariance in (
             (learner._decode, len(cls._WRITTEN_OUT["decode"]), known.decode, known.decode_covariance),
             (learner._mixed, len(cls._WRITTEN_OUT["mixed"]), known.mixed, known.mixed_covariance),
@@ -275,15 +311,24 @@ class StepLearner:
         token = self._mixed.coefficients[1] * self._TOKENS
         return self._mixed.coefficients[4] * self._PAIRS / token if token > 0 else 0.0
 
-    def _decode_inputs(self, step: StepFeatures) -> list[float]:
-        context = (step.decode_context + step.prefill_context) * self._CONTEXT
-        inputs = [1.0, step.decodes * self._DECODES, context]
-        return inputs + [float(t.amount(step)) / t.typical for t in self._more_decode] if self._more_decode else inputs
+    def _decode_inputs(self, step: StepFeatures, *, recorded: bool = True) -> list[float]:
+        """``recorded``: where a step of decodes alone is."""
+        context, rows = (step.decode_context + step.prefill_context) * self._CONTEXT, step.decodes
+        if recorded and rows < len(self._rows) and not (step.prefill_tokens or step.drafted):
+            rows = self._rows[rows]
+        inputs = [1.0, rows * self._DECODES, context]
+        return inputs + self._further(self._more_decode, step, rows) if self._more_decode else inputs
 
     def _mixed_inputs(self, step: StepFeatures, decode: list[float]) -> list[float]:
         pairs = step.prefill_attention * self._PAIRS
         inputs = [1.0, (step.prefill_tokens + step.drafted) * self._TOKENS, decode[1], decode[2], pairs]
-        return inputs + [float(t.amount(step)) / t.typical for t in self._more_mixed] if self._more_mixed else inputs
+        return inputs + self._further(self._more_mixed, step, step.decodes) if self._more_mixed else inputs
+
+    @staticmethod
+    def _further(terms: Sequence[Term], step: StepFeatures, rows: int) -> list[float]:
+        """The inputs that are not written out, of a step with so many decode rows."""
+        computed = step._replace(decodes=rows)
+        return [float(t.amount(computed if t.padded else step)) / t.typical for t in terms]
 
     def predict(self, step: StepFeatures) -> float:
         """Seconds; 0 before anything was learned."""
@@ -371,9 +416,11 @@ class StepLearner:
 
     def _searched(self, decodes: int, context: int, seconds: float, in_progress: Sequence[tuple[int, int]]) -> float:
         """:meth:`most_prefill` whatever the terms are: no step takes less for holding more, so by halving."""
-        alone = self.predict(StepFeatures(decodes, context, 0, 0, 0)) if decodes and self._decode.samples else 0.0
-        if alone > seconds:
-            return seconds - alone
+        if decodes and self._decode.samples:
+            inputs = self._decode_inputs(StepFeatures(decodes, context, 0, 0, 0), recorded=False)  # prompts come to it
+            alone = self._unit * self._decode.predict(inputs)
+            if alone > seconds:
+                return seconds - alone
         if (
             not self._mixed.samples
             or self.predict(_with_prompts(decodes, context, _MOST_TOKENS, in_progress)) <= seconds

@@ -106,7 +106,7 @@ def bench(
     )
     from autotune.control.controllers.registry import find
     from autotune.engines.defaults import VLLM_DEFAULTS
-    from autotune.profile.fingerprint import machine, measured_on_another
+    from autotune.profile.fingerprint import machine, measured_on_another, recorded_otherwise
     from autotune.profiling.space import WIDEST
     from autotune.workload import parse_workload
     from runtime.knobs import KnobLimits, Knobs
@@ -173,6 +173,9 @@ def bench(
         if with_classes:
             source = source.with_classes(with_classes)
         with running(source.start(limits=limits, seed=seed)) as live:
+            sizes, slots = live.facts.graph_sizes, live.limits.max_batch_size
+            if given is not None and (ladder := recorded_otherwise(given, sizes, slots)):
+                console.print(f"note: {ladder}", style="dim", markup=False, highlight=False, soft_wrap=True)
             run = _Run(
                 live, model_facts(source.model, seed), contenders, length, rounds, seed, console, stop, controller
             )

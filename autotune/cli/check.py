@@ -89,12 +89,13 @@ def check(
     changed = loaded.software.differences(software())
     warnings, warning = ((), "") if isinstance(loaded, CallableProfile) else (loaded.warnings, loaded.warning)
     notes = [*(f"note: {text}" for text in (elsewhere, ", ".join(changed)) if text), *([warning] if warning else [])]
+    of_engine = list[str]()
     try:
         with stop_on_interrupt() as stop:
             if isinstance(loaded, CallableProfile):
                 found = _calls(loaded, path, inputs, budget_s, most, console, stop.is_set)
             else:
-                found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, stop.is_set, notes)
+                found = _measured(loaded, by, arguments, model, gpu, budget_s, most, console, stop.is_set, of_engine)
     except Interrupted:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
@@ -111,12 +112,13 @@ def check(
                     **found.as_dict(),
                     "elsewhere": elsewhere,
                     "software": changed,
+                    "engine": of_engine,
                     "warnings": list(warnings),
                 }
             )
         )
     else:
-        for note in notes:
+        for note in [*notes, *(f"note: {text}" for text in of_engine)]:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         _show(found, console)
     return DONE if found.verdict == "fits" else FELL_SHORT
@@ -171,12 +173,13 @@ def _measured(
     threshold: float,
     console: Console,
     stop: Any,
-    notes: list[str],
+    differs: list[str],
 ) -> Check:
-    """Load the profile's model, start its engine, or the one it is to be held against, and compare."""
+    """Load the profile's model, start its engine, or the one it is to be held against, and compare. How the engine is another
+    than the profile's is appended to ``differs``."""
     from autotune.cli.display import Display
     from autotune.cli.target import model_facts, running
-    from autotune.profile.fingerprint import OtherWork, measured_on_another
+    from autotune.profile.fingerprint import OtherWork, measured_on_another, recorded_otherwise
     from autotune.profiling.check import check_steps
 
     if not sys.stderr.isatty():
@@ -195,7 +198,7 @@ def _measured(
         arguments=arguments,
     )
     if other := measured_on_another(facts, source.name, source.version):
-        notes.append(f"note: {other}")
+        differs.append(other)
     here = model_facts(source.model, then.seed or 0)
     _same_model(then, here)
     pool, threads = facts.kv_pool, profile.machine.threads
@@ -204,6 +207,8 @@ def _measured(
     else:
         source = source.with_kv_tokens(pool.tokens)
     engine = source.start(limits=facts.limits, seed=profile.seed)
+    if ladder := recorded_otherwise(profile, engine.facts.graph_sizes, engine.limits.max_batch_size):
+        differs.append(ladder)
     display, work = Display(console, ""), OtherWork()
     needs = 1 if gpu else threads or 1
     with running(engine):

@@ -190,7 +190,7 @@ def profile(
         objective=aim,
     )
     check_classes(question.classes, question.workload)
-    if "draft_tokens" in question.space.ranges and not question.workload.acceptance:
+    if "draft_tokens" in question.space.ranges and not question.workload.may_draft:
         raise InputError(
             "--range: draft_tokens is searched in simulation, and the workload does not say how often a draft is right; "
             "write --workload azure-conv:acceptance=0.6, say, or --pin draft_tokens"

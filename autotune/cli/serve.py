@@ -214,6 +214,7 @@ def serve(
 def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, records: Path | None) -> int:
     """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
+    from autotune.profile.fingerprint import recorded_otherwise
     from runtime.serving.app import Api
     from runtime.serving.record_log import RecordLog
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
@@ -222,6 +223,9 @@ def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, rec
         bound = stack.enter_context(bind(asked.host, asked.port))
         log = None if records is None else stack.enter_context(RecordLog(records))
         engine = stack.enter_context(serving.start(asked))
+        facts, slots = engine.facts, engine.limits.max_batch_size
+        if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
+            print(f"note: {ladder}", file=sys.stderr)
         warm_up(engine)
         if log is not None:
             engine.subscribe(log)

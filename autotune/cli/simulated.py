@@ -117,7 +117,7 @@ class Requested:
             ),
         )  # fmt: skip
         check_classes(own, scenario.workload)
-        self.warnings += _undrafted(overrides, scenario.workload.acceptance)
+        self.warnings += _undrafted(overrides, scenario.workload.may_draft)
         facts = self.profile.workload
         self.spec = workload or facts.spec
         self.foreign = workload is not None and workload.strip() != facts.spec
@@ -301,10 +301,10 @@ def _off(profile: Profile) -> tuple[str, ...]:
     return (f"where this profile also measured, simulated goodput was off by {error(found)} (median)",)
 
 
-def _undrafted(given: dict[str, float], acceptance: float) -> tuple[str, ...]:
+def _undrafted(given: dict[str, float], may_draft: bool) -> tuple[str, ...]:
     """A clause where drafts are asked for and none is simulated."""
     drafts = given.get("draft_tokens", 0)
-    if not drafts or acceptance:
+    if not drafts or may_draft:
         return ()
     return (
         f"--draft-tokens is {drafts:.10g}, and the workload does not say how often a draft is right: none is simulated; "

@@ -24,10 +24,13 @@ from runtime.step_model import StepLearner
 from runtime.tunable import CallableInfo, Tunable
 
 
-def warm_model(profile: Profile | CallableProfile | None) -> StepLearner | None:
-    """A learner that begins with what ``profile`` knows of the hardware; None when it knows nothing."""
+def warm_model(profile: Profile | CallableProfile | None, graph_sizes: tuple[int, ...] = ()) -> StepLearner | None:
+    """A learner that begins with what ``profile`` knows of the hardware, and with the ``graph_sizes`` of the engine; None when
+    nothing is known."""
     known = serving_knowledge(profile) if isinstance(profile, Profile) else None
-    return None if known is None else StepLearner.warm_start(known)
+    if known is not None:
+        return StepLearner.warm_start(known, graph_sizes=graph_sizes)
+    return StepLearner(graph_sizes=graph_sizes) if graph_sizes else None
 
 
 def _drift(profile: Profile | CallableProfile | None) -> ProfileDrift | None:
@@ -119,7 +122,7 @@ def _named(
         return BatchingController(slo, start, blind=blind, fixed_window=blind and facts.callable.slots == 1)
     name = name or "predictive"
     make = find(name, batcher=facts.callable is not None)
-    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile))
+    return make(slo, start, facts.kv_tokens, facts.block_size, warm_model(profile, facts.graph_sizes))
 
 
 def _strategy(about: CallableInfo) -> str:
@@ -146,7 +149,7 @@ def _loaded(path: str | Path, engine: Tunable) -> Profile | CallableProfile:
 
 def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     """Why the profile may not be about ``engine``; empty if it is, or if ``engine`` is of no machine (a simulation)."""
-    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another
+    from autotune.profile.fingerprint import measured_elsewhere, measured_on_another, recorded_otherwise
 
     if isinstance(profile, CallableProfile):
         about = engine.facts.callable
@@ -165,7 +168,8 @@ def _mismatch(engine: Tunable, profile: Profile | CallableProfile) -> str:
     )
     facts = engine.facts
     by = "" if engine.capabilities.virtual_time else measured_on_another(profile.engine, facts.engine, facts.version)
-    return "; ".join(text for text in (elsewhere, by, other) if text)
+    ladder = recorded_otherwise(profile, facts.graph_sizes, engine.limits.max_batch_size)
+    return "; ".join(text for text in (elsewhere, by, other, ladder) if text)
 
 
 __all__ = ["attach", "warm_model"]

@@ -18,7 +18,7 @@ from autotune.cost.facts import CostFacts, JitterFacts, LearnerFacts, RegionErro
 from autotune.cost.fit import FEWEST, SERVED, Fitted, fit
 from autotune.cost.shape import EXPERT_TOKENS, TOKEN, Shape
 from runtime.records import percentile
-from runtime.step_model import TERMS, StepFeatures, StepLearner, further_rows
+from runtime.step_model import TERMS, StepFeatures, StepLearner, further_rows, rows_by_decodes
 
 WRITTEN_OUT = frozenset(
     (
@@ -87,7 +87,7 @@ class CostModel:
             if term.name not in WRITTEN_OUT and values.get(term.coefficient)
         ]
         self._norm = _FROM_TABLE if self._more else self._shape.norm
-        self._rows = _rows(facts.graph_sizes)  # computed in a step of so many decodes and no prompts
+        self._rows = rows_by_decodes(facts.graph_sizes)  # computed in a step of so many decodes and no prompts
         self._memory: list[float] = []  # by tokens: what does not depend on context
         self._compute: list[float] = []
         self._grow(max(_FIRST_TABLE, len(self._rows)))
@@ -267,7 +267,7 @@ def _fit(
             seconds=seconds,
             error=statistics.median(errors(points, fitted)),
             regions=_regions(points, fitted),
-            learner=_learner(points),
+            learner=_learner(points, graph_sizes),
             planned=planned,
             graph_sizes=graph_sizes,
         )
@@ -295,9 +295,9 @@ def _regions(points: Sequence[StepPoint], fitted: Fitted) -> tuple[RegionError, 
     )
 
 
-def _learner(points: Sequence[StepPoint]) -> LearnerFacts:
+def _learner(points: Sequence[StepPoint], graph_sizes: tuple[int, ...]) -> LearnerFacts:
     """What the online learner knows once it has met every point, in an order of no meaning, and forgotten none."""
-    learner = StepLearner(forgetting=1.0, warm_up=0)
+    learner = StepLearner(forgetting=1.0, warm_up=0, graph_sizes=graph_sizes)
     order = random.Random(0).sample(points, len(points))
     for point in order * _PASSES:
         learner.observe(features_of(point), point.seconds)
@@ -331,14 +331,6 @@ def undetermined_terms(points: Sequence[StepPoint]) -> list[str]:
 def features_of(point: StepPoint) -> StepFeatures:
     """The features of a measured step."""
     return StepFeatures(*(getattr(point, name) for name in StepFeatures._fields))
-
-
-def _rows(graph_sizes: Sequence[int]) -> list[int]:
-    """By the decodes of a step without prompts, how many rows are computed; as far as steps are recorded."""
-    made = [0]
-    for size in graph_sizes:
-        made += [size] * (size + 1 - len(made))
-    return made
 
 
 def _symmetric(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import platform
 import time
+from bisect import bisect_left
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
+from autotune.profile.document import Profile
 from autotune.profile.parts import EngineFacts, GpuInfo, Machine, Software
 
 FLAGS = (
@@ -126,6 +129,42 @@ def measured_on_another(profiled: EngineFacts, name: str, version: str) -> str:
     if (profiled.name, profiled.version) == (name, version):
         return ""
     return f"profile was measured on {profiled}, not on {name} {version}"
+
+
+def recorded_otherwise(profiled: Profile, sizes: Sequence[int], slots: int) -> str:
+    """How an engine of at most ``slots`` sequences, with CUDA graphs for decode steps of ``sizes`` rows, records other steps than
+    the one of a profile, in words; empty if it does not, or if the profile has no cost model.
+
+    Steps that only one of them records count, and those whose rows, with the dummies, differ by more than an eighth: ladders of
+    engines with other ceilings differ in their last size, which hardly matters.
+    """
+    if profiled.cost_model is None:
+        return ""
+    before = profiled.cost_model.graph_sizes
+    for decodes in range(1, min(slots, profiled.engine.limits.max_batch_size) + 1):
+        then, now = _rows(decodes, before), _rows(decodes, sizes)
+        if then != now and (not then or not now or abs(then - now) > max(then, now) / 8):
+            return (
+                f"profile was measured with {_ladder(before)}, this engine has {_ladder(sizes)}: {decodes} "
+                f"decode{'s' * (decodes > 1)} alone ran {_as_rows(then)} there and run{'s' * (decodes == 1)} {_as_rows(now)} here"
+            )
+    return ""
+
+
+def _rows(decodes: int, sizes: Sequence[int]) -> int:
+    """Of the graph that a step of ``decodes`` replays; 0 if none holds them."""
+    at = bisect_left(sizes, decodes)
+    return sizes[at] if at < len(sizes) else 0
+
+
+def _ladder(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return "no CUDA graphs"
+    return f"CUDA graphs of {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]} row{'s' * (sizes[-1] > 1)}"
+
+
+def _as_rows(rows: int) -> str:
+    return f"as {rows} row{'s' * (rows > 1)}" if rows else "launch by launch"
 
 
 def describe(machine: Machine) -> str:

@@ -22,7 +22,7 @@ from math import inf
 from typing import Self
 
 from autotune.profile.parts import JitterFacts
-from autotune.simulate.drafts import LikelyDrafter
+from autotune.simulate.drafts import Acceptances, LikelyDrafter
 from autotune.simulate.executor import CostExecutor
 from autotune.simulate.names import name_from_now_on, own_names, prompt_names, shares_prefixes
 from autotune.simulate.tuning import TunableSimulation
@@ -71,8 +71,8 @@ class SimulatedEngine(TunableSimulation):
     times whatever is run); both drawn from ``seed``.
     ``graph_sizes``: for how many rows its decode steps are recorded, a fact that it tells; ``cost`` says what padding takes.
     ``fast_forward=False`` makes every step by itself, with the same results. ``acceptance``: the probability that a drafted
-    token is right; at 0 none is drafted, whatever ``draft_tokens`` says. Not to be shared between threads, but for turning
-    knobs.
+    token is right, of all requests or by class; at 0 none is drafted, whatever ``draft_tokens`` says. Not to be shared between
+    threads, but for turning knobs.
 
     Raises ``ValueError`` for arguments out of bounds.
     """
@@ -97,7 +97,7 @@ class SimulatedEngine(TunableSimulation):
         jitter_by_time: bool = False,
         seed: int = 0,
         fast_forward: bool = True,
-        acceptance: float = 0.0,
+        acceptance: Acceptances = 0.0,
         graph_sizes: tuple[int, ...] = (),
     ) -> None:
         for name, value, least in (
@@ -114,7 +114,7 @@ class SimulatedEngine(TunableSimulation):
         knobs = limits.clamp(Knobs()) if knobs is None else knobs
         scheduler = Scheduler(
             kv_blocks=kv_tokens // block_size, block_size=block_size, ordering=ordering, slos=slos,
-            growth_reserve=growth_reserve, drafter=LikelyDrafter() if acceptance else None,
+            growth_reserve=growth_reserve, drafter=LikelyDrafter(acceptance) if acceptance else None,
             most_sampled=limits.max_batch_size,
         )  # fmt: skip
         executor = CostExecutor(

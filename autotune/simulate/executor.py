@@ -11,7 +11,7 @@ from operator import mul
 from typing import Final, cast
 
 from autotune.profile.parts import JitterFacts
-from autotune.simulate.drafts import right
+from autotune.simulate.drafts import Acceptances, check_acceptances, right
 from autotune.simulate.jitter import FACTORS, SlowStretches, jitter_factors
 from runtime.llm.plan import StepPlan, StepResult
 from runtime.request import Sequence
@@ -36,7 +36,7 @@ class CostExecutor:
     steps are alike; it makes no step faster than :data:`FASTEST` of what it would be. ``jitter``: how step times scatter,
     measured; on top of the noise. It is drawn by the number of a step, or, ``by_time``, by when it is computed: then slow
     stretches come at the same times whatever is run, and settings that make other steps can be compared. ``acceptance``: the
-    probability that a drafted token is right (:mod:`autotune.simulate.drafts`).
+    probability that a drafted token is right, of all requests or by class (:mod:`autotune.simulate.drafts`).
     """
 
     verifies_drafts = True
@@ -49,14 +49,13 @@ class CostExecutor:
         jitter: JitterFacts | None = None,
         seed: int = 0,
         by_time: bool = False,
-        acceptance: float = 0.0,
+        acceptance: Acceptances = 0.0,
     ) -> None:
         if not (math.isfinite(noise) and 0 <= noise < 1):
             raise ValueError(f"noise is {noise}; it must be at least 0 and below 1 (0.03 is 3%)")
         if noise and by_time:
             raise ValueError("by_time is for jitter alone; noise must be 0")
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"acceptance is {acceptance}; it must be a number from 0 to 1")
+        check_acceptances(acceptance)
         self.cost = cost
         self.noise = noise
         self.acceptance = acceptance

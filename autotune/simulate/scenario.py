@@ -139,7 +139,7 @@ class Scenario:
             jitter=self.cost.facts.jitter,
             jitter_by_time=True,
             seed=seed,
-            acceptance=self.workload.acceptance,
+            acceptance=self.workload.acceptances if self.workload.may_draft else 0.0,
             graph_sizes=self.cost.facts.graph_sizes,
         )
 

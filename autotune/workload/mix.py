@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,11 @@ class Mix:
     @property
     def finite(self) -> bool:
         return any(part.workload.finite for part in self.parts)
+
+    @property
+    def acceptances(self) -> Mapping[str, float]:
+        """By class, the probability that a drafted token is right."""
+        return {part.name: part.workload.acceptance for part in self.parts}
 
     def at_rate(self, rate: float) -> Mix:
         return replace(self, rate=rate)

@@ -75,10 +75,6 @@ def _mix(text: str) -> Workload:
             workload = _parse(spelling.strip())
         except ValueError as error:
             raise InputError(f"class {name}: {error}") from error
-        if workload.acceptance:
-            raise InputError(
-                f"class {name}: a workload of classes takes no acceptance, and drafts are not simulated with it; drop it here"
-            )
         parts.append(Part(name, 1.0 if said is None else _share(name, said), workload))
         spellings.append(f"{name}={workload.name}" + ("" if said is None else f"@{said.strip()}"))
         at = ends.end() if ends else len(text)

@@ -7,7 +7,7 @@ transforms (time, length, two caps), so that presets, synthetic mixes and replay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,7 @@ class Workload:
     ``time_scale`` stretches time (2: half the rate); ``length_scale`` multiplies prompt and output lengths (rounded, at
     least 1). The caps, in tokens, come after scaling: a longer prompt keeps its beginning. ``limit`` bounds the number
     of requests; ``seed`` is mixed with the one given to :meth:`arrivals`. ``acceptance``: the probability that a drafted token of
-    its answers is right, which simulations go by; at 0 none is drafted there.
+    its answers is right, which simulations go by; at 0 none is drafted there. Of a mix, its parts say that.
     """
 
     name: str
@@ -90,6 +90,18 @@ class Workload:
     @property
     def finite(self) -> bool:
         return self.source.finite or self.limit is not None
+
+    @property
+    def acceptances(self) -> float | Mapping[str, float]:
+        """``acceptance``, or that of each class where the workload is a mix."""
+        found: Mapping[str, float] | None = getattr(self.source, "acceptances", None)
+        return self.acceptance if found is None else found
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether some drafted tokens are right."""
+        found = self.acceptances
+        return any(found.values()) if isinstance(found, Mapping) else found > 0
 
     def arrivals(self, seed: int, *, duration: float | None = None, limit: int | None = None) -> Iterator[Arrival]:
         """Requests in order of time, those with ``time < duration`` and at most ``limit`` of them.

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from autotune import control
+from autotune.control.attach import warm_model
 from autotune.control.controllers.aimd import AimdController
 from autotune.control.controllers.bisection import BisectionController
 from autotune.control.controllers.gradient import GradientController
@@ -119,7 +120,8 @@ def attach(
     """Put ``algorithm`` to work; ``policy``: what ``engine`` does about late requests meanwhile, its own if None."""
     own = {name: value for name, value in constants.items() if name not in ("interval_s", "alpha")}
     make = maker(partial(algorithm.made, **own), algorithm.about)
-    made = make(slo, engine.knobs, engine.facts.kv_tokens, engine.facts.block_size)
+    facts = engine.facts
+    made = make(slo, engine.knobs, facts.kv_tokens, facts.block_size, warm_model(None, facts.graph_sizes))
     chosen = KnobsOnly(made) if layer == "knobs" else made
     return control(engine, slo=slo, controller=chosen, admission=policy, interval_s=constants.get("interval_s", 0.25))
 

@@ -55,7 +55,8 @@ class StepOutcome(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A step that the device has been given at ``start``. ``rows``: what decoded then. ``error``: what launching it raised."""
+    """A step that the device has been given at ``start``. ``rows``: what decoded then. ``error``: what launching it raised, which
+    is told when the step is collected: what the step before it did comes first."""
 
     plan: StepPlan
     rows: tuple[Sequence, ...]
@@ -308,7 +309,11 @@ class EngineCore:
         ahead = None if flight.error is not None else self._ahead(executor, now, finished)
         late = ahead is not None and executor.needs_tokens(ahead)
         follower = None if ahead is None or late else _launched(executor, ahead, now)
-        result = _of_those_alive(_collected(executor, flight, max(now, self._last_end)))
+        try:
+            result = _of_those_alive(_collected(executor, flight, max(now, self._last_end)))
+        except DeviceError:  # no step will succeed any more: whoever runs this ends the requests
+            scheduler.abandon(unsettled, flight.rows)
+            raise
         if self._output is not None:
             stopped = self._output.process(result)
             if stopped:
@@ -415,6 +420,9 @@ class EngineCore:
             attention += count * start + count * (count + 1) // 2
             sampled += samples
         failed = len(result.failed)
+        if failed:
+            mid_prompt = {chunk.sequence for chunk in chunks if not chunk.samples}
+            sampled -= sum([sequence not in mid_prompt for sequence, _ in result.failed])
         drafted = accepted = 0
         if drafts:
             decodes += len(drafts)
@@ -423,7 +431,7 @@ class EngineCore:
             accepted = sum([count for _, count in result.accepted])
         return StepRecord(  # by position: names take twice as long, here and wherever a step makes a wide record
             now, ends[-1], len(ends), decodes, decode_context, len(chunks), tokens, context, attention,
-            decodes + sampled + accepted - failed, len(scheduler.prefills) + len(scheduler.decodes.members),
+            decodes + sampled + accepted, len(scheduler.prefills) + len(scheduler.decodes.members),
             waiting.count, waiting.tokens, scheduler.kv.free, preemptions, epoch, budget_used, limited_by, failed, drafted,
             accepted,
         )  # fmt: skip
@@ -434,23 +442,22 @@ def _launched(executor: OverlappingExecutor, plan: StepPlan, now: float) -> _Fli
     error: Exception | None = None
     try:
         executor.launch(plan)
-    except DeviceError:  # no step will succeed any more
-        raise
     except Exception as raised:  # as when a step is collected
         error = raised
     return _Flight(plan, rows, now, error)
 
 
 def _collected(executor: OverlappingExecutor, flight: _Flight, now: float) -> StepResult:
-    """What the step in ``flight`` did. If the executor did not contain what went wrong, it failed as a whole, at ``now``."""
+    """What the step in ``flight`` did. If the executor did not contain what went wrong, it failed as a whole, at ``now``. Raises
+    DeviceError if no step will succeed any more."""
     error = flight.error
     if error is None:
         try:
             return executor.collect()
-        except DeviceError:
-            raise
         except Exception as raised:
             error = raised
+    if isinstance(error, DeviceError):
+        raise error
     sequences = [*flight.rows, *(chunk.sequence for chunk in flight.plan.chunks)]
     log.error("a step of %d sequences failed", len(sequences), exc_info=error)
     return StepResult(ends=(now,), failed=[(sequence, error) for sequence in sequences])

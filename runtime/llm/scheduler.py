@@ -14,7 +14,7 @@ back the blocks of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import NamedTuple
 
@@ -498,6 +498,21 @@ class Scheduler:
         for sequence in ending:  # unless it stopped with its last token
             self._end(sequence, FinishReason.LENGTH, now, finished)
         return finished
+
+    def abandon(self, done: Unsettled, rows: Iterable[Sequence]) -> None:
+        """Nothing will be known of the committed step, in which ``rows`` decoded: no token of it counts. All that is left to do
+        with whoever was in it is :meth:`finish`."""
+        new = [chunk.sequence for chunk in done.chunks if chunk.samples]
+        for sequence in dict.fromkeys((*rows, *new)):
+            if sequence.state not in ("decode", "left"):
+                continue  # it has ended meanwhile
+            counted = sequence in done.ending or sequence in new
+            if sequence.state == "decode":
+                self.decodes.leave(sequence, failed=not counted)
+                sequence.state = "left"
+            if counted:
+                sequence.generated -= 1
+                sequence.token_times.pop()
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, now: float, finished: list[Finished], cause: str = ""

@@ -90,6 +90,15 @@ class _Begun(NamedTuple):
     drafts: Seq[Chunk] = ()
 
 
+class _Read(NamedTuple):
+    """The tokens sampled, who failed, how many drafted tokens of whom were right, and who is to be run again without drafts."""
+
+    tokens: list[Token]
+    failed: list[tuple[Sequence, BaseException]]
+    accepted: list[tuple[Sequence, int]]
+    again: list[Chunk]
+
+
 class _Launched(NamedTuple):
     """A step between launch and collect: either what it ``begun``, or the ``cause`` why that was not possible. ``blocks``: those
     of each row and chunk as it was launched. ``spoiled``: it was fed by a step that failed, or reads what that left in blocks, so
@@ -137,7 +146,8 @@ class TorchExecutor:
 
     One thread at a time. A step is :meth:`launch`, which queues its work on the device, and :meth:`collect`, which reads what
     came out. One that raises in either is split in halves and run again, down to the request at fault; one that runs out of
-    memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their own row only.
+    memory likewise, and a chunk that does not fit alone is run in halves too. Logits that are not finite fail their own row only;
+    of a sequence with drafts, those that are reached without them.
     A device that is lost raises DeviceError.
 
     Steps may overlap one deep: with ``overlaps``, the next step may be launched before the last one is collected. Rows take the
@@ -250,10 +260,10 @@ class TorchExecutor:
             raise RuntimeError("no step was launched")
         launched = self._launched.popleft()
         (rows, chunks), step, begun, cause, _, spoiled = launched
-        outcome = _Outcome()
+        outcome, read = _Outcome(), None
         if begun is not None:
             try:
-                outcome.tokens, outcome.failed, outcome.accepted = self._read(begun)
+                read = self._read(begun)
             except Exception as error:
                 cause = error
             begun = None
@@ -266,6 +276,8 @@ class TorchExecutor:
                 self._attempt(work, step, outcome)
             elif cause is not None and work:
                 self._divide(work, step, cause, outcome)
+        elif read is not None:
+            self._take(read, step, outcome)
         if rows or chunks:
             for sequence, _ in outcome.failed:
                 self._taint(sequence, launched.blocks_of(sequence))
@@ -375,14 +387,13 @@ class TorchExecutor:
         timers.sample_s += time.process_time() - computed
         return _Begun(drawn, chunks, values, drafts)
 
-    def _read(
-        self, begun: _Begun
-    ) -> tuple[list[Token], list[tuple[Sequence, BaseException]], list[tuple[Sequence, int]]]:
-        """The tokens sampled, who failed, and how many drafted tokens of whom were right."""
+    def _read(self, begun: _Begun) -> _Read:
+        """What ``begun`` yields; waits for it."""
         started = time.process_time()
         here = begun.values.wait()
         tokens: list[Token] = []
         accepted: list[tuple[Sequence, int]] = []
+        again: list[Chunk] = []
         failed = unsound(begun.chunks, here.pop().tolist()) if begun.chunks else []
         drafts = {draft.sequence: draft for draft in begun.drafts}
         rows = iter(zip(begun.drawn.sequences, begun.drawn.tokens(here), strict=True))
@@ -390,17 +401,31 @@ class TorchExecutor:
             if (draft := drafts.get(sequence)) is not None:
                 run = [sampled, *(further for _, further in islice(rows, len(draft.drafted)))]
                 right = verified(draft.drafted, run)
+                if not all(isinstance(token, Token) for token in run):
+                    kept = 1 + right if isinstance(right, int) else 1
+                    slots = chunk_slots(draft, self.pool.block_size)[kept:]
+                    with torch.inference_mode():  # they are behind its end, and what is masked there must be finite
+                        self.pool.scrub_slots(slots)
+                    self._forget()
                 if isinstance(right, int):
                     tokens += [token for token in run[: right + 1] if isinstance(token, Token)]
                     accepted.append((sequence, right))
-                else:
-                    failed.append((sequence, right))
+                else:  # what attention masked of its drafts may be all that is wrong
+                    again.append(Chunk(sequence, draft.start, 1, True))
             elif isinstance(sampled, Token):
                 tokens.append(sampled)
             else:
                 failed.append((sequence, sampled))
         self.timers.sample_s += time.process_time() - started
-        return tokens, failed, accepted
+        return _Read(tokens, failed, accepted, again)
+
+    def _take(self, read: _Read, step: int, outcome: _Outcome) -> None:
+        """Add what was ``read`` of a step, or of a part of it, to ``outcome``; run again what has to be."""
+        outcome.tokens += read.tokens
+        outcome.failed += read.failed
+        outcome.accepted += read.accepted
+        if read.again:
+            self._attempt([*read.again], step, outcome)
 
     def _prepare(self, batch: PackedBatch, flight: InFlight | None = None) -> _Prepared:
         state = self.attention.plan(batch)  # first, since it may order the rows
@@ -524,13 +549,11 @@ class TorchExecutor:
         try:
             with torch.inference_mode():
                 alone = DecodeRows.alone(self.pool.block_size, self.pool.pad_block, rows, step)
-                tokens, failed, accepted = self._read(self._begin(PackedBatch(alone, chunks)))
+                read = self._read(self._begin(PackedBatch(alone, chunks)))
         except Exception as error:
             cause = error
         else:
-            outcome.tokens += tokens
-            outcome.failed += failed
-            outcome.accepted += accepted
             outcome.fitted.append(work)
+            self._take(read, step, outcome)
             return
         self._divide(work, step, cause, outcome)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from runtime.torch_backend.contract import KVLayer, Loaded
@@ -119,6 +120,13 @@ class KVPool:
             [at] = to_device([np.array(blocks, np.int64)], layer.keys.device)
             layer.keys.view(-1, self.block_size, *layer.keys.shape[1:]).index_fill_(0, at, 0)
             layer.values.view(-1, self.block_size, *layer.values.shape[1:]).index_fill_(0, at, 0)
+
+    def scrub_slots(self, slots: NDArray[np.int64]) -> None:
+        """Zero ``slots [n]`` in every layer, whose blocks their owner keeps."""
+        for layer in self.layers.values():
+            [at] = to_device([slots], layer.keys.device)
+            layer.keys.index_fill_(0, at, 0)
+            layer.values.index_fill_(0, at, 0)
 
     @property
     def bytes(self) -> int:

@@ -18,15 +18,16 @@ def verified(drafted: Seq[int], sampled: Seq[Token | Exception]) -> int | Except
     """How many of the ``drafted`` tokens are right, from the first on. ``sampled``: one more than these, the first behind the
     sequence's last token, each next one behind a drafted token.
 
-    An exception among ``sampled`` (logits that are not finite) is returned, whether or not the drafts before it are right: what
-    the step wrote to the KV pool there may not be finite either.
+    An exception among ``sampled`` (logits that are not finite) ends the count: behind a wrong draft it says nothing of the
+    request, and behind a right one it comes again when that token is the last. It is returned if it is the first.
     """
     if len(sampled) != len(drafted) + 1:
         raise ValueError(f"{len(sampled)} tokens were sampled for {len(drafted)} drafted ones; there must be one more")
+    if not isinstance(sampled[0], Token):
+        return sampled[0]
     right = 0
-    for at, token in enumerate(sampled):
-        if not isinstance(token, Token):
-            return token
-        if right == at and at < len(drafted) and token.id == drafted[at]:
-            right += 1
+    for guess, token, behind in zip(drafted, sampled, sampled[1:], strict=False):
+        if not (isinstance(token, Token) and token.id == guess and isinstance(behind, Token)):
+            break
+        right += 1
     return right

@@ -19,7 +19,7 @@ from autotune.cli.main import run
 from autotune.cli.target import model_facts, with_threads
 from autotune.cost.model import CostModel, fit_cost_model
 from autotune.engines import Engine as Measured
-from autotune.profile import KvPool, Profile, save_profile
+from autotune.profile import CostFacts, KvPool, Profile, save_profile
 from autotune.profile.fingerprint import OtherWork, machine, software
 from autotune.profiling.steps import measure_steps
 from autotune.simulate import SimulatedEngine
@@ -120,7 +120,7 @@ def test_it_fits_right_after_it_was_measured_and_not_once_the_machine_is_slower(
     told = check(measured, tmp_path, capsys, "--budget", "2s")
     assert told["verdict"] == "fits", told["sentence"]
     assert {r["region"] for r in told["regions"]} >= {"decode", "prefill", "mixed"}
-    assert told["elsewhere"] == "" and told["software"] == []
+    assert told["elsewhere"] == "" and told["software"] == told["engine"] == []
     hardware.pace = 1.25
     told = check(measured, tmp_path, capsys, "--budget", "2s")
     assert told["sentence"].startswith("stale: ") and "slower than the profile" in told["sentence"]
@@ -162,9 +162,14 @@ def test_another_model_in_its_place_is_found_out(
 def test_for_people_it_is_a_table_and_a_sentence(
     measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert measured.cost_model is not None
+    recorded = CostFacts.model_validate(
+        measured.cost_model.model_dump(mode="json") | {"graph_sizes": (4, 8), "planned": None}
+    )
     older = measured.model_copy(
         update={
             "software": measured.software.model_copy(update={"torch": "2.0.0"}),
+            "cost_model": recorded,
             "warnings": ("other programs used 1.4 cores while it was measured",),
         }
     )
@@ -173,6 +178,10 @@ def test_for_people_it_is_a_table_and_a_sentence(
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(("fits: ", "stale: ", "cannot tell: "))
     assert f"note: torch {software().torch} instead of 2.0.0" in out
+    assert (
+        "note: profile was measured with CUDA graphs of 2 sizes up to 8 rows, this engine has no CUDA graphs: "
+        "1 decode alone ran as 4 rows there and runs launch by launch here\n"
+    ) in out
     assert (
         "warning: other programs used 1.4 cores while it was measured; profile again when nothing else runs on this machine"
         in out

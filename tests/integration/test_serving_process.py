@@ -126,7 +126,7 @@ def test_an_idle_server_stops_within_seconds(tmp_path: Path) -> None:
 def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     made = profile(slo=SLO(ttft_ms=60_000))
     too_fast = fit_cost_model(measured(lambda step: h200(step) / 100)).facts
-    made = made.model_copy(update={"cost_model": too_fast})
+    made = made.model_copy(update={"cost_model": too_fast.model_copy(update={"graph_sizes": (1, 2)})})
     save_profile(made, tmp_path / "mine.yaml")
     words = (
         "--profile",
@@ -141,6 +141,8 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
     )
     with in_process(tmp_path, *words) as server:
         assert "note: profile was measured on A CPU, this machine has " in server.output
+        graphs = "measured with CUDA graphs of 2 sizes up to 2 rows, this engine has no CUDA graphs"
+        assert server.output.count(f"note: profile was {graphs}") == 1
         knobs = made.settings["balanced"].knobs.with_(chunk_size=77)
         assert f"serving tiny at {server.url} · SLO ttft=60000ms@99%, controlled · {knobs}" in server.output
         told = httpx.get(f"{server.url}/metrics", timeout=30).text

@@ -114,6 +114,19 @@ def test_it_keeps_the_contract_of_engines(version: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version", scheduler_versions())
+def test_decodes_are_padded_as_vllm_dispatches_them(version: str) -> None:
+    """To the sizes of its CUDA graphs, in every mode."""
+    program = str(Path(__file__).with_name("vllm_graphs.py"))
+    on_cpu, *cases = json.loads(ran(scheduler_python(version), program).stdout)
+    assert on_cpu["read"] == []
+    for case in cases:
+        assert case["ours"] == case["theirs"], case
+        assert case["read"] == [] or not (case["eager"] or case["mode"] == "NONE"), case
+    assert sum(case["theirs"] != list(range(1, case["slots"] + 1)) for case in cases) >= 12, "most are padded"
+
+
+@pytest.mark.slow
 def test_a_version_that_cannot_be_steered_is_refused_by_name() -> None:
     """It lacks max_num_active_reqs. vLLM schedules as it would without this, and one line says why."""
     assert VERSIONS[0] > (0, 30)

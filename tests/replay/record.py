@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from runtime.knobs import KnobLimits
 from runtime.slo import SLO
+from runtime.step_model import StepFeatures
 from tests.replay.recording import Recording, attach, lines_of, replay
 from tests.unit.control_world import VLLM, Hardware, SimulatedEngine, h200, poisson, slow_cpu
 
@@ -26,6 +27,7 @@ class Scenario(NamedTuple):
     slo: SLO
     kv_tokens: int
     arrivals: Callable[[], list[tuple[float, int, int]]]
+    graph_sizes: tuple[int, ...] = ()
 
 
 SCENARIOS = {
@@ -42,13 +44,26 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def record(name: str, *, controller: str = "predictive") -> tuple[Recording, str]:
+def padded(step: StepFeatures) -> float:
+    """An H200 that records decode steps of 16 and of 64 rows, whose dummies cost as much as rows that are somebody's."""
+    rows = step.decodes
+    if not step.prefill_tokens:
+        rows = next((size for size in GRAPHS.graph_sizes if size >= rows), rows)
+    return h200(step) + 2e-4 * rows
+
+
+GRAPHS = Scenario(
+    padded, SLO(ttft_ms=500, tpot_ms=20), 60_000, lambda: poisson(5, 20, 400, 120, seed=5), graph_sizes=(16, 64)
+)
+
+
+def record(scenario: Scenario, *, controller: str = "predictive") -> tuple[Recording, str]:
     """A run of the simulated engine under control: what was heard, and the decisions made live."""
-    scenario = SCENARIOS[name]
     limits = KnobLimits(512, 1000, 8192, 8192)
     engine = SimulatedEngine(
-        scenario.hardware, knobs=limits.clamp(VLLM), limits=limits, kv_tokens=scenario.kv_tokens, noise=0.03, seed=4
-    )
+        scenario.hardware, knobs=limits.clamp(VLLM), limits=limits, kv_tokens=scenario.kv_tokens, noise=0.03, seed=4,
+        graph_sizes=scenario.graph_sizes,
+    )  # fmt: skip
     made = Recording.of(engine, scenario.slo)
     with attach(engine, made, controller) as control:
         engine.play(scenario.arrivals())
@@ -59,10 +74,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.replay.record")
     parser.add_argument("--anew", action="store_true")
     args = parser.parse_args()
-    for name in SCENARIOS:
+    for name, scenario in SCENARIOS.items():
         path = DATA / f"{name}.jsonl.gz"
         if args.anew:
-            record(name)[0].save(path)
+            record(scenario)[0].save(path)
         lines = replay(Recording.load(path))
         (DATA / f"{name}.decisions.jsonl").write_text(lines, encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size} bytes, {lines.count(chr(10))} decisions")

@@ -17,6 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from autotune.control.attach import warm_model
 from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.guardrails import Guardrails
 from autotune.control.loop import Control
@@ -39,6 +40,7 @@ class Recording:
     now: float
     interval_s: float = 0.25
     events: list[StepRecord | RequestRecord] = field(default_factory=list)
+    graph_sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, engine: Tunable, slo: SLO, interval_s: float = 0.25) -> Recording:
@@ -51,6 +53,7 @@ class Recording:
             engine.facts.block_size,
             engine.view().now,
             interval_s,
+            graph_sizes=engine.facts.graph_sizes,
         )
         engine.subscribe(made)
         return made
@@ -66,6 +69,7 @@ class Recording:
         facts = {
             "slo": str(self.slo), "knobs": self.knobs.as_dict(), "limits": self.limits.as_dict(), "now": self.now,
             "kv_tokens": self.kv_tokens, "block_size": self.block_size, "interval_s": self.interval_s,
+            **({"graph_sizes": self.graph_sizes} if self.graph_sizes else {}),
         }  # fmt: skip
         lines = [facts, *(["step" if isinstance(e, StepRecord) else "request", *e] for e in self.events)]
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -75,6 +79,7 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
         facts = json.loads(lines[0])
+        facts["graph_sizes"] = tuple(facts.get("graph_sizes", ()))
         made = cls(SLO.parse(facts.pop("slo")), Knobs(**facts.pop("knobs")), KnobLimits(**facts.pop("limits")), **facts)
         for line in lines[1:]:
             kind, *values = json.loads(line)
@@ -134,7 +139,8 @@ class ReplayedEngine:
 
 def attach(engine: Tunable, recording: Recording, controller: str) -> Control:
     """A control whose decisions hold nothing of the wall clock."""
-    made = CONTROLLERS[controller](recording.slo, engine.knobs, recording.kv_tokens, recording.block_size)
+    model = warm_model(None, recording.graph_sizes)
+    made = CONTROLLERS[controller](recording.slo, engine.knobs, recording.kv_tokens, recording.block_size, model)
     return Control(
         engine, made, recording.slo, guardrails=Guardrails(), interval_s=recording.interval_s, wall=None
     )  # fmt: skip

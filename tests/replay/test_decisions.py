@@ -13,7 +13,7 @@ from autotune.control.controllers.registry import CONTROLLERS
 from autotune.control.decision_log import read_decisions
 from runtime.slo import SLO
 from tests.engines import bench
-from tests.replay.record import DATA, SCENARIOS, record
+from tests.replay.record import DATA, GRAPHS, SCENARIOS, record
 from tests.replay.recording import Recording, attach, lines_of, replay
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_other_records_give_other_decisions() -> None:
 
 
 def test_a_recording_is_read_back_as_it_was_heard(tmp_path: Path) -> None:
-    made, _ = record("small-pool")
+    made, _ = record(SCENARIOS["small-pool"])
     made.save(tmp_path / "a.gz")
     again = Recording.load(tmp_path / "a.gz")
     assert again == made
@@ -79,13 +79,23 @@ def test_a_recording_is_read_back_as_it_was_heard(tmp_path: Path) -> None:
     ],
 )
 def test_a_live_run_replays_in_a_fresh_process(tmp_path: Path, name: str, controller: str) -> None:
-    made, live = record(name, controller=controller)
+    made, live = record(SCENARIOS[name], controller=controller)
     made.save(tmp_path / "run.gz")
     acts = controller == "predictive" or (controller in ("aimd", "bisection") and name == "cpu-growing")
     assert live.count('"action":"set"') >= (3 if acts else 0)
     assert live.count('"action":"hold"') >= (1 if controller == "static" else 2) or live.count('"action":"set"')
     for hash_seed in ("0", "random"):
         assert in_another_process(tmp_path / "run.gz", controller, hash_seed=hash_seed) == live
+
+
+def test_a_live_run_of_an_engine_with_graphs_replays_in_a_fresh_process(tmp_path: Path) -> None:
+    made, live = record(GRAPHS)
+    made.save(tmp_path / "run.gz")
+    assert Recording.load(tmp_path / "run.gz") == made and made.graph_sizes == (16, 64)
+    assert live.count('"action":"set"') >= 3
+    assert in_another_process(tmp_path / "run.gz", hash_seed="random") == live
+    made.graph_sizes = ()
+    assert replay(made) != live, "what it knows of dummies shows in what it decides"
 
 
 def test_a_run_of_the_engine_with_its_thread_replays(tmp_path: Path) -> None:

@@ -52,11 +52,12 @@ class SimulatedEngine(simulate.SimulatedEngine):
         kv_tokens: int = 760_000,
         noise: float = 0.0,
         seed: int = 0,
+        graph_sizes: tuple[int, ...] = (),
     ) -> None:
         self.formula = Formula(hardware)
         super().__init__(
             self.formula, kv_tokens=kv_tokens, knobs=knobs, limits=limits, prefix_cache=False, max_queue=10**9,
-            noise=noise, seed=seed,
+            noise=noise, seed=seed, graph_sizes=graph_sizes,
         )  # fmt: skip
         self.records: list[RequestRecord] = []
         self._number = 0

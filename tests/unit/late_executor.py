@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from runtime.errors import StepFailedError
+from runtime.ceilings import Load
+from runtime.errors import DeviceError, StepFailedError
 from runtime.knobs import KnobLimits, Knobs
 from runtime.llm.core import EngineCore, StepOutcome
 from runtime.llm.output import OutputProcessor
@@ -103,8 +105,10 @@ class LateExecutor:
 
     def execute(self, plan: StepPlan, now: float, until: float) -> StepResult:
         self._whole = True
-        self.launch(plan)
-        self._whole = False
+        try:
+            self.launch(plan)
+        finally:
+            self._whole = False
         return self.collect()
 
     def launch(self, plan: StepPlan) -> None:
@@ -139,7 +143,8 @@ class LateExecutor:
             prefixes = [hash(tuple(known[: p + 1])) for p in range(start + count)]
             for position in range(start, start + count):
                 self.slots[where[position]] = prefixes[position]
-            assert [self.slots[w] for w in where] == prefixes, f"{sequence} reads foreign KV"
+            if sequence not in self.lost:
+                assert [self.slots[w] for w in where] == prefixes, f"{sequence} reads foreign KV"
             assert sequence in self.lost or samples == (start + count == len(known)), sequence
             if sequence in drafted:
                 run = self._run(sequence, drafted[sequence])
@@ -163,14 +168,16 @@ class LateExecutor:
 
     @staticmethod
     def _run(sequence: Sequence, drafted: Seq[int]) -> list[int] | None:
-        """Tokens up to the first that was not drafted; None where a row fails, whether or not it is reached."""
-        output = [*sequence.output, *drafted]
-        behind = range(len(sequence.output), len(output) + 1)
-        sampled = [next_token(sequence.request.prompt, output[:at]) for at in behind]
-        run = [token for token in sampled if token is not None]
-        if len(run) < len(sampled):
-            return None
-        return run[: 1 + next((n for n, token in enumerate(drafted) if run[n] != token), len(drafted))]
+        """Tokens up to the first that was not drafted, or that a row which fails is behind; None where the first fails."""
+        run: list[int] = []
+        for guess in (*drafted, None):
+            token = next_token(sequence.request.prompt, [*sequence.output, *run])
+            if token is None:
+                return run or None
+            run.append(token)
+            if token != guess:
+                break
+        return run
 
     def collect(self) -> StepResult:
         result = self.steps.popleft().result
@@ -182,13 +189,77 @@ class LateExecutor:
         self.released.add(sequence)
 
 
+class FaultyExecutor(LateExecutor):
+    """Step number n (from 0, as they are launched) has the fault ``faults[n]``:
+
+    ``launch``: it raises when it is launched, and does not begin; ``collect``: it raises when it is collected, and what it wrote
+    is rubbish; ``oom``: it did not fit as a whole, but its halves did. ``lost`` and ``lost late``: the device cannot be used any
+    more, as launching or collecting it tells.
+    """
+
+    def __init__(self, overlaps: bool, faults: Mapping[int, str]) -> None:
+        super().__init__(overlaps)
+        self.faults = faults
+        self.begun = 0
+        self.struck: dict[Sequence, list[str]] = {}
+        """Who was in steps that failed as a whole, and what these raised."""
+        self._in_flight: deque[int] = deque()  # their numbers
+        self._writers: dict[tuple[int, int], int] = {}  # of each slot, the step that wrote it last
+
+    def launch(self, plan: StepPlan) -> None:
+        number, self.begun = self.begun, self.begun + 1
+        fault = self.faults.get(number, "")
+        rows = [(s, s.computed + plan.step - s.joined, 1) for s in plan.decode_rows()]
+        rows += [(c.sequence, c.start, c.count) for c in (*plan.drafts, *plan.chunks)]
+        if fault == "lost":
+            raise DeviceError("the device is lost")
+        if fault == "launch":
+            self._strike([s for s, *_ in rows], f"step {number} cannot be launched")
+        super().launch(plan)
+        self._in_flight.append(number)
+        for sequence, start, count in rows:
+            self._writers |= {(sequence.blocks[p // BLOCK], p % BLOCK): number for p in range(start, start + count)}
+
+    def collect(self) -> StepResult:
+        number = self._in_flight.popleft()
+        plan, fed = self.steps[0].plan, self.steps[0].fed
+        result = super().collect()
+        fault = self.faults.get(number, "")
+        if fault == "lost late":
+            raise DeviceError("the device is lost")
+        if fault == "collect":
+            self.slots |= dict.fromkeys((place for place, writer in self._writers.items() if writer == number), -1)
+            self._strike([*fed, *(chunk.sequence for chunk in plan.chunks)], f"step {number} cannot be collected")
+        if fault == "oom":
+            rows = plan.n_decode + len(plan.drafts) + len(plan.chunks)
+            tokens = plan.n_decode + sum(chunk.count for chunk in (*plan.drafts, *plan.chunks))
+            chunk = max((chunk.count for chunk in plan.chunks), default=0)
+            half = Load(-(-rows // 2), -(-tokens // 2), -(-chunk // 2))
+            return result._replace(oom=[Load(rows, tokens, chunk)], fitted=[half, half])
+        return result
+
+    def _strike(self, sequences: Seq[Sequence], message: str) -> NoReturn:
+        for sequence in sequences:
+            if sequence.state != "finished":
+                self.struck.setdefault(sequence, []).append(message)
+        self.lost |= self.struck.keys()
+        raise RuntimeError(message)
+
+
 class LateWorld:
     """An :class:`EngineCore` on a :class:`LateExecutor`. ``clock``: time goes on with the steps of the device."""
 
     def __init__(
-        self, overlaps: bool, *, kv_blocks: int, ordering: str = "priority", prefix: bool = True, drafts: bool = False
+        self,
+        overlaps: bool,
+        *,
+        kv_blocks: int,
+        ordering: str = "priority",
+        prefix: bool = True,
+        drafts: bool = False,
+        faults: Mapping[int, str] | None = None,
     ) -> None:
-        self.executor = LateExecutor(overlaps)
+        self.executor = LateExecutor(overlaps) if faults is None else FaultyExecutor(overlaps, faults)
         self.scheduler = Scheduler(
             kv_blocks=kv_blocks, block_size=BLOCK, ordering=ordering, hasher=extend_hashes if prefix else None,
             drafter=Guesses() if drafts else None,
@@ -282,13 +353,13 @@ class LateWorld:
                 self.executor.now = max(self.now, outcome.wake_at)
         assert not self.core.has_work and not self.live and not self.executor.steps
         assert self.scheduler.kv.free == self.scheduler.kv.total
+        struck = self.executor.struck if isinstance(self.executor, FaultyExecutor) else {}
         for name, sequence in self.sequences.items():
             output, reason = expected(sequence.request)
             found = self.records[name].reason
-            if found in (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.REJECTED):
-                assert sequence.output == output[: len(sequence.output)]
-            elif found is FinishReason.ERROR and self.scheduler.drafter is not None:  # a row behind drafts has failed
-                assert POISON in sequence.request.prompt or VENOM in sequence.request.prompt
+            if any(message in self.records[name].cause for message in struck.get(sequence, ())):
+                assert found is FinishReason.ERROR and sequence.output == output[: len(sequence.output)]
+            elif found in (FinishReason.CANCELLED, FinishReason.TIMEOUT, FinishReason.REJECTED):
                 assert sequence.output == output[: len(sequence.output)]
             else:
                 assert (sequence.output, found) == (output, reason)

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -199,25 +200,43 @@ def test_how_far_drafts_are_right() -> None:
     ]:  # fmt: skip
         assert verified(drafted, [Token(row, token) for token in ids]) == right
     error = ValueError("NaN")
-    assert verified((4, 5), [Token(row, 9), error, Token(row, 6)]) is error
+    first, right, wrong = Token(row, 4), Token(row, 5), Token(row, 9)
+    assert verified((4, 5), [error, right, wrong]) is error
+    assert verified((4, 5), [wrong, error, error]) == 0, "what is behind a wrong draft says nothing"
+    assert verified((4, 5), [first, wrong, error]) == 1
+    assert verified((4, 5), [first, error, wrong]) == 0, "the draft is kept as the token, and computed again"
+    assert verified((4, 5), [first, right, error]) == 1
     with pytest.raises(ValueError, match="3 tokens were sampled for 1 drafted ones; there must be one more"):
         verified((4,), [Token(row, 1)] * 3)
 
 
-def test_logits_that_are_not_finite_fail_the_request_alone() -> None:
+def poisoned(
+    backend: Backend,
+    spoils: Callable[[TinyModel, TorchExecutor, int], None],
+    place: Callable[[list[int], int, int], list[int]],
+) -> tuple[list[list[int]], list[list[int]], dict[str, BaseException], list[StepRecord]]:
+    """(expected, outputs, failures, steps) of three requests, the second of which is drafted for by ``place(coming, most,
+    poison)``. ``spoils`` makes whatever is computed of the token ``poison`` NaN."""
     loaded = tiny()
-    given = prompts([5, 9])
+    given = prompts([5, 9, 12])
     expected = [reference(loaded, p, 20) for p in given]
-    poison = next(token for token in range(3, VOCAB) if token not in {*given[0], *given[1], *expected[0], *expected[1]})
+    poison = next(token for token in range(3, VOCAB) if token not in {*chain(*given, *expected)})
 
     class Poisons(Oracle):
         def draft(self, sequence: Sequence, most: int) -> Seq[int]:
-            if sequence.request.id == "1" and len(sequence.output) > 8:
-                return [poison] * most
-            return super().draft(sequence, most)
+            if sequence.request.id != "1":
+                return super().draft(sequence, most)
+            return place(expected[1][len(sequence.output) :], most, poison)
 
-    drafter = Poisons({"0": expected[0], "1": expected[1]}, wrong=0.0)
-    executor = TorchExecutor(loaded, kv_blocks=20, block_size=8)
+    executor = TorchExecutor(loaded, kv_blocks=20, block_size=8, backend=backend)
+    spoils(loaded, executor, poison)
+    drafter, heard = Poisons({str(i): tokens for i, tokens in enumerate(expected)}, wrong=0.0), list[StepRecord]()
+    requests = [(p, 20) for p in given]
+    outputs, failures, _ = run(executor, requests, Knobs(8, 0, 64, 32, 3), drafter=drafter, heard=heard)
+    return expected, outputs, failures, heard
+
+
+def spoils_logits(loaded: TinyModel, executor: TorchExecutor, poison: int) -> None:
     forward = executor._logits
 
     def logits(ids: torch.Tensor, positions: torch.Tensor, step: Any, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -226,9 +245,49 @@ def test_logits_that_are_not_finite_fail_the_request_alone() -> None:
         return torch.where((rows == poison)[:, None], torch.nan, found)
 
     executor._logits = logits  # type: ignore[method-assign]
-    outputs, failures, _ = run(executor, [(p, 20) for p in given], Knobs(8, 0, 64, 32, 3), drafter=drafter)
+
+
+def spoils_keys_and_values(loaded: TinyModel, executor: TorchExecutor, poison: int) -> None:
+    """In every layer: attention behind it reads them."""
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[poison] = float("nan")
+
+
+@EACH
+@pytest.mark.parametrize("spoils", [spoils_logits, spoils_keys_and_values])
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_what_is_not_finite_behind_a_wrong_draft_fails_nobody(
+    backend: Backend, spoils: Callable[[TinyModel, TorchExecutor, int], None], right: int
+) -> None:
+    def place(coming: list[int], most: int, poison: int) -> list[int]:
+        return ([*coming[:right], poison, poison] if len(coming) > 4 else coming)[:most]
+
+    expected, outputs, failures, heard = poisoned(backend, spoils, place)
+    assert not failures and outputs == expected
+    assert sum(step.drafted for step in heard) > 20 and (right == 0 or sum(step.accepted for step in heard) > 5)
+
+
+@EACH
+def test_what_is_not_finite_without_drafts_too_fails_the_request_alone(backend: Backend) -> None:
+    """One of its own tokens is the poison, and drafted for rightly: behind it the request would fail in any case."""
+
+    def spoils(loaded: TinyModel, executor: TorchExecutor, poison: int) -> None:
+        forward = executor._logits
+
+        def logits(ids: torch.Tensor, positions: torch.Tensor, step: Any, wanted: torch.Tensor | None) -> torch.Tensor:
+            found = forward(ids, positions, step, wanted)
+            ids, positions = (ids, positions) if wanted is None else (ids[wanted], positions[wanted])
+            return torch.where(((positions == 9 + at) & (ids == answers[1][at]))[:, None], torch.nan, found)
+
+        executor._logits = logits  # type: ignore[method-assign]
+
+    answers = [reference(tiny(), p, 20) for p in prompts([5, 9, 12])]
+    at = next(n for n in range(6, 16) if answers[1][n] not in (answers[0][n + 4], answers[2][n - 3]))  # theirs there
+    expected, outputs, failures, heard = poisoned(backend, spoils, lambda coming, most, poison: coming[:most])
     assert failures.keys() == {"1"} and "NaN" in str(failures["1"])
-    assert outputs[0] == expected[0] and outputs[1] == expected[1][: len(outputs[1])]
+    assert outputs[1] == expected[1][: at + 1], "all tokens that there are without drafts"
+    assert [outputs[0], outputs[2]] == [expected[0], expected[2]]
+    assert sum(step.accepted for step in heard) > 20
 
 
 def test_out_of_memory_runs_the_step_without_drafts() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from autotune import control
+from autotune.control.controllers.predictive import PredictiveController
+from autotune.control.controllers.predictive.trusted_model import TrustedModel
 from autotune.cost.facts import StepPoint
 from autotune.cost.model import CostModel, features_of, fit_cost_model
 from autotune.profile import load_profile, save_profile
@@ -18,8 +21,9 @@ from autotune.profiling.refit import cost_name
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from runtime.errors import InputError
+from runtime.records import LimitedBy, StepRecord
 from runtime.request import SamplingParams
-from runtime.step_model import StepFeatures
+from runtime.step_model import TERMS, Knowledge, StepFeatures, StepLearner, Term
 from runtime.torch_backend.resident import batch_ladder
 from tests.building import step_points
 from tests.sample_profile import full_profile, sample_cost_model
@@ -64,6 +68,79 @@ def test_a_fit_that_knows_the_ladder_knows_what_padding_and_eager_steps_cost() -
     found = model.facts.coefficients
     assert found["prompt_s"] + found["chunk_s"] == pytest.approx(3e-3, rel=0.1), "each of these steps has one chunk"
     assert model.facts.graph_sizes == LADDER
+
+
+def learned(learner: StepLearner) -> StepLearner:
+    for step in steps(900, seed=6):
+        learner.observe(step, hardware(step))
+    return learner
+
+
+def test_the_online_learner_knows_what_padding_costs_too() -> None:
+    blind, knows = learned(StepLearner()), learned(StepLearner(graph_sizes=LADDER))
+    assert off(knows.predict) < 0.01 < 0.03 < off(blind.predict)
+    context = 65 * 500
+    five, eight = StepFeatures(65, context, 0, 0, 0), StepFeatures(80, context, 0, 0, 0)
+    assert knows.predict(five) == knows.predict(eight) > blind.predict(five)
+    beside = StepFeatures(65, context, 64, 64, 64 * 65 // 2, 1)
+    assert knows.predict(beside) == pytest.approx(hardware(beside), rel=0.05), "a step with a prompt is not padded"
+    assert knows.most_prefill(65, context, knows.predict(beside)) == pytest.approx(64, abs=8)
+    larger = StepFeatures(300, context, 0, 0, 0)
+    assert knows.predict(larger) == pytest.approx(hardware(larger), rel=0.05), "nor is one that no graph holds"
+
+
+def test_a_warm_start_begins_with_it() -> None:
+    knowledge = fit_cost_model(points(), graph_sizes=LADDER).facts.learner
+    assert knowledge is not None
+    known = Knowledge(
+        knowledge.unit_s, knowledge.decode, knowledge.decode_covariance, knowledge.mixed, knowledge.mixed_covariance
+    )
+    assert off(StepLearner.warm_start(known, graph_sizes=LADDER).predict) < 0.01
+    assert off(StepLearner.warm_start(known).predict) > 0.03, "on an engine that records none, rows are decodes"
+
+
+def test_an_input_of_the_learner_that_is_of_computed_tokens_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none yet. One of host work is not padded."""
+    tokens = Term("more_tokens", "tokens", TERMS["tokens"].amount, curve="segments", pieces=("decode", "mixed"))
+    host = Term("more_host", "sequences", lambda s: s.decodes, pieces=("decode", "mixed"))
+    for term, amount in ((tokens, 80), (host, 65)):
+        with monkeypatch.context() as patched:
+            patched.setitem(TERMS, term.name, term)
+            known = Knowledge(1.0, [0.0, 0.0, 0.0, 1.0], _eye(4), [0.0, 0.0, 0.0, 0.0, 0.0, 1.0], _eye(6))
+            learner = StepLearner.warm_start(known, graph_sizes=LADDER)
+            assert learner.predict(StepFeatures(65, 900, 0, 0, 0)) == pytest.approx(amount)
+            assert learner.predict(StepFeatures(65, 900, 10, 10, 55, 1)) == pytest.approx(65 + 10 * (amount == 80))
+            assert learner.most_prefill(70, 900, 69.0) == pytest.approx(-1.0), "beside prompts, seventy are seventy"
+
+
+def _eye(size: int) -> list[list[float]]:
+    return [[0.01 * (i == j) for j in range(size)] for i in range(size)]
+
+
+def test_a_controller_is_given_the_ladder_of_its_engine(tmp_path: Path) -> None:
+    model = fit_cost_model(points(), graph_sizes=LADDER)
+    save_profile(full_profile(cost_model=model.facts), tmp_path / "p.yaml")
+    for given in (None, load_profile(tmp_path / "p.yaml")):
+        engine = SimulatedEngine(model, kv_tokens=1 << 16, graph_sizes=LADDER)
+        with control(engine, slo="tpot=50ms", profile=given) as attached:  # type: ignore[arg-type]
+            made = attached.controller
+            assert isinstance(made, PredictiveController) and made.model.graph_sizes == LADDER
+
+
+def test_a_learner_that_begins_again_still_knows_the_ladder() -> None:
+    made = TrustedModel(StepLearner(graph_sizes=LADDER))
+    first, now = made.model, 0.0
+    for at, step in enumerate(steps(2000, seed=3)):
+        seconds = hardware(step) * (10 if at % 2 else 0.1)  # no model says that
+        decodes, context, tokens, prefix, pairs, chunks, _ = step
+        made.observe(
+            StepRecord(
+                now, now + seconds, 1, decodes, context, chunks, tokens, prefix, pairs, decodes, decodes, 0, 0, 1, 0, 0, 8192,
+                LimitedBy.BUDGET,
+            )
+        )  # fmt: skip
+        now += seconds
+    assert made.model is not first and made.model.graph_sizes == LADDER
 
 
 def test_a_step_takes_as_long_as_one_of_the_next_size() -> None:

@@ -12,13 +12,13 @@ import pytest
 from autotune import control
 from autotune.cli.main import run
 from autotune.cli.show import model_lines
-from autotune.profile import find_profile, save_profile, shipped_profiles
-from autotune.profile.fingerprint import machine
+from autotune.profile import Profile, find_profile, save_profile, shipped_profiles
+from autotune.profile.fingerprint import machine, recorded_otherwise
 from autotune.profile.schema import schema_text
 from runtime.errors import InputError
 from runtime.slo import SLO
 from runtime.tunable import Capabilities, ModelInfo
-from tests.sample_profile import full_profile, sample_model, sample_profile
+from tests.sample_profile import full_profile, sample_cost_model, sample_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200
 
 TARGET = SLO(ttft_ms=500)
@@ -78,6 +78,57 @@ def test_control_warns_of_another_engine_and_version(tmp_path: Path, name: str, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         control(engine, slo=TARGET, profile=path).close()
+
+
+def with_graphs(*sizes: int, slots: int = 256) -> Profile:
+    made = sample_profile(
+        machine=machine(), model=sample_model(name="tiny"), cost_model=sample_cost_model(graph_sizes=sizes)
+    )
+    limits = replace(made.engine.limits, max_batch_size=slots)
+    return made.model_copy(update={"engine": made.engine.model_copy(update={"limits": limits})})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "differ"),
+    [
+        ((1, 2, 4, 8), (1, 2, 4, 8), ""),
+        ((), (), ""),
+        ((), (1, 2), "no CUDA graphs, this engine has CUDA graphs of 2 sizes up to 2 rows: 1 decode alone ran launch by "
+                     "launch there and runs as 1 row here"),
+        ((1, 2, 4), (1, 4), "CUDA graphs of 3 sizes up to 4 rows, this engine has CUDA graphs of 2 sizes up to 4 rows: "
+                            "2 decodes alone ran as 2 rows there and run as 4 rows here"),
+        ((1, 2, 4), (1, 2), "CUDA graphs of 3 sizes up to 4 rows, this engine has CUDA graphs of 2 sizes up to 2 rows: "
+                            "3 decodes alone ran as 4 rows there and run launch by launch here"),
+        ((1,), (), "CUDA graphs of 1 size up to 1 row, this engine has no CUDA graphs: 1 decode alone ran as 1 row there "
+                   "and runs launch by launch here"),
+    ],
+)  # fmt: skip
+def test_control_warns_of_other_recorded_steps(
+    tmp_path: Path, then: tuple[int, ...], now: tuple[int, ...], differ: str
+) -> None:
+    path = tmp_path / "graphs.yaml"
+    save_profile(with_graphs(*then), path)
+    engine = engine_of("tiny")
+    engine._facts = replace(engine.facts, graph_sizes=now)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        control(engine, slo=TARGET, profile=path).close()
+    if differ:
+        said = f"profile was measured with {differ}; the controller starts from its knobs and corrects them"
+        assert [str(one.message) for one in told] == [said]
+    else:
+        assert not told
+
+
+def test_only_steps_that_both_can_make_count() -> None:
+    assert recorded_otherwise(with_graphs(1, 2, 4), (1, 2), slots=2) == ""
+    assert recorded_otherwise(with_graphs(1, 2, 4), (1, 2), slots=3) != ""
+    assert recorded_otherwise(with_graphs(1, 2, slots=2), (1, 2, 4), slots=256) == ""
+    assert recorded_otherwise(with_graphs(96, 112), (96, 100), slots=100) == "", "the last size is a ceiling"
+    assert "as 112 rows there and run as 97 rows here" in recorded_otherwise(
+        with_graphs(96, 112), (96, 97, 98), slots=100
+    )
+    assert recorded_otherwise(sample_profile(), (1, 2, 4), slots=256) == "", "it has no cost model"
 
 
 @pytest.mark.parametrize(

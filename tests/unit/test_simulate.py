@@ -13,9 +13,11 @@ from autotune.simulate import SimulatedEngine
 from autotune.simulate.drafts import guessable
 from autotune.simulate.names import prompt_names, shares_prefixes
 from autotune.workload import Arrival, parse_workload, prompt_ids
-from runtime.knobs import Knobs
+from runtime.knobs import KnobLimits, Knobs
+from runtime.llm.plan import StepPlan, StepResult
 from runtime.records import RequestRecord, StepRecord
 from runtime.request import SamplingParams
+from runtime.slo import SLO, RequestClass
 from runtime.tunable import SchedulerView
 from tests.examples import examples
 from tests.unit.jitter_cases import STALLS
@@ -206,6 +208,35 @@ def test_drafts_are_right_as_often_as_the_workload_says(acceptance: float) -> No
         assert sum(r.output_tokens for r in heard.requests) == tokens
         assert sum(s.sampled * s.steps for s in heard.steps) == tokens
     assert steps[4] < steps[1] < tokens
+
+
+def test_drafts_of_a_mix_are_right_as_often_as_its_classes_say() -> None:
+    """Each class as it would be alone; one that says nothing is not drafted for."""
+    each = "poisson:prompt=20,output=200"
+    mix = f"chat={each},acceptance=0.8@0.5+code={each},acceptance=0.3@0.3+batch={each}@0.2"
+    load = parse_workload(mix).at_rate(20.0)
+    arrivals = list(load.arrivals(1, limit=150))
+    engine = SimulatedEngine(
+        FAST, kv_tokens=1 << 17, knobs=Knobs(256, 0, 4096, 512, 1), limits=KnobLimits(), acceptance=load.acceptances,
+        classes=[RequestClass(name, SLO(e2e_ms=1e6)) for name in ("chat", "code", "batch")],
+    )  # fmt: skip
+    seen: dict[str, list[int]] = {}
+    execute = engine.core.executor.execute
+
+    def heard(plan: StepPlan, now: float, until: float) -> StepResult:
+        found = execute(plan, now, until)
+        for sequence, accepted in found.accepted:
+            seen.setdefault(sequence.request.request_class, []).append(accepted)
+        return found
+
+    engine.core.executor.execute = heard  # type: ignore[method-assign]
+    engine.serve(arrivals)
+    engine.run()
+    assert seen.keys() == {"chat", "code"} and {a.request_class for a in arrivals} == {"chat", "code", "batch"}
+    for name, acceptance in (("chat", 0.8), ("code", 0.3)):
+        assert len(seen[name]) > 1000 and sum(seen[name]) / len(seen[name]) == pytest.approx(acceptance, abs=0.03)
+    with pytest.raises(ValueError, match="acceptance of class chat is 2; it must be a number from 0 to 1"):
+        SimulatedEngine(FAST, kv_tokens=4800, acceptance={"chat": 2})
 
 
 def test_drafts_that_no_workload_accepts_are_not_made() -> None:

@@ -64,6 +64,14 @@ def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
     assert Counter(a.request_class for a in arrivals)["chat"] == 50
 
 
+def test_each_class_says_how_often_a_draft_is_right() -> None:
+    mix = parse_workload("chat=poisson:acceptance=0.5@0.8+batch=poisson@0.2").at_rate(3.0)
+    assert mix.acceptances == {"chat": 0.5, "batch": 0.0} and mix.may_draft
+    assert not parse_workload("chat=poisson@1").may_draft
+    alone = parse_workload("poisson:acceptance=0.5")
+    assert alone.acceptances == 0.5 and alone.may_draft and not parse_workload("poisson").may_draft
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -75,7 +83,7 @@ def test_a_mix_ends_with_the_first_part_that_ends(tmp_path: Path) -> None:
         ("chat=azure-conv@0.8+azure-code@0.2", "'azure-code@0.2' is no class; write CLASS=WORKLOAD@SHARE"),
         ("chat=nope@1", "class chat: 'nope' is no workload and no file; the workloads are azure-conv"),
         ("chat=poisson:rate=2@1", "class chat: rate is of all classes together, which --rate sets; drop it here"),
-        ("chat=poisson:acceptance=0.5@1", "class chat: a workload of classes takes no acceptance"),
+        ("chat=poisson:acceptance=1.5@1", "class chat: acceptance is 1.5; it must be a number from 0 to 1"),
         ("chat=poisson:promt=2@1", "class chat: 'promt' is no option of it; the options are rate"),
         ("chat=poisson@1+", "nothing follows the last +"),
         ("rate=2", "it names nothing; the workloads are"),

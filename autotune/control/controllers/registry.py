@@ -5,7 +5,8 @@ A controller in one file: a class with the methods of :class:`~autotune.control.
 
 What a class needs to know it takes by name in its ``__init__``: ``slo`` (the SLO of class ``default``), ``start`` (the knobs to
 begin with and to fall back on), ``kv_tokens`` and ``block_size`` (of the KV pool), ``model`` (a
-:class:`~runtime.step_model.StepLearner` that knows the hardware already, or None).
+:class:`~runtime.step_model.StepLearner` that knows which decode steps the engine records, and the hardware where a profile does,
+or None).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TAKES: Final = ("slo", "start", "kv_tokens", "block_size", "model")
 
 
 class Make(Protocol):
-    """Makes a controller; ``model`` is one that knows the hardware already, if there is one."""
+    """Makes a controller; ``model`` is one that knows something of the engine already, if there is one."""
 
     def __call__(
         self, slo: SLO, start: Knobs, kv_tokens: int, block_size: int, model: StepLearner | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sized
 from math import inf
 from typing import Any, Final
 
-from autotune.engines.vllm.model import model_of
+from autotune.engines.vllm.model import graph_sizes_of, model_of
 from autotune.engines.vllm.scheduler import Steered, unfit
 from autotune.engines.vllm.steering import GROWTH_RESERVE, Steering
 from runtime.clock import Clock
@@ -193,4 +193,5 @@ def facts_of(config: Any, steering: Steering) -> Facts:
         parallelism=config.parallel_config.world_size,
         model=model_of(config),
         version=str(vllm.__version__),
+        graph_sizes=graph_sizes_of(config),
     )

@@ -125,7 +125,7 @@ class VllmEngine(TunableEngine):
 
     @property
     def facts(self) -> Facts:
-        """As vLLM was started: model, version, KV pool, prefix cache."""
+        """As vLLM was started: model, version, KV pool, prefix cache, CUDA graphs."""
         return self._core.facts
 
     @property

@@ -1,4 +1,4 @@
-"""What a configuration of vLLM says of the model that it serves."""
+"""What a configuration of vLLM says of the model that it serves, and of the steps that it records."""
 
 from __future__ import annotations
 
@@ -28,6 +28,27 @@ def model_of(config: Any) -> ModelInfo:
 def _bytes(cache_dtype: str, dtype: Any) -> int:
     """Of one number in the KV cache."""
     return 1 if cache_dtype.startswith("fp8") else int(dtype.itemsize)
+
+
+def graph_sizes_of(config: Any) -> tuple[int, ...]:
+    """For how many rows vLLM has CUDA graphs for steps of decodes alone, ascending; empty where it has none: on a CPU, under
+    ``enforce_eager``, in a CUDA graph mode of ``NONE``.
+
+    To be asked when vLLM has started: its workers settle the mode when they know what their attention can do. Sizes to which no
+    step of at most ``max_num_seqs`` decodes is padded are left out. Graphs of decodes alone go no further than that many rows.
+    """
+    compilation = getattr(config, "compilation_config", None)
+    mode = getattr(compilation, "cudagraph_mode", None)
+    sizes = sorted({int(size) for size in getattr(compilation, "cudagraph_capture_sizes", None) or () if size > 0})
+    name = getattr(mode, "name", None) or "NONE"
+    if name == "NONE" or config.model_config.enforce_eager or config.device_config.device_type == "cpu":
+        return ()
+    slots = config.scheduler_config.max_num_seqs
+    below = [size for size in sizes if size < slots]
+    reaching = [size for size in sizes if size >= slots][:1]
+    if name == "FULL_DECODE_ONLY":
+        reaching = [size for size in reaching if size == slots]
+    return (*below, *reaching)
 
 
 def parameters_of(config: Any) -> int:

@@ -41,7 +41,7 @@ class TunableScheduler(TunableCore):
 
     @property
     def facts(self) -> Facts:
-        """As vLLM was started: model, version, KV pool, prefix cache."""
+        """As vLLM was started: model, version, KV pool, prefix cache, CUDA graphs."""
         return self._facts
 
     @property
