@@ -28,7 +28,7 @@ from benchmarks.vllm.model import MAX_MODEL_LEN, SMALL, model_folder
 from benchmarks.vllm.overhead import _a_step
 from benchmarks.vllm.starting import DEFAULTS, LIMITS
 from benchmarks.vllm_live import __main__ as live_command
-from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, SHARES, STOCK, cases
+from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, SHARES, STOCK, cases, rivals
 from benchmarks.vllm_live.client import Found, Run
 from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
@@ -97,6 +97,22 @@ def test_a_fixed_setting_with_admission_holds_its_knobs_and_rejects(machine: Mac
     assert found.score.met > plain.score.met
 
 
+def test_a_load_is_served_at_what_is_good_at_the_loads_beside_it_and_at_what_has_won() -> None:
+    small, light, over, far = (
+        Knobs(batch, 0, budget, budget) for batch, budget in ((32, 96), (16, 96), (8, 64), (64, 48))
+    )
+    assert {small, light, over, far} <= {*GRID} and NEIGHBOURS.keys() == {*NAMES}
+    best = {"full": [small], "light": [light, small], "over": [over], "prompts": [far]}
+    plain, late = ({name: [*map(kind, found)] for name, found in best.items()} for kind in (fixed, admitted))
+    assert rivals("full", plain) == [*map(fixed, (small, light, over))], "those beside it, once each, behind its own"
+    assert rivals("full", late) == [*map(admitted, (small, light, over))]
+    assert rivals("over", plain) == [*map(fixed, (over, small))]
+    won = [fixed(light).name, admitted(far).name, "defaults"]
+    assert set(rivals("over", plain, won)) == {*map(fixed, (over, small, light, far))}, "with admission or without"
+    assert set(rivals("over", late, won)) == {*map(admitted, (over, small, light, far))}
+    assert len(rivals("prompts", plain, won)) == 3
+
+
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     chosen = [case for case in cases(machine, COST, SECONDS) if case.name in ("over", "prompts")]
     statics = [SMALL_STEPS, fixed(Knobs(8, 0, 256, 256)), admitted(SMALL_STEPS.knobs), admitted(Knobs(8, 0, 32, 32))]
@@ -126,6 +142,8 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     assert shape["vs_best_static"] == pytest.approx(over.value, abs=1e-4)
     assert shape["shift_vs_best_static"] == pytest.approx(prompts.value, abs=1e-4)
     of_case = shape["cases"]["over"]
+    assert sorted(of_case["fixed settings"]) == sorted(c.name for c in statics)
+    assert kept[0].winners == [of_case[BEST]["name"], of_case[ADMITTED]["name"]] and len(set(kept[0].winners)) == 2
     assert (
         of_case[ADMITTED]["name"].endswith("with admission")
         and of_case[ADMITTED]["offered"] == of_case["ours"]["offered"]
