@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from functools import partial
@@ -18,6 +19,7 @@ from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from benchmarks import vllm_fidelity
+from benchmarks.kept import Kept
 from benchmarks.live.contenders import admitted
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import Contest, turn
@@ -111,6 +113,27 @@ def test_a_load_is_served_at_what_is_good_at_the_loads_beside_it_and_at_what_has
     assert set(rivals("over", plain, won)) == {*map(fixed, (over, small, light, far))}, "with admission or without"
     assert set(rivals("over", late, won)) == {*map(admitted, (over, small, light, far))}
     assert len(rivals("prompts", plain, won)) == 3
+
+
+@pytest.mark.slow
+def test_a_contest_in_pieces_serves_each_load_at_what_is_good_beside_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = [Knobs(batch, 0, budget, budget) for batch, budget in ((64, 96), (16, 96), (8, 2048))]
+    monkeypatch.setattr(live_command, "GRID", grid)
+    monkeypatch.setattr(live_command, "calibrate", lambda *_: COST)
+    monkeypatch.setattr(live_command, "served", lambda machine, cost, *_: cost)
+    plan, done = live_command.Plan((1, 1), 2.0, 1.0, 2), dict[str, Figures]()
+    kept = Kept(tmp_path / "kept", {})
+    args = argparse.Namespace(seed=0, threads=1, keep=tmp_path / "kept", log=None)
+    live_command._contest(simulated(COST, machine), plan, args, ["light", "over"], kept, done, lambda: False)
+    assert [*done] == ["light", "over"] == [part["name"] for part in kept.known()]
+    light, over = (set(done[name].shape["fixed settings"]) for name in ("light", "over"))
+    assert set(done["light"].winners) <= light
+    for name in done["light"].winners:
+        plain = name.removesuffix(" with admission")
+        assert {plain, f"{plain} with admission"} <= over, "what has won at one load is measured at the next"
+    assert capsys.readouterr().err.count("is served at") == 2
 
 
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
