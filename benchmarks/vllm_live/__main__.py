@@ -6,9 +6,10 @@ vLLM's CPU build serves a model of random weights (57M parameters). Four loads (
 - *ours* starts cold from the defaults in every turn and has all it can do: knobs, budgets of single steps, early rejection,
   deadline order. *knobs only* turns knobs and nothing else.
 - *defaults* are those of ``vllm serve`` on a CPU, 128 sequences and 2048 tokens.
-- *the best static*: a grid of 51 fixed settings is simulated on calibrated step times, the best few are measured, and the best of
-  these by what was measured, known only afterwards, is what ours is compared with: of each load its own. Once as it is, and once
-  *with admission*: the same early rejection and deadline order as ours. From round to round the weaker ones are left out.
+- *the best static*: a grid of 51 fixed settings is simulated on calibrated step times. The best few of a load and of the loads
+  beside it are measured there, and so is what was the best of another load in ``--keep``. The best of these by what was measured,
+  known only afterwards, is what ours is compared with: of each load its own. Once as it is, and once *with admission*: the same
+  early rejection and deadline order as ours. From round to round the weaker ones are left out.
 
 Turns alternate in rounds that share their arrivals. The load at 1.0 is also sent by ``vllm bench serve`` to two servers of ``vllm
 serve``, with and without our scheduler (:mod:`.client`).
@@ -19,7 +20,7 @@ no request (:mod:`.agreement`); and what steering costs the host in a step (:mod
 The last line is JSON: goodput ratios, geometric means over the loads that do not shift (``vs_defaults``: over all), with their
 95% intervals, and ``host_overhead``: CPU time of adapter and controller ÷ stock's own, at 16 and 64 decodes, the larger.
 
-Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 80 minutes; ``--quick``: fifteen). Ctrl-C ends it
+Run it by a Python that has vLLM: ``python -m benchmarks.vllm_live`` (about 85 minutes; ``--quick``: fifteen). Ctrl-C ends it
 with what there is; ``--keep FILE`` makes it in pieces.
 """
 
@@ -31,7 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ from benchmarks.vllm.machine import live, simulated
 from benchmarks.vllm.model import model_folder
 from benchmarks.vllm.starting import prepared, vllm_options
 from benchmarks.vllm_live import agreement, client
-from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, STOCK, cases
+from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, STOCK, cases, rivals
 from benchmarks.vllm_live.summary import Figures, compared, report, summary
 
 INTERRUPTED, FAILED = 130, 1
@@ -62,7 +63,8 @@ PARTS = ("agreement", "overhead", "contest", "client")
 
 
 class Plan(NamedTuple):
-    """``keep``: fixed settings of either kind in each round. Seconds of arrivals in a turn, and of calibration."""
+    """``keep``: fixed settings of either kind that a load is screened for, and then how many are left after each round but the
+    last. Seconds of arrivals in a turn, and of calibration."""
 
     keep: tuple[int, ...]
     duration: float
@@ -191,14 +193,18 @@ def _contest(
     chosen = [case for case in every if case.name in left]
     if not chosen:
         return {}, lengths
-    decisions, failed = list[str](), 0
+    decisions, failed, screened = list[str](), 0, dict[str, _Best]()
     for together in [chosen] if args.keep is None else [[case] for case in chosen]:
         if stop():
             break
-        statics = {case.name: _screened(machine, cost, case, plan) for case in together}
+        counting = {name for case in together for name in (case.name, *NEIGHBOURS[case.name])} - screened.keys()
+        screened |= {case.name: _screened(machine, cost, case, plan) for case in every if case.name in counting}
+        winners = [name for figures in done.values() for name in figures.winners]
+        statics = {case.name: _statics(screened, case.name, winners) for case in together}
+        first = max(sum(c.control is kind for c in found) for found in statics.values() for kind in (False, True))
         contest = Contest(
-            machine, together, [STOCK, OURS, KNOBS_ONLY], statics, plan.keep, seed=args.seed, duration=plan.duration,
-            stop=stop, tell=say_turn, fail=say_failed,
+            machine, together, [STOCK, OURS, KNOBS_ONLY], statics, (first, *plan.keep[:-1]), seed=args.seed,
+            duration=plan.duration, stop=stop, tell=say_turn, fail=say_failed,
         )  # fmt: skip
         contest.run()
         failed += contest.failures
@@ -215,8 +221,14 @@ def _contest(
     return {"failed_turns": failed, "threads": args.threads}, lengths
 
 
-def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> list[Contender]:
-    """The fixed settings that will take part, best first by the simulation."""
+class _Best(NamedTuple):
+    """The best fixed settings of a load in simulation, best first: as they are, and with admission."""
+
+    plain: list[Contender]
+    admitted: list[Contender]
+
+
+def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> _Best:
     say(f"{case.name}: {case.said}; SLO {case.slo}")
     simulation = partial(simulated, cost, machine)
     plain = screen(simulation, case, plan.duration, GRID)[: max(plan.keep)]
@@ -224,7 +236,15 @@ def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> list
     told = [(c.name, expected(simulation, case, c, plan.duration)) for c in (STOCK, OURS, KNOBS_ONLY)]
     told += [(s.contender.name, s.share) for s in (*plain, *late)]
     say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in told))
-    return [s.contender for s in (*plain, *late)]
+    return _Best([s.contender for s in plain], [s.contender for s in late])
+
+
+def _statics(screened: Mapping[str, _Best], name: str, winners: Sequence[str]) -> list[Contender]:
+    """The fixed settings that take part at the load ``name``. ``winners``: names of those that were the best at loads done."""
+    plain = rivals(name, {one: best.plain for one, best in screened.items()}, winners)
+    late = rivals(name, {one: best.admitted for one, best in screened.items()}, winners)
+    say(f"{name} is served at {', '.join(c.name for c in (*plain, *late))}")
+    return [*plain, *late]
 
 
 def _client(folder: Path, lengths: client.Lengths, plan: Plan, stop: Callable[[], bool]) -> dict[str, Any]:

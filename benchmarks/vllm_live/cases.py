@@ -1,4 +1,4 @@
-"""What is served and by whom: the loads, the contenders, and the grid of fixed settings in which the best is looked for.
+"""What is served and by whom: the loads, the contenders, and the fixed settings among which the best is looked for.
 
 The loads are one conversation at three shares of capacity, and one in which long prompts join in mid-run.
 
@@ -8,15 +8,16 @@ kept full with 32 sequences and 512 tokens, simulated on step times that were ca
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Final
 
-from autotune.bench import fixed
+from autotune.bench import Contender, fixed
 from autotune.cost.model import CostModel
 from autotune.profiling.setup import LOAD
 from benchmarks.live import loads
-from benchmarks.live.contenders import ours, ours_knobs_only
+from benchmarks.live.contenders import admitted, ours, ours_knobs_only
 from benchmarks.live.loads import Case
 from benchmarks.live.machine import Machine
 from benchmarks.vllm.starting import DEFAULTS, LIMITS
@@ -26,6 +27,10 @@ SHARES: Final = {"light": 0.8, "full": 1.0, "over": 1.2}
 """Of capacity."""
 PROMPTS: Final = "prompts"
 NAMES: Final = (*SHARES, PROMPTS)
+NEIGHBOURS: Final[Mapping[str, Sequence[str]]] = {
+    "light": ("full",), "full": ("light", "over"), "over": ("full",), PROMPTS: ("light", "full")
+}  # fmt: skip
+"""Of each load those that are most like it: what is good there is measured here too. The one that shifts begins between two."""
 
 STOCK: Final = fixed(DEFAULTS, "defaults")
 OURS: Final = replace(ours(LIMITS), knobs=DEFAULTS)
@@ -42,3 +47,16 @@ def cases(machine: Machine, cost: CostModel, duration: float) -> list[Case]:
     conversation = loads.steady("conversation", loads.CONVERSATION, machine, cost, LOAD)
     code = loads.steady("code", loads.CODE, machine, cost, LOAD)
     return [*found, loads.joined(PROMPTS, conversation, code, duration)]
+
+
+def rivals(name: str, best: Mapping[str, Sequence[Contender]], winners: Collection[str] = ()) -> list[Contender]:
+    """The fixed settings of one kind that the load ``name`` is served at, those from which most is expected first.
+
+    ``best``: of this load and its :data:`NEIGHBOURS`, the best in simulation, each best first. What is a little worse in
+    simulation may be the best by what is measured, so those of the neighbours take part as well. ``winners``: names of settings,
+    as they are or with admission, that were the best by what was measured at some load.
+    """
+    kind = admitted if any(contender.control for contender in best[name]) else fixed
+    near = [contender for one in NEIGHBOURS[name] for contender in best[one]]
+    proven = [kind(knobs) for knobs in GRID if {fixed(knobs).name, admitted(knobs).name} & {*winners}]
+    return list(dict.fromkeys((*best[name], *near, *proven)))

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autotune.bench import Estimate
+from autotune.engines.vllm.command import MIDDLEWARE, SCHEDULER
 from benchmarks.live.loads import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.live.ratios import DRAWS
 from benchmarks.vllm.starting import LIMITS
 from runtime.slo import SLO
 
 ROOT = Path(__file__).parents[2]
-SCHEDULER = "autotune.engines.vllm.Scheduler"
 _READY_S = 240.0
 _VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _CONCURRENT = 8
@@ -128,7 +128,9 @@ def _servers(folder: Path, logs: Path, slo: Callable[[Server], SLO]) -> Iterator
             "AUTOTUNE_REJECT_LATE": "1",
             "AUTOTUNE_LOG": str(logs / "decisions.jsonl"),
         }
-        ours = Server(folder, logs / "ours.log", ("--scheduler-cls", SCHEDULER), **variables)
+        ours = Server(
+            folder, logs / "ours.log", ("--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE), **variables
+        )
         ours.wait()
         yield stock, ours, target
     finally:

@@ -64,6 +64,11 @@ class Figures(NamedTuple):
     def of(cls, c: Compared) -> Self:
         return cls(c.case.name, c.case.shifts, _of_case(c), c.ours, c.knobs_only)
 
+    @property
+    def winners(self) -> list[str]:
+        """The names of the fixed settings that were the best here, of each kind."""
+        return [self.shape[name]["name"] for name in (BEST, ADMITTED) if name in self.shape]
+
     def as_json(self) -> dict[str, Any]:
         """For a file; the draws are rounded to a ten thousandth, which their count blurs more."""
         ratios = {
@@ -120,6 +125,7 @@ def _of_case(c: Compared) -> dict[str, Any]:
             "offered": standing.offered,
             "rounds": standing.rounds,
         }
+    shape["fixed settings"] = [one.name for one in c.comparison.contenders if one not in (STOCK, OURS, KNOBS_ONLY)]
     shape["ratios"] = {name: [number(e.value), *interval(e)] for name, r in c.ours.items() for e in [r.estimate()]}
     return shape
 

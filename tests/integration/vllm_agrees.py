@@ -227,7 +227,7 @@ class Stock:
         pool = KVCacheConfig(
             num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        made = ours.Steered if refusing else ours.steered(ours.picked(config.scheduler_config))
+        made = ours.Steered if refusing else ours.steered(ours.picked(config))
         return made(
             vllm_config=config,
             kv_cache_config=pool,

@@ -28,7 +28,7 @@ from vllm.v1.executor import Executor
 from autotune.cli.connection import ask
 from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm import Scheduler
-from autotune.engines.vllm.scheduler import REJECTED
+from autotune.engines.vllm.scheduler import REJECTED, picked, unfit
 from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
@@ -69,6 +69,15 @@ class ByAnotherTool(Stock):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.asked += 1
         return super().schedule(*args, **kwargs)
+
+
+class KeepsItsOrder(Stock):
+    """One that has all that is needed, and does not let it be changed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "policy" and hasattr(self, name):
+            raise AttributeError("FCFS it is")
+        super().__setattr__(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -415,6 +424,29 @@ def test_metrics_are_in_a_file(serve: Callable[..., Served], tmp_path: Path, mon
     assert "autotune_up 0.0" in path.read_text()
 
 
+def test_a_model_of_diffusion_keeps_its_own_scheduler(folder: Path) -> None:
+    """vLLM picks it where it makes the configuration, and only if nobody has taken the slot."""
+    config = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="float32", scheduler_cls=Scheduler
+    ).create_engine_config()
+    assert unfit(config) is None and picked(config).__name__ in ("Scheduler", "AsyncScheduler")
+    vars(config)["diffusion_config"] = {"canvas_length": 8}
+    for concurrent, name in ((False, "DiffusionScheduler"), (True, "DiffusionAsyncScheduler")):
+        config.scheduler_config.async_scheduling = concurrent
+        assert picked(config).__name__ == name and config.scheduler_config.scheduler_cls is Scheduler
+    assert unfit(config) == "it has a diffusion_config"
+
+
+def test_fewer_at_once_than_vllm_has_room_for_are_a_ceiling(serve: Callable[..., Served]) -> None:
+    served = serve({**SLO, "controller": "static"}, max_num_active_seqs=3)
+    assert served.engine.knobs.max_batch_size == served.engine.limits.max_batch_size == 3
+    with heard(served) as records:
+        for _ in range(8):
+            served.add(10, 4)
+        assert len(served.run()) == 8
+    assert max(step.running for step in records.steps) == 3
+
+
 def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -> None:
     served = serve({**SLO, "base": f"{__name__}.ByAnotherTool"})
     served.add(20, 3)
@@ -430,6 +462,7 @@ def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -
         ({**SLO, "off": True}, "it is switched off"),
         (SLO, r"it is version 0.99.1, and this was made for"),
         (SLO, "the scheduler has no max_num_active_reqs"),
+        ({**SLO, "base": f"{__name__}.KeepsItsOrder"}, "it cannot be steered: AttributeError('FCFS it is')"),
     ],
 )
 def test_else_vllm_runs_untouched(
@@ -460,6 +493,7 @@ def test_else_vllm_runs_untouched(
         ({**SLO, "metrics": "/nowhere/a.prom"}, "autotune: metrics is '/nowhere/a.prom', which cannot be written"),
         ({**SLO, "pinned": {"budget": 3}}, "autotune: .*budget"),
         ({**SLO, "base": "nowhere.Class"}, r"autotune: base is 'nowhere\.Class'"),
+        ({**SLO, "base": "autotune.engines.vllm.Scheduler"}, "base is .*; it must be a scheduler class of vLLM's"),
     ],
 )
 def test_what_cannot_be_read_ends_it_at_its_start(serve: Callable[..., Served], section: object, says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from functools import partial
@@ -18,6 +19,7 @@ from autotune.profile.serving import serving_cost
 from autotune.simulate import SimulatedEngine
 from autotune.simulate.scenario import Scenario
 from benchmarks import vllm_fidelity
+from benchmarks.kept import Kept
 from benchmarks.live.contenders import admitted
 from benchmarks.live.machine import Machine
 from benchmarks.live.serving import Contest, turn
@@ -28,7 +30,7 @@ from benchmarks.vllm.model import MAX_MODEL_LEN, SMALL, model_folder
 from benchmarks.vllm.overhead import _a_step
 from benchmarks.vllm.starting import DEFAULTS, LIMITS
 from benchmarks.vllm_live import __main__ as live_command
-from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, OURS, SHARES, STOCK, cases
+from benchmarks.vllm_live.cases import GRID, KNOBS_ONLY, NAMES, NEIGHBOURS, OURS, SHARES, STOCK, cases, rivals
 from benchmarks.vllm_live.client import Found, Run
 from benchmarks.vllm_live.summary import ADMITTED, BEST, Figures, compared, report, summary
 from benchmarks.vllm_sweep import __main__ as sweep_command
@@ -97,6 +99,43 @@ def test_a_fixed_setting_with_admission_holds_its_knobs_and_rejects(machine: Mac
     assert found.score.met > plain.score.met
 
 
+def test_a_load_is_served_at_what_is_good_at_the_loads_beside_it_and_at_what_has_won() -> None:
+    small, light, over, far = (
+        Knobs(batch, 0, budget, budget) for batch, budget in ((32, 96), (16, 96), (8, 64), (64, 48))
+    )
+    assert {small, light, over, far} <= {*GRID} and NEIGHBOURS.keys() == {*NAMES}
+    best = {"full": [small], "light": [light, small], "over": [over], "prompts": [far]}
+    plain, late = ({name: [*map(kind, found)] for name, found in best.items()} for kind in (fixed, admitted))
+    assert rivals("full", plain) == [*map(fixed, (small, light, over))], "those beside it, once each, behind its own"
+    assert rivals("full", late) == [*map(admitted, (small, light, over))]
+    assert rivals("over", plain) == [*map(fixed, (over, small))]
+    won = [fixed(light).name, admitted(far).name, "defaults"]
+    assert set(rivals("over", plain, won)) == {*map(fixed, (over, small, light, far))}, "with admission or without"
+    assert set(rivals("over", late, won)) == {*map(admitted, (over, small, light, far))}
+    assert len(rivals("prompts", plain, won)) == 3
+
+
+@pytest.mark.slow
+def test_a_contest_in_pieces_serves_each_load_at_what_is_good_beside_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = [Knobs(batch, 0, budget, budget) for batch, budget in ((64, 96), (16, 96), (8, 2048))]
+    monkeypatch.setattr(live_command, "GRID", grid)
+    monkeypatch.setattr(live_command, "calibrate", lambda *_: COST)
+    monkeypatch.setattr(live_command, "served", lambda machine, cost, *_: cost)
+    plan, done = live_command.Plan((1, 1), 2.0, 1.0, 2), dict[str, Figures]()
+    kept = Kept(tmp_path / "kept", {})
+    args = argparse.Namespace(seed=0, threads=1, keep=tmp_path / "kept", log=None)
+    live_command._contest(simulated(COST, machine), plan, args, ["light", "over"], kept, done, lambda: False)
+    assert [*done] == ["light", "over"] == [part["name"] for part in kept.known()]
+    light, over = (set(done[name].shape["fixed settings"]) for name in ("light", "over"))
+    assert set(done["light"].winners) <= light
+    for name in done["light"].winners:
+        plain = name.removesuffix(" with admission")
+        assert {plain, f"{plain} with admission"} <= over, "what has won at one load is measured at the next"
+    assert capsys.readouterr().err.count("is served at") == 2
+
+
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     chosen = [case for case in cases(machine, COST, SECONDS) if case.name in ("over", "prompts")]
     statics = [SMALL_STEPS, fixed(Knobs(8, 0, 256, 256)), admitted(SMALL_STEPS.knobs), admitted(Knobs(8, 0, 32, 32))]
@@ -126,6 +165,8 @@ def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     assert shape["vs_best_static"] == pytest.approx(over.value, abs=1e-4)
     assert shape["shift_vs_best_static"] == pytest.approx(prompts.value, abs=1e-4)
     of_case = shape["cases"]["over"]
+    assert sorted(of_case["fixed settings"]) == sorted(c.name for c in statics)
+    assert kept[0].winners == [of_case[BEST]["name"], of_case[ADMITTED]["name"]] and len(set(kept[0].winners)) == 2
     assert (
         of_case[ADMITTED]["name"].endswith("with admission")
         and of_case[ADMITTED]["offered"] == of_case["ours"]["offered"]

@@ -14,7 +14,7 @@ from autotune.cli.main import run
 from autotune.engines.vllm import command, named
 from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.middleware import RejectionStatus
-from autotune.engines.vllm.scheduler import REJECTED
+from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
 from autotune.profile import save_profile
 from runtime.errors import InputError
@@ -61,6 +61,15 @@ def test_what_cannot_be_read_is_named(environment: dict[str, str], section: obje
         Options.read(environment, {"autotune": section})
 
 
+class Theirs:
+    def schedule(self) -> None:
+        """Of another tool."""
+
+
+class Ours(SteeredScheduler, Theirs):
+    """Steered."""
+
+
 def test_wrong_values_are_named() -> None:
     with pytest.raises(InputError, match=r"slo is 'tftt=500ms': .tftt. is not a metric"):
         Options(slo="tftt=500ms").target()
@@ -70,12 +79,15 @@ def test_wrong_values_are_named() -> None:
         Options(reject_late=True, relegate_late=True).admission()
     for base, why in (
         ("nowhere.Class", "cannot be imported"),
-        ("json.dumps", "must be a class"),
+        ("json.dumps", "must be a scheduler class"),
+        ("json.JSONDecoder", "must be a scheduler class"),
+        ("autotune.engines.vllm.Scheduler", "must be a scheduler class"),
+        (f"{__name__}.Ours", "is steered already"),
         ("Class", "imported"),
     ):
         with pytest.raises(InputError, match=f"base is '{base}'.*{why}"):
             Options(base=base).base_class()
-    assert Options(base="json.JSONDecoder").base_class() is json.JSONDecoder
+    assert Options(base=f"{__name__}.Theirs").base_class() is Theirs
 
 
 def test_what_is_late_is_computed_rejected_or_relegated() -> None:

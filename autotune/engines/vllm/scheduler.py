@@ -7,6 +7,7 @@ says why, and it schedules as if this were not there.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import re
@@ -32,7 +33,7 @@ class Steered:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         config = config_of(args, kwargs)
-        base = picked(config.scheduler_config)
+        base = picked(config)
         made = steered(base) if (why := unfit(config)) is None else base
         if why is not None:
             log.warning("not tuned: %s. %s", why, UNTOUCHED)
@@ -45,13 +46,18 @@ def config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def picked(config: Any) -> type[Any]:
-    """The scheduler class that vLLM would take by ``config`` if it had been given none."""
-    given, config.scheduler_cls = config.scheduler_cls, None
+    """The scheduler class that vLLM would take by ``config``, its whole configuration, if it had been given none."""
+    scheduler = config.scheduler_config
+    given, scheduler.scheduler_cls = scheduler.scheduler_cls, None
     try:
-        found: type[Any] = config.get_scheduler_cls()
+        found: type[Any] = scheduler.get_scheduler_cls()
     finally:
-        config.scheduler_cls = given
-    return found
+        scheduler.scheduler_cls = given
+    if getattr(config, "diffusion_config", None) is None:
+        return found
+    own = importlib.import_module("vllm.v1.core.sched.diffusion_scheduler")  # picked with the configuration
+    made: type[Any] = getattr(own, f"Diffusion{found.__name__}", found)  # some versions have none for sync
+    return made
 
 
 def unfit(config: Any) -> str | None:
@@ -60,7 +66,7 @@ def unfit(config: Any) -> str | None:
 
     if (why := unfit_version(str(vllm.__version__))) is not None:
         return why
-    for name in ("speculative_config", "kv_transfer_config", "ec_transfer_config"):
+    for name in ("speculative_config", "diffusion_config", "kv_transfer_config", "ec_transfer_config"):
         if getattr(config, name, None) is not None:
             return f"it has a {name}"
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -102,13 +108,20 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         if lacking := missing(self):
             log.warning("not tuned: the scheduler has no %s. %s", ", ".join(lacking), UNTOUCHED)
             return
-        from vllm.v1.core.sched.request_queue import SchedulingPolicy
-
         self._stock_policy = self.policy
         self._stock_adaptive = getattr(self, "adaptive_long_prefill_threshold", False)  # which older versions lack
-        self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
-        _queue_by(self, SchedulingPolicy.PRIORITY)  # a number for each request: ours, which says whose turn it is
-        self.steer(MonotonicClock())
+        try:
+            from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+            _queue_by(self, SchedulingPolicy.PRIORITY)  # a number for each request: ours, which says whose turn it is
+            self.adaptive_long_prefill_threshold = False  # chunk_size is the knob
+            self.steer(MonotonicClock())
+        except Exception as error:  # a scheduler that has all it needs, but not as it is known here
+            log.warning("not tuned: it cannot be steered: %r. %s", error, UNTOUCHED)
+            self.steering = None
+            self.adaptive_long_prefill_threshold = self._stock_adaptive
+            if self.policy != self._stock_policy:
+                _queue_by(self, self._stock_policy)
 
     def steer(self, clock: Clock, **options: Any) -> Steering:
         """Begin anew under ``options`` of :class:`Steering`; nothing may have been added."""
@@ -170,13 +183,15 @@ def _queue_by(scheduler: Any, policy: Any) -> None:
     """Have ``scheduler`` queue by ``policy``, what waits included."""
     from vllm.v1.core.sched.request_queue import create_request_queue
 
-    scheduler.policy = policy
+    made = {}
     for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # of which each version has its own
         if hasattr(scheduler, name):
-            queue = create_request_queue(policy)
+            made[name] = create_request_queue(policy)
             for request in sorted(getattr(scheduler, name), key=lambda r: (not r.num_preemptions, r.arrival_time)):
-                queue.add_request(request)
-            setattr(scheduler, name, queue)
+                made[name].add_request(request)
+    scheduler.policy = policy
+    for name, queue in made.items():
+        setattr(scheduler, name, queue)
 
 
 def _tell(outputs: dict[int, Any], aborted: list[Aborted]) -> None:

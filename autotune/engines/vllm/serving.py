@@ -113,8 +113,14 @@ class Options:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise InputError(f"autotune: base is {self.base!r}, which cannot be imported: {error}") from None
-        if not isinstance(found, type):
-            raise InputError(f"autotune: base is {self.base!r}; it must be a class")
+        if not isinstance(found, type) or not hasattr(found, "schedule"):
+            raise InputError(
+                f"autotune: base is {self.base!r}; it must be a scheduler class of vLLM's or of another tool"
+            )
+        if issubclass(found, SteeredScheduler):
+            raise InputError(
+                f"autotune: base is {self.base!r}, which is steered already; name the class that it steers"
+            )
         return found
 
 
@@ -151,7 +157,7 @@ class Scheduler:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         config = config_of(args, kwargs)
         options = Options.read(os.environ, getattr(config, "additional_config", None))
-        base = options.base_class() or picked(config.scheduler_config)
+        base = options.base_class() or picked(config)
         why = "it is switched off" if options.off else unfit(config)
         if why is None and options.slo is None and options.profile is None:
             why = "there is no SLO; set AUTOTUNE_SLO, such as ttft=500ms,tpot=50ms"

@@ -48,7 +48,7 @@ from runtime.tunable import SchedulerView
 
 NEEDED: Final = (
     "running", "waiting", "requests", "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens",
-    "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "scheduler_config.policy",
+    "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "policy",
     "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
     "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
 )  # fmt: skip
@@ -127,7 +127,7 @@ class Steering:
     ) -> None:
         config, pool = scheduler.scheduler_config, scheduler.kv_cache_manager.block_pool
         slots, most = (
-            scheduler.max_num_running_reqs,
+            min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs),
             min(config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
         )
         top = KnobLimits(
