@@ -1,6 +1,6 @@
 """A callable in a batcher as what is profiled: its calibration, its simulator, its settings, and which of them may be measured.
 
-The rest is as for an LLM engine (:mod:`autotune.profiling.session`): one study, one search in simulation, one race to measure. A
+The rest is as for an LLM engine (:mod:`autotune.profiling.session`): one study, one search in simulation, one validation. A
 callable has no KV pool and no steps to fit a cost model to; its load follows from the calibration, so no rate is looked for.
 """
 
@@ -30,7 +30,7 @@ from autotune.profiling.session import Sweep
 from autotune.profiling.setup import Comparison
 from autotune.profiling.simulator import PAIRED
 from autotune.profiling.stages.candidates import Candidate, around, candidate, kept_candidates
-from autotune.profiling.stages.race import Race
+from autotune.profiling.stages.validation import Validation
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.subject import Subject
 from autotune.profiling.target import Calibrated, Load, Measured, Proposals
@@ -325,8 +325,8 @@ def items(load: Load, costs: Sequence[int]) -> list[Item]:
 # -- the session ----------------------------------------------------------------------------------------------------------
 
 
-class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
-    """The race among settings of a callable. They are few and no capacity is looked for behind it, so what time is left is
+class CallableValidation(Validation[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
+    """Validates settings of a callable. They are few and no capacity is looked for behind it, so what time is left is
     theirs."""
 
     def _unsettled(self) -> int | None:
@@ -344,7 +344,7 @@ class CallableRace(Race[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
 
 class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpace]):
     """Profiles a callable. Its rate follows from the calibration. The best few settings by simulation, and the batcher as it
-    comes, are candidates of the race.
+    comes, are candidates.
     """
 
     begun_with = "calls/1"
@@ -386,7 +386,7 @@ class CallableSession(Sweep[BatcherSetting, CallableSetup, CallCost, BatcherSpac
         context.check()
         context.reporter.stage("measuring")
         context.recall()
-        CallableRace(context, setup, self._candidates(setup), end=context.question.budget_s).run()
+        CallableValidation(context, setup, self._candidates(setup), end=context.question.budget_s).run()
 
     def _candidates(self, setup: CallableSetup) -> list[Candidate]:
         """The best by simulation, and the batcher as it comes; simulated again under a seed that the search has not seen."""

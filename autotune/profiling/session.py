@@ -24,9 +24,9 @@ from autotune.profiling.setup import Setup
 from autotune.profiling.stages.calibrating import calibrate
 from autotune.profiling.stages.capacity import find_capacity
 from autotune.profiling.stages.context import Context
+from autotune.profiling.stages.engine_validation import simulate_paired, validate
 from autotune.profiling.stages.rate import FOUND, find_rate, raise_rate
 from autotune.profiling.stages.simulating import simulate
-from autotune.profiling.stages.validation import simulate_paired, validate
 from autotune.profiling.study import SweepStudy
 from autotune.profiling.target import EngineTarget, Target
 from autotune.profiling.timing import Meter, Schedule

@@ -153,7 +153,7 @@ def test_an_answer_longer_than_its_e2e_target_still_leaves_the_prompt_a_tenth() 
     assert reasons(list(world.records.values())) == {"length": 2}
 
 
-def test_one_step_far_too_long_turns_nobody_away_once_it_is_over() -> None:
+def test_one_step_far_too_long_rejects_nobody_once_it_is_over() -> None:
     """2,000 tokens in one step of 201 ms, in which others wait; then there is room, and 100 tokens take 11 ms."""
     world = World(admission=True, source=50_000.0, budget=2000)
     for number, (due, prompt) in enumerate([(0.0, 100), (0.005, 1990), (0.006, 1500), (0.6, 100), (0.8, 100)]):

@@ -299,7 +299,7 @@ def test_a_paired_simulation_serves_the_items_of_its_run() -> None:
 
 
 @pytest.mark.usefixtures("few_items")
-def test_what_serves_less_than_its_simulation_is_not_recommended_and_the_race_says_how_sure_it_is() -> None:
+def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile_says_how_sure_it_is() -> None:
     class Misjudged(Tireless):
         """The simulation's favourite takes three times as long as calibrated."""
 

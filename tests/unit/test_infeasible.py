@@ -73,7 +73,7 @@ def test_a_class_that_cannot_be_met_costs_the_others_nothing(other: SLO, words: 
     assert engine.share("default", CHAT) > 0.97
 
 
-def test_a_class_counts_again_once_it_can_be_kept() -> None:
+def test_a_class_counts_again_once_it_can_be_met() -> None:
     """The machine becomes five times as fast; then the SLO becomes one that takes no such machine."""
     other = SLO(ttft_ms=1000, tpot_ms=2)
     engine = Served(CHAT, other)

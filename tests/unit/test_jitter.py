@@ -132,7 +132,7 @@ def test_a_model_that_is_off_on_long_steps_says_little_of_what_serving_adds() ->
     assert overhead_of(loads) == pytest.approx(1e-3, rel=0.02)
 
 
-def test_a_cost_model_that_serves_takes_the_excess_more_for_each_step() -> None:
+def test_a_cost_model_that_serves_takes_the_serving_overhead_more_for_each_step() -> None:
     model = CostModel(h200().facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS}))
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)
     served = model.serving()
@@ -158,7 +158,7 @@ def test_show_says_what_serving_adds_and_how_steps_scatter() -> None:
     assert not any(line.startswith("served") for line in model_lines(sample_profile(cost_model=h200().facts)))
 
 
-def test_settings_are_compared_without_jitter_and_with_the_excess() -> None:
+def test_settings_are_compared_without_jitter_and_with_the_serving_overhead() -> None:
     model = CostModel(h200().facts.model_copy(update={"serving_overhead_s": 2e-3, "jitter": STALLS}))
     even = model.even()
     step = StepFeatures(8, 9000, 300, 500, 60_000, 2)

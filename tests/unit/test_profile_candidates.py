@@ -15,7 +15,7 @@ from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.space import NEAR_BEST, make_space
-from autotune.profiling.stages import rate, validation
+from autotune.profiling.stages import engine_validation, rate
 from autotune.profiling.stages.candidates import candidate, pairs
 from autotune.profiling.stages.rate import around_guess, neighbours
 from autotune.simulate import SimulatedEngine
@@ -128,14 +128,16 @@ def test_at_a_given_rate_two_settings_must_tell_the_speed(
 ) -> None:
     """The best tells 0.7 of the calibrated speed; the correction is the smaller of both, and none where they are at odds."""
     shown_by = {True: baseline, False: 0.7}
-    monkeypatch.setattr(validation, "speed_in", lambda cost, run: shown_by[run.label == VLLM_LABEL])
-    monkeypatch.setattr(validation, "best_of", lambda found, slo: next(f for f in found if f.label != VLLM_LABEL))
+    monkeypatch.setattr(engine_validation, "speed_in", lambda cost, run: shown_by[run.label == VLLM_LABEL])
+    monkeypatch.setattr(
+        engine_validation, "best_of", lambda found, slo: next(f for f in found if f.label != VLLM_LABEL)
+    )
     corrected: list[float] = []
 
     def at_speed(context: Any, setup: Any, speed: float) -> Any:
         corrected.append(speed)
         return rate.at_speed(context, setup, speed)
 
-    monkeypatch.setattr(validation, "at_speed", at_speed)
+    monkeypatch.setattr(engine_validation, "at_speed", at_speed)
     session(tmp_path / "a.journal")
     assert corrected[:1] == ([pytest.approx(max(0.7, baseline))] if moves else [])

@@ -15,7 +15,7 @@ import autotune.profiling.target as measuring
 from autotune.measure.evaluate import EvaluationError, Interrupted, evaluate
 from autotune.profiling.assemble import sidecar
 from autotune.profiling.findings import Findings
-from autotune.profiling.stages.validation import Validation
+from autotune.profiling.stages.engine_validation import EngineValidation
 from runtime.knobs import Knobs
 from tests.unit.profiled_machine import LIMITS, SCHEDULE, question, session
 from tests.unit.profiles import profile
@@ -99,14 +99,14 @@ def test_stopped_while_a_measurement_is_made_sense_of(
     journal: Path, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests are simulated; until then it says nothing, and what was known before stands."""
-    real, calls = Validation._difference, itertools.count(1)
+    real, calls = EngineValidation._difference, itertools.count(1)
 
     def difference(*given: Any) -> Any:
         if next(calls) == last:
             raise Interrupted("interrupted")
         return real(*given)
 
-    monkeypatch.setattr(Validation, "_difference", difference)
+    monkeypatch.setattr(EngineValidation, "_difference", difference)
     first, _ = session(journal)
     assert first.stopped and len(first.runs) >= last
     second, _ = session(journal)

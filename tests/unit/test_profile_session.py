@@ -92,7 +92,7 @@ def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told],
 
 
 @pytest.mark.slow
-def test_the_choice_is_near_the_best_and_the_rate_near_the_knee(whole: Findings) -> None:
+def test_the_choice_is_near_the_best_and_the_rate_near_capacity(whole: Findings) -> None:
     assert whole.setup is not None
     rate = whole.setup.rate
     grid = [

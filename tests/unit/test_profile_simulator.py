@@ -15,7 +15,7 @@ from autotune.profiling.posterior import Observation
 from autotune.profiling.refit import WRONG_BY, merged, refitted, speed_in, speed_of, unlike
 from autotune.profiling.simulator import Simulator
 from autotune.profiling.stages.candidates import around
-from autotune.profiling.stages.validation import Validation
+from autotune.profiling.stages.engine_validation import EngineValidation
 from autotune.simulate import SimulatedEngine
 from benchmarks.controller.hardware import h200
 from runtime.step_model import StepFeatures
@@ -149,30 +149,30 @@ def test_all_differences_from_simulation_are_of_one_speed_and_one_cost_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A difference told at another speed than its neighbour's is no repeat of it: the posterior of both is of neither."""
-    kept: list[Validation] = []
-    real = Validation.__init__
+    kept: list[EngineValidation] = []
+    real = EngineValidation.__init__
 
-    def init(self: Validation, *given: Any, **options: Any) -> None:
+    def init(self: EngineValidation, *given: Any, **options: Any) -> None:
         kept.append(self)
         real(self, *given, **options)
 
-    monkeypatch.setattr(Validation, "__init__", init)
+    monkeypatch.setattr(EngineValidation, "__init__", init)
     speeds: list[float] = []
-    difference = Validation._difference
+    difference = EngineValidation._difference
 
-    def observed(self: Validation, index: int, run: Run) -> Observation:
+    def observed(self: EngineValidation, index: int, run: Run) -> Observation:
         speeds.append(self._setup.speed)
         return difference(self, index, run)
 
-    monkeypatch.setattr(Validation, "_difference", observed)
+    monkeypatch.setattr(EngineValidation, "_difference", observed)
     costs: list[Any] = []
-    done = Validation._conclude
+    done = EngineValidation._conclude
 
-    def conclude(self: Validation) -> None:
+    def conclude(self: EngineValidation) -> None:
         costs.append(self._context.found.cost)
         done(self)
 
-    monkeypatch.setattr(Validation, "_conclude", conclude)
+    monkeypatch.setattr(EngineValidation, "_conclude", conclude)
     changed(1.06, tmp_path / "a.journal", question(sim_trials=10), schedule=SCHEDULE)
     last = kept[-1]
     assert len(set(speeds)) > 1, "the speed is found to be another when some have been measured"

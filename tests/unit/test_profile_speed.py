@@ -13,7 +13,7 @@ from autotune.measure.score import Score
 from autotune.profiling.findings import Findings
 from autotune.profiling.points import Run
 from autotune.profiling.stages import simulating
-from autotune.profiling.stages.validation import Validation
+from autotune.profiling.stages.engine_validation import EngineValidation
 from autotune.profiling.timing import Schedule
 from autotune.profiling.warnings import warnings
 from autotune.simulate.scenario import Scenario
@@ -134,13 +134,13 @@ def test_a_speed_that_was_moved_to_before_is_no_reason_to_compare_anew(
     def speed_in(*_: object) -> float:
         return next(shown, speeds[-1])
 
-    class Counted(Validation):
+    class Counted(EngineValidation):
         def __init__(self, context: Any, setup: Any, *rest: Any, **options: Any) -> None:
             compared.append(setup.speed)
             super().__init__(context, setup, *rest, **options)
 
-    monkeypatch.setattr("autotune.profiling.stages.validation.speed_in", speed_in)
-    monkeypatch.setattr("autotune.profiling.stages.validation.Validation", Counted)
+    monkeypatch.setattr("autotune.profiling.stages.engine_validation.speed_in", speed_in)
+    monkeypatch.setattr("autotune.profiling.stages.engine_validation.EngineValidation", Counted)
     session(journal, question(sim_trials=10), schedule=SHORTER)
     assert len(compared) == 1 and compared == pytest.approx([speeds[-2]])
 
@@ -165,7 +165,7 @@ def test_where_measurements_change_the_cost_model_the_settings_are_searched_for_
         )
 
     monkeypatch.setattr(simulating, "search", search)
-    monkeypatch.setattr("autotune.profiling.stages.validation.refitted", refitted)
+    monkeypatch.setattr("autotune.profiling.stages.engine_validation.refitted", refitted)
     asked = question(sim_trials=10)
     found, _ = session(journal, asked, schedule=SHORTER)
     first, second = searched

@@ -34,10 +34,6 @@ class MemoryBounded:
     def name(self) -> str:
         return f"{self.inner.name}, memory-bounded"
 
-    def bytes_of(self, cost: int) -> float:
-        """Peak bytes that a call of ``cost`` is expected to need; 0 before anything was measured."""
-        return self._unit_bytes * self._fit.predict([1.0, cost / self._unit_cost]) if self._unit_cost else 0.0
-
     @property
     def most_cost(self) -> int | None:
         """The largest cost that fits, None before it is known."""
