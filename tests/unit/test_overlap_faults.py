@@ -4,6 +4,7 @@ request that is cancelled in mid-flight, a listener that raises. Whoever was not
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -266,7 +267,10 @@ def test_an_engine_goes_on_behind_a_step_that_raised(where: str) -> None:
 @pytest.mark.parametrize("fault", ["lost", "lost late"])
 def test_an_engine_on_a_lost_device_closes_and_everybody_is_told(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     with serving({6: fault}) as (engine, _, heard):
+        submitted = threading.Event()
+        heard.act = lambda record: submitted.wait(10)  # or the fault may come before the last of them
         streams = [engine.submit(prompt, max_tokens=30) for prompt in long_prompts(3)]
+        submitted.set()
         for stream in streams:
             with pytest.raises(EngineClosedError, match="the device is lost") as raised:
                 stream.result(timeout=30)
