@@ -60,7 +60,7 @@ def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixtu
     assert all(c["rounds"] == 2 and c["offered"] > 5 for c in told["contenders"])
     assert len({c["offered"] for c in told["contenders"]}) == 1
     assert told["contenders"][0]["knobs"] == {
-        "max_batch_size": 1024, "max_wait_ms": 0.0, "token_budget": 8192, "chunk_size": 8192,
+        "max_batch_size": 1024, "max_wait_ms": 0.0, "token_budget": 8192, "chunk_size": 8192, "draft_tokens": 0,
     }  # fmt: skip
     assert [(d["name"], d["against"], d["rounds"]) for d in told["differences"]] == [
         ("control", "defaults", 2),
