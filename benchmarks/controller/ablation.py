@@ -117,7 +117,7 @@ def _no_watch(it: Any) -> None:
 
 
 def _always_trusted(it: Any) -> None:
-    class Trusting(type(it._learned)):  # type: ignore[misc]
+    class Trusting(type(it._learned)):  # type: ignore[misc]  # whose class only the run knows
         trusted = property(lambda self: True, lambda self, value: None)
 
     it._learned.__class__ = Trusting

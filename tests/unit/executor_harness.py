@@ -36,6 +36,27 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.9, "seed": 4},
+    {"temperature": 1.2, "top_p": 0.9},
+    {},
+    {"temperature": 0.8, "top_k": 9, "logprobs": 2},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"logprobs": 3},
+]
+"""Parameters of requests that the device samples for."""
+
+
+def changing(seed: int, *drafts: int) -> Iterator[Knobs]:
+    """Other knobs at every step; of ``drafts`` one, where there are any."""
+    rng = random.Random(seed)
+    while True:
+        yield Knobs(
+            max_batch_size=rng.choice([1, 3, 8]),
+            token_budget=rng.choice([4, 17, 64]),
+            chunk_size=rng.choice([1, 5, 32]),
+            draft_tokens=rng.choice(drafts) if drafts else 0,
+        )
 
 
 @dataclass

@@ -1,25 +1,10 @@
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from runtime.knobs import Knobs
 from runtime.torch_backend.executor import TorchExecutor
-from tests.unit.executor_harness import prompts, reference, run, tiny
-
-
-def _changing(seed: int) -> Iterator[Knobs]:
-    rng = random.Random(seed)
-    while True:
-        yield Knobs(
-            max_batch_size=rng.choice([1, 3, 8]),
-            token_budget=rng.choice([4, 17, 64]),
-            chunk_size=rng.choice([1, 5, 32]),
-        )
-
+from tests.unit.executor_harness import changing, prompts, reference, run, tiny
 
 FLAVOURS = [
     ("qwen3", {}),
@@ -38,7 +23,7 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str,
     expected = [reference(loaded, p, n) for p, n in zip(given, counts, strict=True)]
     assert len({tuple(tokens[:3]) for tokens in expected}) > 3  # else equality would say little
     executor = TorchExecutor(loaded, kv_blocks=12, block_size=8)
-    outputs, failures, preemptions = run(executor, list(zip(given, counts, strict=True)), _changing(1))
+    outputs, failures, preemptions = run(executor, list(zip(given, counts, strict=True)), changing(1))
     assert not failures
     assert preemptions > 0
     assert outputs == expected

@@ -21,7 +21,16 @@ from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.transfer import Readback
 from tests.fakes import FakeModel
-from tests.unit.executor_harness import VOCAB, TinyModel, neighbour_of_a_row_for_nothing, prompts, reference, run, tiny
+from tests.unit.executor_harness import (
+    SAMPLING,
+    VOCAB,
+    TinyModel,
+    neighbour_of_a_row_for_nothing,
+    prompts,
+    reference,
+    run,
+    tiny,
+)
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=6, token_budget=48, chunk_size=24)
@@ -68,14 +77,6 @@ def test_greedy_tokens_are_those_of_generate(backend: Backend, monkeypatch: pyte
     assert preemptions > 0 and steps.ahead > 0.5 * steps.all
 
 
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.9, "seed": 4},
-    {"temperature": 1.2, "top_p": 0.9},
-    {},
-    {"temperature": 0.8, "top_k": 9, "logprobs": 2},
-    {"temperature": 1.0, "min_p": 0.05},
-    {"logprobs": 3},
-]
 PENALISED: dict[str, Any] = {"temperature": 0.9, "repetition_penalty": 1.4}
 
 
@@ -94,7 +95,7 @@ def sampled(executor: TorchExecutor, params: list[dict[str, Any]]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("params", [PARAMS, [*PARAMS, PENALISED]], ids=["device", "with a penalty"])
+@pytest.mark.parametrize("params", [SAMPLING, [*SAMPLING, PENALISED]], ids=["device", "with a penalty"])
 def test_sampled_tokens_are_the_same(params: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops are found late, and a penalty needs the tokens: it is launched when they are there."""
     loaded = tiny()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import Any
@@ -26,20 +26,9 @@ from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.verification import verified
-from tests.unit.executor_harness import VOCAB, Oracle, TinyModel, prompts, reference, run, tiny
+from tests.unit.executor_harness import SAMPLING, VOCAB, Oracle, TinyModel, changing, prompts, reference, run, tiny
 
 EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
-
-
-def settings(seed: int) -> Iterator[Knobs]:
-    dice = random.Random(seed)
-    while True:
-        yield Knobs(
-            max_batch_size=dice.choice([1, 3, 8]),
-            token_budget=dice.choice([4, 17, 64]),
-            chunk_size=dice.choice([1, 5, 32]),
-            draft_tokens=dice.choice([0, 1, 3, 7]),
-        )
 
 
 FLAVOURS: list[tuple[str, dict[str, Any]]] = [
@@ -60,7 +49,7 @@ def test_greedy_tokens_are_those_of_generate(model_type: str, changes: dict[str,
     heard: list[StepRecord] = []
     executor = TorchExecutor(loaded, kv_blocks=9, block_size=8, backend=backend)
     requests = list(zip(given, counts, strict=True))
-    outputs, failures, preemptions = run(executor, requests, settings(1), drafter=drafter, heard=heard)
+    outputs, failures, preemptions = run(executor, requests, changing(1, 0, 1, 3, 7), drafter=drafter, heard=heard)
     assert not failures
     assert outputs == expected
     assert preemptions > 0
@@ -79,16 +68,6 @@ def test_drafts_of_its_own_text_shorten_a_repetition() -> None:
     assert outputs == [wanted]
     assert sum(step.sampled for step in heard) == 60
     assert len(heard) == 60 - sum(step.accepted for step in heard)
-
-
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.9, "seed": 4},
-    {"temperature": 1.2, "top_p": 0.9},
-    {},
-    {"temperature": 0.8, "top_k": 9, "logprobs": 2},
-    {"temperature": 1.0, "min_p": 0.05},
-    {"logprobs": 3},
-]
 
 
 def sampled(
@@ -115,10 +94,10 @@ def sampled(
 def test_sampled_tokens_are_the_same() -> None:
     """Of all requests, with a seed or without, and their log-probabilities; those that stop do so with the same token."""
     loaded = tiny()
-    plainly, _ = sampled(TorchExecutor(loaded, kv_blocks=40, block_size=8), None, PARAMS)
+    plainly, _ = sampled(TorchExecutor(loaded, kv_blocks=40, block_size=8), None, SAMPLING)
     answers = {name: [token.id for token in tokens] for name, tokens in plainly.items()}
     executor = TorchExecutor(loaded, kv_blocks=40, block_size=8)
-    found, accepted = sampled(executor, Oracle({n: [*ids, *[9] * 16] for n, ids in answers.items()}), PARAMS)
+    found, accepted = sampled(executor, Oracle({n: [*ids, *[9] * 16] for n, ids in answers.items()}), SAMPLING)
     assert {name: [token.id for token in tokens] for name, tokens in found.items()} == answers
     assert accepted > 10
     for name, tokens in plainly.items():
