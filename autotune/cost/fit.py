@@ -109,7 +109,7 @@ def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitte
 
 @lru_cache(maxsize=8)
 def _fitted(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], _terms: tuple[Term, ...]) -> Fitted:
-    """By the terms in the table. Kept, for a refit fits the planned points again with every speed that it tries, and they are the same."""
+    """By the terms in the table. Kept: a refit fits the planned points again with every speed that it tries."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens + p.drafted for p in points]
     predicted: dict[Shape, Floats] = {}
