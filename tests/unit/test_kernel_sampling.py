@@ -194,8 +194,8 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "along", "draws"),
     [
-        ("plain", "seeds", 1000),
-        ("plain", "positions", 1000),
+        ("plain", "seeds", 400),
+        ("plain", "positions", 400),
         *((name, "seeds", 300) for name in ("top-k", "top-p", "k, p and min-p")),
     ],
 )
