@@ -89,6 +89,18 @@ def test_a_second_comparison_that_was_stopped_leaves_the_first_one_and_is_gone_o
 
 
 @pytest.mark.slow
+def test_where_settings_can_be_told_apart_no_speed_moves_the_rate(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cost model that is wrong for large steps alone tells 85% at one rate, and 100% again at the rate that follows from it."""
+    monkeypatch.setattr("autotune.profiling.stages.engine_validation.speed_in", lambda *_: 0.85)
+    found, told = session(journal, question(rate=None, sim_trials=10), schedule=SHORTER)
+    first = next(run for run in found.runs if run.stage == "validation")
+    assert told.setup is not None and first.score.rate == told.setup.rate
+    assert 0.7 <= first.score.weighted_attainment <= 0.98 and not rates(told)
+
+
+@pytest.mark.slow
 def test_noise_is_measured_first_and_where_nothing_is_measured_nothing_moves(journal: Path) -> None:
     found, told = changed(1.0, journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     first, second, *others = there(found)
