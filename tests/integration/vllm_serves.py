@@ -123,13 +123,13 @@ def test_requests_that_come_too_late_are_rejected() -> None:
 def test_a_wait_window_does_not_spin() -> None:
     with vllm_engine(LIMITS, START.with_(max_wait_ms=150), slo=PATIENT) as engine:
         engine.submit(prompt(5), max_tokens=1).result()
-        asked = engine._core.steering.prepare
+        prepare = engine._core.steering.prepare
         calls = 0
 
         def counted() -> float:
             nonlocal calls
             calls += 1
-            return asked()
+            return prepare()
 
         engine._core.steering.prepare = counted  # type: ignore[method-assign]
         heard = Records()

@@ -427,13 +427,13 @@ def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
     assert view.oldest_arrival == float("inf") and view.least_slack == float("inf")
     seen: list[float] = []
 
-    class Asked:
+    class Watching:
         def budget(self, view: SchedulerView) -> int:
             seen.append(view.least_slack)
             return view.knobs.token_budget
 
     world.run()
-    world.set_step_policy(Asked())
+    world.set_step_policy(Watching())
     world.offer(Arrival(5.0, 500, 1, ((99, 500),)), "first", due=5.0, shared=False)
     world.run_until(5.03)
     for number in range(40):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.client import Answered, Asked, load, send, summary
+from benchmarks.gpu.client import Answered, Request, load, send, summary
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.place import Place, read, write
@@ -147,8 +147,8 @@ def url() -> Iterator[str]:
 
 
 def test_answers_are_those_of_their_requests(url: str) -> None:
-    asked = [Asked(0.0, [1, 2], 3), Asked(0.0, [13], 3), Asked(0.02, [14], 3), Asked(0.0, [5], 7)]
-    answers, seconds = send(url, asked)
+    requests = [Request(0.0, [1, 2], 3), Request(0.0, [13], 3), Request(0.02, [14], 3), Request(0.0, [5], 7)]
+    answers, seconds = send(url, requests)
     assert [a.tokens for a in answers] == [3, 0, 2, 7] and seconds >= 0.02
     assert [a.error for a in answers] == ["", "429: too late", "2 of 3 tokens came", ""]
     assert 0 < answers[0].first_s <= answers[0].last_s

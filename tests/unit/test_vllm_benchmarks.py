@@ -220,10 +220,10 @@ class Fixed:
     limits = LIMITS
 
     def __init__(self, worth: dict[Knobs, float]) -> None:
-        self.worth, self.asked = worth, list[tuple[Knobs, int]]()
+        self.worth, self.measured = worth, list[tuple[Knobs, int]]()
 
     def measure(self, knobs: Knobs, seed: int) -> Any:
-        self.asked.append((knobs, seed))
+        self.measured.append((knobs, seed))
         return type("Score", (), {"goodput": self.worth[knobs]})
 
 
@@ -232,8 +232,8 @@ def test_regret_is_against_the_best_of_all_that_was_measured() -> None:
     rig = Fixed({best: 10.0, ours: 9.5, low: 5.0, DEFAULTS: 2.0})
     shares = truth(rig, [best, ours, low, ours, DEFAULTS], 2)  # type: ignore[arg-type]
     assert shares == rig.worth
-    assert len(rig.asked) == 8 and [knobs for knobs, _ in rig.asked[:5]] == [best, ours, low, DEFAULTS, ours]
-    assert len({seed for _, seed in rig.asked[:4]}) == 1 and rig.asked[0][1] != rig.asked[4][1]
+    assert len(rig.measured) == 8 and [knobs for knobs, _ in rig.measured[:5]] == [best, ours, low, DEFAULTS, ours]
+    assert len({seed for _, seed in rig.measured[:4]}) == 1 and rig.measured[0][1] != rig.measured[4][1]
     results = [
         Result(SEARCHED, 1, Choice(ours, 100.0, 8, 8)),
         Result(AUTO_TUNE, 1, Choice(None, 90.0, 1, 1)),
