@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import AsJson, Price, ProfiledClasses, with_knobs
+from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, with_knobs
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
@@ -38,7 +38,7 @@ def capacity(
     seeds: shared.Seeds = 3,
     seed: shared.FirstSeed = 0,
     requests: shared.Requests = 2000,
-    as_json: AsJson = False,
+    as_json: AsJsonOfARun = False,
 ) -> int:
     """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.cli.options import checked_knobs, request_classes, with_knobs
+from autotune.cli.options import Controller, Purpose, checked_knobs, request_classes, with_knobs
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -68,7 +68,7 @@ def serve(
     profile: Annotated[
         Path | None, Option(help="Start with a profile's knobs, SLO, dtype and KV pool; options given here win.")
     ] = None,
-    purpose: Annotated[str, Option("--for", help="Which of the profile's settings.")] = "balanced",
+    purpose: Purpose = "balanced",
     anyway: Annotated[bool, Option("--anyway", help="Use a profile of another machine, too.")] = False,
     knobs: dict[str, float] | None = None,
     dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
@@ -99,9 +99,7 @@ def serve(
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
     ] = None,
-    controller: Annotated[
-        str | None, Option(help="Which controller: a name, or module:Class.  (default: predictive)")
-    ] = None,
+    controller: Controller = None,
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
