@@ -21,7 +21,8 @@ from runtime.records import FinishReason
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 from tests.fakes import Records
-from tests.vllm_fakes import model_folder, vllm_engine
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import vllm_engine
 
 LIMITS = KnobLimits(max_batch_size=16, max_wait_ms=200, token_budget=256, chunk_size=256)
 START = Knobs(max_batch_size=8, max_wait_ms=0, token_budget=64, chunk_size=48)
@@ -36,7 +37,7 @@ def prompt(length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

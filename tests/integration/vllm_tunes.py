@@ -33,7 +33,8 @@ from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
-from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import BLOCK, CountingExecutor
 
 SLO = {"slo": "ttft=30s,tpot=1s"}
 
@@ -82,7 +83,7 @@ class KeepsItsOrder(Stock):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from benchmarks.gpu.place import Place, read, write
 from benchmarks.gpu.running import Ended, ended, results, run_parts
 from benchmarks.gpu.wheels import LIST, fetching, wheels
 from runtime.errors import InputError
+from tests.unit.command_line import exit_code
 
 ROOT = Path(__file__).parents[2]
 NOTHING = Part("fingerprint", "Nothing in so short a time", "fingerprint", 0.05)
@@ -92,11 +93,7 @@ def test_the_page_has_every_part_and_its_answers(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(words)
-    except SystemExit as error:  # argparse's own
-        code = int(error.code or 0)
-    assert code == 2 and said in capsys.readouterr().err
+    assert exit_code(main, words) == 2 and said in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
