@@ -41,6 +41,9 @@ EngineArguments = Annotated[
         help="An argument of vLLM's engine, by its own name: dtype=float32, gpu_memory_utilization=0.8. Repeatable.",
     ),
 ]
+ProfiledSlo = Annotated[
+    str | None, Option("--slo", help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")
+]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
 Price = Annotated[
     str | None,

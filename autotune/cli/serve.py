@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.cli.options import Controller, Purpose, checked_knobs, request_classes, with_knobs
+from autotune.cli.options import Controller, ProfiledSlo, Purpose, checked_knobs, request_classes, with_knobs
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -48,10 +48,7 @@ def serve(
         list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
     ] = None,
     on: Annotated[str, Option("--engine", help=f"{choices_to_serve()}.")] = DEFAULT,
-    slo: Annotated[
-        str | None,
-        Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
-    ] = None,
+    slo: ProfiledSlo = None,
     classes: Annotated[
         list[str] | None,
         Option(
