@@ -191,11 +191,11 @@ def test_host_overhead_is_the_larger_and_says_of_what() -> None:
     shape = overhead.shape(hosts)
     assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.2, "scheduler")
     assert shape["host_overhead_beside_runner"] == 0.1, "the runner took longer by chance"
-    assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].told()
-    assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].told()
+    assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].said()
+    assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].said()
     bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
     assert (overhead.shape(bare)["host_overhead"], overhead.shape(bare)["host_overhead_of"]) == (0.3, "engine")
-    assert "no controller attached to the scheduler" in bare[0].told()
+    assert "no controller attached to the scheduler" in bare[0].said()
     times = [(0.002 * n, 0.001 * n) for n in range(40)]
     assert _a_step(times) == (pytest.approx(0.002), pytest.approx(0.001))
     with pytest.raises(RuntimeError, match="only 12 steps"):
