@@ -1,8 +1,8 @@
-"""What a further knob takes: :mod:`tests.contract.fifth_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
+"""What a further knob takes: :mod:`tests.contract.further_knob` puts one into ``runtime/knobs.py``, and tells nothing else of it.
 
 Command line (options of ``serve``, ``set``, ``--fixed``, ``--pin``, ``--range``), search space, profile (form, schema, files from
 before), tables, report, metrics, decision log, guardrails, controllers, simulator and batcher handle it as they are
-(:mod:`tests.contract.fifth_knob_cases`); the exporters refuse it by name. Six files are written for a real one, each but the
+(:mod:`tests.contract.further_knob_cases`); the exporters refuse it by name. Six files are written for a real one, each but the
 first because a test fails until it is:
 
 1. ``runtime/knobs.py``: the field, with all there is to say of it, and its ceiling
@@ -48,14 +48,14 @@ TESTS = (
 )
 
 
-def with_a_fifth_knob(*arguments: str) -> subprocess.CompletedProcess[str]:
+def with_a_further_knob(*arguments: str) -> subprocess.CompletedProcess[str]:
     """pytest in a process of its own, where there is one knob more."""
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-p",
-        "tests.contract.fifth_knob",
+        "tests.contract.further_knob",
         "-p",
         "no:cacheprovider",
         "-q",
@@ -68,8 +68,8 @@ def with_a_fifth_knob(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_whatever_handles_knobs_handles_a_fifth_one_or_refuses_it_by_name() -> None:
-    done = with_a_fifth_knob("tests/contract/fifth_knob_cases.py")
+def test_whatever_handles_knobs_handles_a_further_one_or_refuses_it_by_name() -> None:
+    done = with_a_further_knob("tests/contract/further_knob_cases.py")
     assert done.returncode == 0, done.stdout
     assert re.search(r"\b2\d passed", done.stdout), done.stdout
 
@@ -78,7 +78,7 @@ def test_six_files_are_written_for_a_real_one() -> None:
     """Of all tests of knobs those fail, and no others, that say what is left to decide."""
     named = {name: there for name in (*WRITTEN, *GENERATED) if (there := in_full(name))}
     assert WRITTEN.keys() <= named.keys()
-    done = with_a_fifth_knob(*TESTS, *(there for there in named.values() if not there.startswith(TESTS)))
+    done = with_a_further_knob(*TESTS, *(there for there in named.values() if not there.startswith(TESTS)))
     failed = set(re.findall(r"^(?:FAILED|ERROR) ([\w/.]+::\w+)", done.stdout, re.MULTILINE))
     assert failed == {*named.values()}, done.stdout
     assert len({"runtime/knobs.py", *WRITTEN.values()}) == 6
