@@ -101,7 +101,7 @@ def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitte
     return _fit(plain, graph_sizes, tuple(TERMS))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _fit(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], terms: tuple[str, ...]) -> Fitted:
     """``terms``: the names of those there are. Another set is another fit."""
     data = measured(points)
