@@ -101,6 +101,12 @@ class Shape:
         """The coefficients, in order, and the group of each."""
         return [(name, term.group) for term in self.terms for name in self._names(term)]
 
+    @cached_property
+    def _masks(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of the coefficients, which belong to memory and which to compute."""
+        groups = np.array([group for _, group in self.groups])
+        return groups == "memory", groups == "compute"
+
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.groups]
@@ -144,8 +150,7 @@ class Shape:
         """
         if self.norm == 1:
             return columns @ coefficients, columns
-        groups = np.array([group for _, group in self.groups])
-        in_memory, in_compute = groups == "memory", groups == "compute"
+        in_memory, in_compute = self._masks
         memory = columns[:, in_memory] @ coefficients[in_memory]
         compute = columns[:, in_compute] @ coefficients[in_compute]
         if self.norm == math.inf:

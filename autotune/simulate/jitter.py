@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
+
 from autotune.profile.parts import JitterFacts
 
 FACTORS: Final = 4096
@@ -46,12 +48,13 @@ class SlowStretches:
 
     def __init__(self, facts: JitterFacts, seed: int, each: float) -> None:
         self._factors, self._each = jitter_factors(facts, seed), each
-        self._stretches = list(accumulate(factor * each for factor in self._factors))  # s at which each of them ends
-        begins = (0.0, *self._stretches[:-1])
-        self._offsets = [
-            begin - k * each * factor for k, (begin, factor) in enumerate(zip(begins, self._factors, strict=True))
-        ]
-        self._round_s, self._round_work, self._per_work = self._stretches[-1], FACTORS * each, 1 / each
+        factors = np.array(self._factors)
+        ends = np.cumsum(factors * each)  # s at which each of them ends
+        begins = np.concatenate([[0.0], ends[:-1]])
+        self._stretches: list[float] = ends.tolist()
+        self._offsets: list[float] = (begins - np.arange(FACTORS) * each * factors).tolist()
+        self._round_s: float = self._stretches[-1]
+        self._round_work, self._per_work = FACTORS * each, 1 / each
         self._ends: list[float] = []
         self._works: list[float] = []  # done by then
 

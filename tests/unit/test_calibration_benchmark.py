@@ -38,7 +38,7 @@ def test_errors_are_relative_to_the_truth() -> None:
     assert off_by(Errors(0.0, 0.0, 0.1).expected_over_true) == float("inf")
 
 
-@pytest.mark.parametrize("variant", ["base", "all"])
+@pytest.mark.parametrize("variant", [pytest.param("base", marks=pytest.mark.slow), "all"])
 def test_a_calibration_of_the_default_budget_knows_a_gpu(variant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--truth", "h100-llama3-8b", "--variant", variant]) == 0
     out = capsys.readouterr().out.splitlines()
