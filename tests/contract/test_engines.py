@@ -610,6 +610,7 @@ def test_a_source_starts_engines_of_their_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_our_source_serves_a_real_model() -> None:
     source = OwnSource.load("tiny", dtype="float32", device="cpu").with_options(kv_tokens=2048, prefix_cache=False)
     model = source.model

@@ -58,6 +58,7 @@ class Reader:
         assert not self._thread.is_alive()
 
 
+@pytest.mark.beside
 def test_a_signal_drains(tmp_path: Path) -> None:
     """What runs is finished, what comes is refused, the code is 0 and every record is written."""
     log = ("--records", "records.jsonl", "--decisions", "decisions.jsonl")
@@ -82,6 +83,7 @@ def test_a_signal_drains(tmp_path: Path) -> None:
     assert actions[0] == "attach" and actions[-1] == "detach"
 
 
+@pytest.mark.beside
 def test_grace_is_not_for_ever(tmp_path: Path) -> None:
     with in_process(tmp_path, *SMALL, "--grace", "0.5") as server:
         reader = Reader(server.url, 8000)
@@ -95,6 +97,7 @@ def test_grace_is_not_for_ever(tmp_path: Path) -> None:
     assert "cutting 1 request after 0.5 s of grace" in server.output
 
 
+@pytest.mark.beside
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with in_process(tmp_path, *SMALL) as server:
         reader = Reader(server.url, 8000)

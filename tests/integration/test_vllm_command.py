@@ -23,7 +23,7 @@ WORDS = [
     "--engine", "vllm", "--dtype", "float32", "--workload", "poisson:prompt=40~0.5,output=8~0.5", "--slo", "ttft=3s,tpot=1s@90%",
     *(word for name, value in ARGUMENTS.items() for word in ("--engine-arg", f"{name}={value}")),
 ]  # fmt: skip
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(900)]
 
 
 class Autotune:
