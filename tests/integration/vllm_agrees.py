@@ -242,7 +242,8 @@ class Steered:
     def __init__(self, scheduler: Any, load: Load) -> None:
         self.scheduler, self.clock, self.cost = scheduler, VirtualClock(), Cost()
         self.steering = scheduler.steer(
-            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
+            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS),
+            contained=False,
         )
         self._evictions = 0
         self._named: set[int] = set()  # blocks whose content became known as the step was planned

@@ -64,8 +64,8 @@ class VllmCore:
         if scheduler.steering is None:
             raise InputError("vLLM cannot be tuned: its scheduler lacks what the log names")
         self._steering = scheduler.steer(
-            self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True
-        )
+            self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True, contained=False
+        )  # whoever waits for tokens would wait for ever, were vLLM to go on without the steering
         self.facts = facts_of(config, self._steering)
 
     def shutdown(self) -> None:

@@ -178,15 +178,25 @@ class Steering:
         self._last_end = -inf
         self._prepared = False  # for the coming step
         self._yielding: list[Any] = []  # requests whose prompts wait for the coming step to be over
+        self._yields = False  # whether there are any in the step being planned
         self._yielded_in_vain = False  # in the last step nothing began for which they did
         self._preparing: tuple[float, int, Knobs, int, int, float]
 
     def let_go(self) -> None:
         """Give vLLM the settings back that it was started with, and the requests their priorities."""
+        self.put_back()
+        self.give_back_limits()
+        self.give_back_priorities()
+
+    def give_back_limits(self) -> None:
+        """Of :meth:`let_go` the ceilings that vLLM was started with."""
         scheduler = self._scheduler
         scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens, threshold = self._stock
         scheduler.scheduler_config.long_prefill_token_threshold = threshold
         scheduler.kv_cache_manager.watermark_blocks = self._watermark
+
+    def give_back_priorities(self) -> None:
+        """Of :meth:`let_go` what clients said of their requests."""
         for sequence in self._by_name.values():
             sequence.data.priority = -sequence.request.priority
 
@@ -206,6 +216,11 @@ class Steering:
         if ours.expires is not None:
             self._expiries.add(sequence, ours.expires)
         return True
+
+    def refused(self) -> None:
+        """vLLM has not queued it after all, and whoever added it knows."""
+        if self.newest is not None:
+            self.end(self.newest, FinishReason.ERROR, self.clock.now())
 
     def added(self) -> None:
         """vLLM has queued it: the admission policy decides."""
@@ -286,8 +301,13 @@ class Steering:
         record = self.end(sequence, kind, now, reason)
         if record is not None:
             self.ended.append((sequence, record))
-            self._drop([sequence.data.request_id])
-            self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
+            try:
+                self._drop([sequence.data.request_id])
+            finally:
+                if sequence.data.is_finished():
+                    self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
+                else:  # vLLM goes on with it
+                    sequence.data.priority = -sequence.request.priority
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
@@ -300,11 +320,11 @@ class Steering:
         self._leave(sequence)
         sequence.generated = len(sequence.token_times)
         sequence.cause = cause
-        del self._by_name[sequence.data.request_id]
         record = sequence.record(reason, now, self.settings.current[0])
         self.waiting.ended(record)
         if self._admission is not None:
             self._admission.ended(record)
+        del self._by_name[sequence.data.request_id]  # the last: until then its priority is known
         return record
 
     def _leave(self, sequence: Sequence) -> None:
@@ -438,6 +458,8 @@ class Steering:
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
         admission = self._admission
+        if self._yielding:  # of a step that was prepared and did not come
+            self.put_back()
         if self._expiries.heap or (admission is not None and admission.timeouts.heap):
             self.expire(now)
         asked = knobs.token_budget
@@ -477,6 +499,7 @@ class Steering:
         if yielding:  # they stand last
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
             del running[len(running) - len(self._yielding) :]
+        self._yields = bool(self._yielding)
         free = slots - len(self._yielding)
         reserve, active = self._watermark, free
         if self.waiting.count:
@@ -572,21 +595,22 @@ class Steering:
             owed += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
         return _Prompts(held, most, owed, yields)
 
-    def planned(self, output: Any) -> None:
-        """Note what is in the step that vLLM has planned."""
-        now, epoch, knobs, asked, slots, held = self._preparing
+    def put_back(self) -> None:
+        """Let vLLM run the requests again that yielded the step that it has planned, or could not plan."""
         self._prepared = False
+        if self._yielding:
+            self._scheduler.running += self._yielding
+            self._yielding = []
+
+    def planned(self, output: Any) -> None:
+        """Note what is in the step that vLLM has planned. :meth:`put_back` was called."""
+        now, epoch, knobs, asked, slots, held = self._preparing
         preempted = 0
         for name in output.preempted_req_ids or ():
             preempted += self._preempted(name)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         begun = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
-        if self._yielding:
-            self._scheduler.running += self._yielding
-            self._yielding = []
-            self._yielded_in_vain = not begun
-        else:
-            self._yielded_in_vain = False
+        self._yielded_in_vain = self._yields and not begun
         if begun:  # vLLM plans them last
             for name in reversed([*islice(reversed(scheduled), begun)]):
                 self._begin(self._by_name[name], scheduled[name], now, epoch)
