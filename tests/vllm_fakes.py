@@ -118,6 +118,5 @@ def vllm_engine(
             str(model_folder(Path(folder) / "model")),
             limits=limits,
             knobs=knobs,
-            distributed_executor_backend=Executor,
-            **{**stock, **options},
+            **{"distributed_executor_backend": Executor, **stock, **options},
         )

@@ -54,7 +54,7 @@ def assert_stock(served: Served) -> None:
 
 PLACES: dict[str, Callable[[Any], tuple[object, str]]] = {
     "a request is taken in": lambda s: (s.steering.waiting, "push"),
-    "a request has been queued": lambda s: (s.steering.slack, "queued"),
+    "the prefix cache is looked at": lambda s: (s.steering, "_in_cache"),
     "admission judges an arrival": lambda s: (s.steering._admission, "arrive"),
     "admission queues": lambda s: (s.steering._admission, "queued"),
     "between two steps": lambda s: (s._tunable, "between_steps"),
@@ -247,8 +247,9 @@ def test_an_exception_of_vllms_own_passes_and_leaves_nothing_lent(
         if where != "update_from_output":  # whose step it was is gone with it
             scheduler.steering.put_back()
             assert len(scheduler.running) == 1, "it is not lost"
-            assert {tokens for _, _, tokens in served.run().values()} <= {2, 3}
-            assert not scheduler.requests
+            while scheduler.has_unfinished_requests():  # its front end knows of one that was never added
+                served.llm.step()
+            assert not scheduler.requests and not scheduler.steering._by_name and not scheduler.steering.waiting
 
 
 def test_requests_named_by_an_iterator_are_aborted(serve: Callable[..., Served]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sized
+from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
@@ -184,14 +185,18 @@ def facts_of(config: Any, steering: Steering) -> Facts:
     """Of an engine of vLLM's that was started by ``config``."""
     import vllm
 
+    kv, model = steering.kv, model_of(config)
+    if kv.bytes:  # what the pool takes is what was made; before that it is an estimate
+        held = kv.bytes * config.parallel_config.tensor_parallel_size
+        model = replace(model, kv_bytes_per_token=-(-held * kv.total_blocks // (kv.total_blocks + 1) // max(1, kv.tokens)))
     return Facts(
         "vllm",
-        kv_tokens=steering.total_blocks * steering.block_size,
-        block_size=steering.block_size,
+        kv_tokens=kv.tokens,
+        block_size=kv.block_size,
         prefix_cache=bool(config.cache_config.enable_prefix_caching),
-        growth_reserve=GROWTH_RESERVE,
+        growth_reserve=GROWTH_RESERVE if kv.grow else 0,
         parallelism=config.parallel_config.world_size,
-        model=model_of(config),
+        model=model,
         version=str(vllm.__version__),
         graph_sizes=graph_sizes_of(config),
     )

@@ -8,11 +8,17 @@ from runtime.tunable import ModelInfo
 
 
 def model_of(config: Any) -> ModelInfo:
-    """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted."""
+    """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted.
+
+    ``kv_bytes_per_token`` is what all layers of attention take that keep K and V of every token, or of MLA one latent vector. What
+    layers with sliding windows free again, and states of Mamba, are known when the pool is made, not before.
+    """
     model, cache, parallel, load = config.model_config, config.cache_config, config.parallel_config, config.load_config
     text = model.hf_text_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    per_token = 2 * text.num_hidden_layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
+    layers = model.get_num_layers_by_block_type(parallel) if model.is_hybrid else text.num_hidden_layers
+    vectors = 1 if model.use_mla else 2
+    per_token = vectors * layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
     return ModelInfo(
         name=str(model.model),
         vocab_size=model.get_vocab_size(),

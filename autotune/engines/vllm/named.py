@@ -122,6 +122,15 @@ class NamedVllm:
         options = {"enable_prefix_caching": prefix_cache, **self.options, "block_size": block_size}
         return replace(self, options=options, block_size=block_size, kv_tokens=kv_tokens)
 
+    def _blocks_for(self, engine: VllmEngine) -> int | None:
+        """How many blocks hold ``kv_tokens`` in a model whose layers take blocks in several groups, which is not known before it has
+        been loaded; None where those that ``engine`` was started with hold them."""
+        assert self.kv_tokens is not None
+        held, row, blocks = engine.facts.kv_tokens, engine.facts.block_size, engine.view().kv_total_blocks
+        if held < 1 or abs(held - self.kv_tokens) < row:
+            return None
+        return -(-blocks * self.kv_tokens // held) + 1
+
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> VllmEngine:
         """Start it, by default at :attr:`stock`. Raises :class:`InputError` with vLLM's own reason where it does not start."""
         limits = limits or self.limits
@@ -133,9 +142,16 @@ class NamedVllm:
             options["num_gpu_blocks_override"] = blocks
             if self._pool_is_ours:
                 options["kv_cache_memory_bytes"] = blocks * self.block_size * self.model.kv_bytes_per_token
+        knobs = limits.clamp(self.stock) if knobs is None else knobs
         try:
-            source = VllmSource(self.model.name, options)
-            return source.start(limits.clamp(self.stock) if knobs is None else knobs, limits, seed)
+            engine = VllmSource(self.model.name, options).start(knobs, limits, seed)
+            if self.kv_tokens is None or not (blocks := self._blocks_for(engine)):
+                return engine
+            engine.close()
+            options["num_gpu_blocks_override"] = blocks
+            if self._pool_is_ours and engine.facts.model is not None:
+                options["kv_cache_memory_bytes"] = self.kv_tokens * engine.facts.model.kv_bytes_per_token * 2
+            return VllmSource(self.model.name, options).start(knobs, limits, seed)
         except AutotuneError:
             raise
         except Exception as error:

@@ -29,6 +29,7 @@ from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
 from runtime.errors import StepFailedError
 from runtime.expiries import Expiries
@@ -51,10 +52,11 @@ NEEDED: Final = (
     "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "policy",
     "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
     "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
+    "kv_cache_manager.coordinator.single_type_managers", "max_model_len", "kv_cache_config",
 )  # fmt: skip
 """What a scheduler must have to be tuned."""
 GROWTH_RESERVE: Final = 1
-"""KV blocks kept free for each decode while a prompt is admitted."""
+"""KV blocks kept free for each decode while a prompt is admitted: those that hold its next token."""
 CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
@@ -125,7 +127,7 @@ class Steering:
         ordering: Ordering | None = None,
         tokens: bool = False,
     ) -> None:
-        config, pool = scheduler.scheduler_config, scheduler.kv_cache_manager.block_pool
+        config = scheduler.scheduler_config
         slots, most = (
             min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs),
             min(config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
@@ -138,8 +140,7 @@ class Steering:
         stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
         self.settings = Settings(top.clamp(stock) if knobs is None else knobs, top)
         self.clock = clock
-        self.block_size: int = scheduler.block_size
-        self.total_blocks: int = pool.num_gpu_blocks - 1  # one stands for no block
+        self.kv = KvPool(scheduler)
         self.slack = SlackTracker(slos or {})
         self._own_ordering = ordering or ordering_of("priority")
         self.waiting = WaitingQueue(self._own_ordering)
@@ -158,8 +159,7 @@ class Steering:
         self.steps: list[StepRecord] = []
         """The same of steps."""
         self._scheduler, self._drop = scheduler, drop
-        self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
-        self._computed_blocks: Callable[[Any], Any] = scheduler.kv_cache_manager.get_computed_blocks
+        self._free_blocks, self._blocks = self.kv.free, self.kv.blocks
         self._caches: bool = scheduler.kv_cache_manager.enable_caching
         self._watermark: int = scheduler.kv_cache_manager.watermark_blocks
         self._stock = (
@@ -256,15 +256,9 @@ class Steering:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = sequence.target - self._in_cache(sequence)[0]
+        sequence.pending = sequence.target - self.kv.cached(sequence.data)[0]
         self.waiting.push(sequence)
         self.slack.queued(sequence)
-
-    def _in_cache(self, sequence: Sequence) -> tuple[int, set[int]]:
-        """Tokens of ``sequence`` in vLLM's prefix cache, and those of their blocks that nobody holds."""
-        found = self._computed_blocks(sequence.data)
-        cached = int(found[1])
-        return cached, {block.block_id for block in found[0].blocks[0] if block.ref_cnt == 0} if cached else set()
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
@@ -419,7 +413,7 @@ class Steering:
         epoch, knobs = self.settings.current
         return SchedulerView(
             now, decodes, len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
-            self._offsets + self._advanced * decodes, self.free_blocks(), self.total_blocks,
+            self._offsets + self._advanced * decodes, self.free_blocks(), self.kv.total_blocks,
             inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
             epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines, waiting.relegated_tokens,
         )  # fmt: skip
@@ -435,9 +429,6 @@ class Steering:
         for sequence in self.prefills:
             blocks += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
         return blocks
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -490,8 +481,8 @@ class Steering:
         held, may_begin, owed, growing, kept = -inf, 0, 0, 0, 0
         yielding: list[Sequence] = []
         if self.waiting.count:
-            kept = GROWTH_RESERVE * decodes
-            growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
+            kept = self.kv.grow * decodes
+            growing = self.kv.growing(running[:decodes])
         if self.waiting.count or begun:
             held, may_begin, owed, yielding = self._plan_prompts(
                 knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
@@ -577,7 +568,7 @@ class Steering:
                     self._late(admission, head, verdict, now)
                     head = next(heads, None)
                     continue
-            cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
+            cached, idle = self.kv.cached(head.data)  # some may have been evicted since it was queued
             pending = head.target - cached
             spare -= self._blocks(pending) + len(idle - shared)
             shared |= idle
