@@ -57,6 +57,9 @@ class VllmCore:
             options = {
                 "max_num_seqs": limits.max_batch_size, "max_num_batched_tokens": limits.token_budget, **options
             }  # fmt: skip
+        for name, above in (("max_num_active_seqs", "max_num_seqs"), ("max_num_scheduled_tokens", "max_num_batched_tokens")):
+            if options.get(name) and options.get(above):  # narrower limits than those that it was given for
+                options[name] = min(options[name], options[above])
         config = EngineArgs(**options).create_engine_config()
         if (why := unfit(config)) is not None:
             raise InputError(f"vLLM cannot be tuned: {why}")

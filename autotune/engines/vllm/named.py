@@ -17,7 +17,7 @@ import yaml
 
 from autotune.engines.named import ByCommand, NamedEngine, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
-from autotune.engines.vllm.model import model_of, parameters_of
+from autotune.engines.vllm.model import budget_of, model_of, parameters_of, slots_of
 from autotune.engines.vllm.scheduler import unfit
 from runtime.errors import AutotuneError, InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -197,13 +197,13 @@ def load_vllm(
             "drop the option, or install the build for it"
         )
     scheduler = config.scheduler_config
-    tokens = scheduler.max_num_batched_tokens
+    tokens = budget_of(scheduler)
     chunk = min(scheduler.long_prefill_token_threshold or tokens, tokens)
     return NamedVllm(
         model=found,
         version=version,
         limits=limits,
-        stock=Knobs(scheduler.max_num_seqs, 0, tokens, chunk),
+        stock=Knobs(slots_of(scheduler), 0, tokens, chunk),
         block_size=config.cache_config.block_size,
         options=options,
         arguments=dict(arguments),
@@ -239,12 +239,14 @@ def _options(arguments: Mapping[str, str], known: list[str], version: str) -> di
 def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
     """As wide as settings are searched for, unless ``options`` say otherwise."""
     top = KnobLimits()
-    for name in ("max_num_batched_tokens", "max_num_seqs"):
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs", "max_num_active_seqs"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"--engine-arg: {name} is {value!r}; it must be a whole number of at least 1")
     tokens = options.get("max_num_batched_tokens") or top.token_budget
     slots = options.get("max_num_seqs") or min(top.max_batch_size, tokens)
+    tokens = min(tokens, options.get("max_num_scheduled_tokens") or tokens)
+    slots = min(slots, options.get("max_num_active_seqs") or slots)
     return replace(top, max_batch_size=slots, token_budget=tokens, chunk_size=tokens, draft_tokens=0)
 
 
