@@ -243,7 +243,11 @@ class Steered:
     def __init__(self, scheduler: Any, load: Load) -> None:
         self.scheduler, self.clock, self.cost = scheduler, VirtualClock(), Cost()
         self.steering = scheduler.steer(
-            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS),
+            self.clock,
+            knobs=load.knobs,
+            limits=LIMITS,
+            slos=SLOS,
+            ordering=ordering_of(load.ordering, SLOS),
             contained=False,
         )
         self._evictions = 0

@@ -74,7 +74,10 @@ PLACES: dict[str, Callable[[Any], tuple[object, str]]] = {
 
 @pytest.mark.parametrize(
     ("place", "concurrent"),
-    [*((place, False) for place in PLACES), *((place, True) for place in ("prompts are planned", "a first token", "a request begins"))],
+    [
+        *((place, False) for place in PLACES),
+        *((place, True) for place in ("prompts are planned", "a first token", "a request begins")),
+    ],
 )
 def test_a_fault_leaves_stock_vllm_with_all_that_it_had(
     serve: Callable[..., Served], tmp_path: Path, errors: list[str], place: str, concurrent: bool
@@ -281,7 +284,9 @@ def test_an_attached_controller_hears_of_the_fault(folder: Path, tmp_path: Path)
     llm = type("LLM", (made,), {"__module__": "vllm.entrypoints.llm"})(llm_engine=served.llm)
     with autotune.control(llm, slo="ttft=30s,tpot=1s", log=tmp_path / "d.jsonl") as control:
         scheduler = served.llm.engine_core.engine_core.scheduler
-        served.llm.add_request("a", {"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=6, ignore_eos=True, detokenize=False))
+        served.llm.add_request(
+            "a", {"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=6, ignore_eos=True, detokenize=False)
+        )
         served.llm.step()
         scheduler.steering.landed = fault
         assert [tokens for _, _, tokens in served.run().values()] == [6]

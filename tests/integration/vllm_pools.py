@@ -93,7 +93,9 @@ def test_three_groups_of_one_kind_are_one_with_a_third_of_the_blocks(
     load = replace(LOAD, prefix_cache=prefix_cache)
     one = served(stock.scheduler(blocks, prefix_cache), load).heard
     three = served(stock.scheduler(3 * blocks, prefix_cache, specs=(FULL, FULL, FULL)), load).heard
-    assert [step._replace(kv_free_blocks=0) for step in three.steps] == [step._replace(kv_free_blocks=0) for step in one.steps]
+    assert [step._replace(kv_free_blocks=0) for step in three.steps] == [
+        step._replace(kv_free_blocks=0) for step in one.steps
+    ]
     assert [step.kv_free_blocks for step in three.steps] == [3 * step.kv_free_blocks for step in one.steps]
     assert prefix_cache or min(step.kv_free_blocks for step in one.steps) <= 5, "the pool is full"
 
@@ -175,7 +177,9 @@ def test_bytes_of_a_token_in_windows_are_fewer_than_in_full_attention() -> None:
     made = type("Executor", (Layered,), {"specs": (FULL, windows)})
     with vllm_engine(LIMITS, Knobs(8, 0, 64, 48), distributed_executor_backend=made) as engine:
         facts = engine.facts
-        assert facts.model is not None and 8 < facts.model.kv_bytes_per_token < 12, "2048 tokens of one, and 320 of the other"
+        assert facts.model is not None and 8 < facts.model.kv_bytes_per_token < 12, (
+            "2048 tokens of one, and 320 of the other"
+        )
         assert facts.growth_reserve == 1 and facts.kv_tokens % BLOCK == 0
         assert facts.kv_tokens * facts.model.kv_bytes_per_token == pytest.approx(1 << 20, rel=0.2)
 
@@ -184,7 +188,9 @@ def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> 
     """Two groups take two blocks for what one takes one for."""
     from tests.vllm_fakes import model_folder
 
-    made = type("Executor", (Layered,), {"specs": (FULL, SlidingWindowSpec(block_size=BLOCK, sliding_window=4096, **WIDTH))})
+    made = type(
+        "Executor", (Layered,), {"specs": (FULL, SlidingWindowSpec(block_size=BLOCK, sliding_window=4096, **WIDTH))}
+    )
     named = load_vllm(
         str(model_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
         arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK)},
@@ -192,6 +198,25 @@ def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> 
     named = replace(named, options={**named.options, "distributed_executor_backend": made}).with_kv_tokens(4096)
     with named.start(Knobs(8, 0, 64, 48), LIMITS) as engine:
         assert abs(engine.facts.kv_tokens - 4096) <= BLOCK
+
+
+def test_ceilings_and_defaults_heed_what_vllm_may_run_at_once(tmp_path: Path) -> None:
+    """Not only how many it has room for."""
+    from tests.vllm_fakes import model_folder
+
+    given = {"max_num_active_seqs": "5", "max_num_scheduled_tokens": "96"}
+    named = load_vllm(
+        str(model_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
+        arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK), **given},
+    )  # fmt: skip
+    assert (named.limits.max_batch_size, named.limits.token_budget, named.limits.chunk_size) == (5, 96, 96)
+    assert (named.stock.max_batch_size, named.stock.token_budget, named.stock.chunk_size) == (5, 96, 96)
+    named = replace(named, options={**named.options, "distributed_executor_backend": CountingExecutor})
+    for limits, slots in ((None, 5), (KnobLimits(max_batch_size=3, token_budget=64, chunk_size=64, draft_tokens=0), 3)):
+        with named.start(limits=limits) as engine:
+            assert engine.limits.max_batch_size == engine.knobs.max_batch_size == slots
+            streams = [engine.submit([5] * 20, max_tokens=3, ignore_eos=True) for _ in range(8)]
+            assert all(stream.result().token_ids for stream in streams)
 
 
 def test_mla_keeps_one_vector_for_each_token(tmp_path: Path) -> None:

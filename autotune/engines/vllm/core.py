@@ -57,7 +57,10 @@ class VllmCore:
             options = {
                 "max_num_seqs": limits.max_batch_size, "max_num_batched_tokens": limits.token_budget, **options
             }  # fmt: skip
-        for name, above in (("max_num_active_seqs", "max_num_seqs"), ("max_num_scheduled_tokens", "max_num_batched_tokens")):
+        for name, above in (
+            ("max_num_active_seqs", "max_num_seqs"),
+            ("max_num_scheduled_tokens", "max_num_batched_tokens"),
+        ):
             if options.get(name) and options.get(above):  # narrower limits than those that it was given for
                 options[name] = min(options[name], options[above])
         config = EngineArgs(**options).create_engine_config()
@@ -191,7 +194,9 @@ def facts_of(config: Any, steering: Steering) -> Facts:
     kv, model = steering.kv, model_of(config)
     if kv.bytes:  # what the pool takes is what was made; before that it is an estimate
         held = kv.bytes * config.parallel_config.tensor_parallel_size
-        model = replace(model, kv_bytes_per_token=-(-held * kv.total_blocks // (kv.total_blocks + 1) // max(1, kv.tokens)))
+        model = replace(
+            model, kv_bytes_per_token=-(-held * kv.total_blocks // (kv.total_blocks + 1) // max(1, kv.tokens))
+        )
     return Facts(
         "vllm",
         kv_tokens=kv.tokens,

@@ -46,7 +46,9 @@ class KvPool:
         longest: int = scheduler.max_model_len
         found = [(one, _group(one, pool, longest)) for one in manager.coordinator.single_type_managers]
         self._groups = groups = [group for _, group in found if group is not None]
-        self.uncounted = tuple(sorted({type(one).__name__.removesuffix("Manager") for one, group in found if group is None}))
+        self.uncounted = tuple(
+            sorted({type(one).__name__.removesuffix("Manager") for one, group in found if group is None})
+        )
         self.grow = 0 if self.uncounted else sum(group.grows for group in groups)
         self.tokens: int = self._tokens(scheduler, longest)
         self.bytes: int = _bytes(scheduler)

@@ -21,6 +21,7 @@ No vLLM and no torch is imported here: the scheduler is whatever has the attribu
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +64,20 @@ TENANT: Final = "tenant"
 _FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 _NO_PARAMS: Final = SamplingParams()
+
+
+_OF_COMPLETIONS: Final = re.compile(r"(?:\d+_)?(cmpl-[0-9a-f]{16,32})-\d+-[0-9a-f]{8}")
+"""The ids of what ``/v1/completions`` asks the engine for: one for each of its prompts, and for each of their ``n`` answers."""
+_OF_ANSWERS: Final = re.compile(r"\d+_(.+-[0-9a-f]{8})")
+"""The ids of the ``n`` answers to one prompt, by whatever endpoint."""
+_REFUSED: Final = 1024  # families that are remembered, for what of them is still to come
+
+
+def family_of(name: str) -> str | None:
+    """What the requests have in common that one HTTP request stands for; None for a request of its own, as far as its id says.
+    vLLM adds random characters to each id, but a client may give two of its requests one id: then only answers are told."""
+    found = _OF_COMPLETIONS.fullmatch(name) or _OF_ANSWERS.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def missing(scheduler: object) -> list[str]:
@@ -170,6 +185,9 @@ class Steering:
         self._by_name: dict[str, Sequence] = {}
         self._plans: deque[_Planned | None] = deque()
         self._aborted: list[Aborted] = []
+        self._families: dict[str, list[Sequence]] = {}  # what one HTTP request stands for
+        self._refused: dict[str, tuple[str, str, float | None]] = {}  # families of which one was rejected, and why
+        self._doomed: list[Sequence] = []  # the others of those families
         self._tokens: list[Token] | None = [] if tokens else None
         self._step = 0  # that have landed with decodes
         self._advanced = 0  # steps planned in which every decode got its token
@@ -211,6 +229,10 @@ class Steering:
         sequence.data = request
         self.newest, self.refusal = sequence, None
         self._by_name[request.request_id] = sequence
+        if (family := family_of(request.request_id)) is not None:
+            self._families.setdefault(family, []).append(sequence)
+            if family in self._refused:
+                self._doomed.append(sequence)
         self._queue(sequence)
         request.priority = sequence.key
         if ours.expires is not None:
@@ -225,18 +247,22 @@ class Steering:
     def added(self) -> None:
         """vLLM has queued it: the admission policy decides."""
         sequence, admission = self.newest, self._admission
-        if sequence is None or admission is None:
+        if self._doomed:
+            self._end_doomed()
+        if sequence is None or admission is None or sequence.state == "finished":
             return
         now = self.clock.now()
         first = [s for s in self.prefills if precedes(s, sequence)]
         verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
         if verdict is not None:
             late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
-            if late[0] is sequence and not admission.relegates(sequence, verdict):
+            if late[0] is sequence and not self._relegates(admission, sequence, verdict):
                 self.refusal = verdict
             for one in late:
                 self._late(admission, one, verdict, now)
-        if self.refusal is None:
+        if self._doomed:
+            self._end_doomed()
+        if self.refusal is None and sequence.state == "waiting":
             admission.queued(sequence)
 
     def _request_of(self, request: Any) -> Request:
@@ -262,11 +288,18 @@ class Steering:
 
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
-        if admission.relegates(sequence, verdict):
+        if self._relegates(admission, sequence, verdict):
             self._relegate(sequence)
             return
         sequence.retry_after = verdict.retry_after_s
         self.reject(sequence, verdict.reason, now, why=verdict.why)
+
+    @staticmethod
+    def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
+        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty: its
+        API server would make it a 500."""
+        wants = getattr(sequence.data.sampling_params, "prompt_logprobs", None) is not None
+        return wants or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
         """Have it go behind those that can still be met, in vLLM's queue too."""
@@ -302,6 +335,28 @@ class Steering:
                     self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
                 else:  # vLLM goes on with it
                     sequence.data.priority = -sequence.request.priority
+            if kind is FinishReason.REJECTED:
+                self._refuse_family(sequence, reason, why)
+
+    def _refuse_family(self, sequence: Sequence, reason: str, why: str) -> None:
+        """Who asked for ``sequence`` is told that all of what it asked for was rejected, so none of it is to go on. Not at once: a
+        step may be being planned, and some may still be on their way here."""
+        family = family_of(sequence.data.request_id)
+        if family is None or family in self._refused:
+            return
+        self._refused[family] = reason, why, sequence.retry_after
+        if len(self._refused) > _REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._doomed += self._families.get(family, ())
+
+    def _end_doomed(self) -> None:
+        now, doomed = self.clock.now(), self._doomed
+        self._doomed = []
+        for sequence in doomed:
+            said = self._refused.get(family_of(sequence.data.request_id) or "")
+            if said is not None:
+                reason, why, sequence.retry_after = said
+                self.reject(sequence, reason, now, why=why)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
@@ -318,7 +373,14 @@ class Steering:
         self.waiting.ended(record)
         if self._admission is not None:
             self._admission.ended(record)
-        del self._by_name[sequence.data.request_id]  # the last: until then its priority is known
+        name = sequence.data.request_id
+        if self._families and (family := family_of(name)) is not None:
+            kept = [one for one in self._families.get(family, ()) if one is not sequence]
+            if kept:
+                self._families[family] = kept
+            else:
+                self._families.pop(family, None)
+        del self._by_name[name]  # the last: until then its priority is known
         return record
 
     def _leave(self, sequence: Sequence) -> None:
@@ -453,6 +515,8 @@ class Steering:
             self.put_back()
         if self._expiries.heap or (admission is not None and admission.timeouts.heap):
             self.expire(now)
+        if self._doomed:
+            self._end_doomed()
         asked = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
