@@ -18,7 +18,7 @@ from autotune.control.decision_log import read_decisions
 from autotune.engines.vllm.scheduler import REJECTED
 from runtime.errors import EngineClosedError
 from runtime.knobs import KnobLimits, Knobs
-from tests.integration.vllm_tunes import OverlappingExecutor, Served, SlowExecutor, alone, folder, heard, serve
+from tests.integration.vllm_tunes import OverlappingExecutor, Served, SlowExecutor, alone, folder, serve
 from tests.vllm_fakes import vllm_engine
 
 __all__ = ["alone", "folder", "serve"]  # fixtures

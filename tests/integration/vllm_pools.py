@@ -1,5 +1,5 @@
-"""Run by the pytest of an environment with vLLM's scheduler (see test_vllm_agrees.py): KV pools of models whose layers are not all
-of one kind, counted as vLLM counts them."""
+"""Run by the pytest of an environment with vLLM's scheduler (see test_vllm_agrees.py): KV pools of models whose layers are not
+all of one kind, counted as vLLM counts them."""
 
 from __future__ import annotations
 
@@ -222,10 +222,11 @@ def test_ceilings_and_defaults_heed_what_vllm_may_run_at_once(tmp_path: Path) ->
 def test_mla_keeps_one_vector_for_each_token(tmp_path: Path) -> None:
     about = {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 128, "intermediate_size": 256,
-        "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 258,
-        "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "torch_dtype": "float32",
+        "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "vocab_size": 258, "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "torch_dtype": "float32",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(about), encoding="utf-8")
     config = EngineArgs(

@@ -5,8 +5,8 @@ takes blocks of its own for the tokens of a request, all from one pool. So a req
 whose blocks are freed as the window or the state moves on takes no more than its cap, which is vLLM's own. With one group of full
 attention a pool of n blocks holds n times ``block_size`` tokens; with more, fewer.
 
-Where a group is of a kind that is not known here, its blocks are not counted: what needs them is off, and one line of the log says
-so. vLLM is not imported: its managers are told by their names, which versions 0.31 to 0.33 have in common.
+Where a group is of a kind that is not known here, its blocks are not counted: what needs them is off, and one line of the log
+says so. vLLM is not imported: its managers are told by their names, which versions 0.31 to 0.33 have in common.
 """
 
 from __future__ import annotations

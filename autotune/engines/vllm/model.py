@@ -10,8 +10,8 @@ from runtime.tunable import ModelInfo
 def model_of(config: Any) -> ModelInfo:
     """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted.
 
-    ``kv_bytes_per_token`` is what all layers of attention take that keep K and V of every token, or of MLA one latent vector. What
-    layers with sliding windows free again, and states of Mamba, are known when the pool is made, not before.
+    ``kv_bytes_per_token`` is what all layers of attention take that keep K and V of every token, or of MLA one latent vector.
+    What layers with sliding windows free again, and states of Mamba, are known when the pool is made, not before.
     """
     model, cache, parallel, load = config.model_config, config.cache_config, config.parallel_config, config.load_config
     text = model.hf_text_config
@@ -37,8 +37,8 @@ def _bytes(cache_dtype: str, dtype: Any) -> int:
 
 
 def slots_of(scheduler: Any) -> int:
-    """Most sequences at once under ``scheduler``, vLLM's configuration of one: ``max_num_seqs``, or ``max_num_active_seqs`` where that
-    is set, which is lower."""
+    """Most sequences at once under ``scheduler``, vLLM's configuration of one: ``max_num_seqs``, or ``max_num_active_seqs`` where
+    that is set, which is lower."""
     return int(min(scheduler.max_num_seqs, getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs))
 
 

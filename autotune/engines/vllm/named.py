@@ -123,8 +123,8 @@ class NamedVllm:
         return replace(self, options=options, block_size=block_size, kv_tokens=kv_tokens)
 
     def _blocks_for(self, engine: VllmEngine) -> int | None:
-        """How many blocks hold ``kv_tokens`` in a model whose layers take blocks in several groups, which is not known before it has
-        been loaded; None where those that ``engine`` was started with hold them."""
+        """How many blocks hold ``kv_tokens`` in a model whose layers take blocks in several groups, which is not known before it
+        has been loaded; None where those that ``engine`` was started with hold them."""
         assert self.kv_tokens is not None
         held, row, blocks = engine.facts.kv_tokens, engine.facts.block_size, engine.view().kv_total_blocks
         if held < 1 or abs(held - self.kv_tokens) < row:
@@ -145,10 +145,10 @@ class NamedVllm:
         knobs = limits.clamp(self.stock) if knobs is None else knobs
         try:
             engine = VllmSource(self.model.name, options).start(knobs, limits, seed)
-            if self.kv_tokens is None or not (blocks := self._blocks_for(engine)):
+            if self.kv_tokens is None or (wanted := self._blocks_for(engine)) is None:
                 return engine
             engine.close()
-            options["num_gpu_blocks_override"] = blocks
+            options["num_gpu_blocks_override"] = wanted
             if self._pool_is_ours and engine.facts.model is not None:
                 options["kv_cache_memory_bytes"] = self.kv_tokens * engine.facts.model.kv_bytes_per_token * 2
             return VllmSource(self.model.name, options).start(knobs, limits, seed)

@@ -296,8 +296,8 @@ class Steering:
 
     @staticmethod
     def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
-        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty: its
-        API server would make it a 500."""
+        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty:
+        its API server would make it a 500."""
         wants = getattr(sequence.data.sampling_params, "prompt_logprobs", None) is not None
         return wants or admission.relegates(sequence, verdict)
 
@@ -339,8 +339,8 @@ class Steering:
                 self._refuse_family(sequence, reason, why)
 
     def _refuse_family(self, sequence: Sequence, reason: str, why: str) -> None:
-        """Who asked for ``sequence`` is told that all of what it asked for was rejected, so none of it is to go on. Not at once: a
-        step may be being planned, and some may still be on their way here."""
+        """Who asked for ``sequence`` is told that all of what it asked for was rejected, so none of it is to go on. Not at once:
+        a step may be being planned, and some may still be on their way here."""
         family = family_of(sequence.data.request_id)
         if family is None or family in self._refused:
             return
