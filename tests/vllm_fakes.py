@@ -104,6 +104,5 @@ def vllm_engine(
             str(weightless_folder(Path(folder) / "model")),
             limits=limits,
             knobs=knobs,
-            distributed_executor_backend=Executor,
-            **{**stock, **options},
+            **{"distributed_executor_backend": Executor, **stock, **options},
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -202,8 +203,9 @@ class Stock:
         self._model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
         self._parts = VllmConfig, CacheConfig, DeviceConfig
 
-    def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False) -> Any:
-        """``refusing``: as ``vllm serve`` would make it, not tuned in a version that this was not made for."""
+    def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False, specs: Any = ()) -> Any:
+        """``refusing``: as ``vllm serve`` would make it, not tuned in a version that this was not made for. ``specs``: what each
+        group of layers caches; one group of full attention unless given."""
         import torch
         from vllm.config import SchedulerConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -223,15 +225,14 @@ class Stock:
             device_config=device_of(device="cpu"),
         )
         cache.num_gpu_blocks = blocks + 1
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        pool = KVCacheConfig(
-            num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
+        full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs or (full,))]
+        pool = KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
         made = ours.Steered if refusing else ours.steered(ours.picked(config))
         return made(
             vllm_config=config,
             kv_cache_config=pool,
-            block_size=BLOCK,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
             structured_output_manager=StructuredOutputManager(config),
         )
 
@@ -242,7 +243,12 @@ class Steered:
     def __init__(self, scheduler: Any, load: Load) -> None:
         self.scheduler, self.clock, self.cost = scheduler, VirtualClock(), Cost()
         self.steering = scheduler.steer(
-            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
+            self.clock,
+            knobs=load.knobs,
+            limits=LIMITS,
+            slos=SLOS,
+            ordering=ordering_of(load.ordering, SLOS),
+            contained=False,
         )
         self._evictions = 0
         self._named: set[int] = set()  # blocks whose content became known as the step was planned
@@ -423,7 +429,7 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
         else:
             world.offer(what, due=when)
     world.run()
-    left = steering.total_blocks - steering.free_blocks()
+    left = steering.kv.total_blocks - steering.free_blocks()
     return {
         "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} "
         f"late={load.policy and load.policy.late} "

@@ -325,6 +325,51 @@ def test_a_rejection_alone_is_told_of(serve: Callable[..., Served]) -> None:
     assert [r.reason for r in records.requests] == [FinishReason.REJECTED]
 
 
+def test_what_one_http_request_asks_for_is_rejected_as_a_whole(serve: Callable[..., Served]) -> None:
+    """Two prompts with two answers each: the last of them comes too late, and none is left running."""
+    served = serve({"slo": "ttft=1s", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
+    for _ in range(5):
+        served.add(60, 2)
+    served.run()  # so that the rate is known
+
+    def ask(family: str, *lengths: int) -> None:
+        for number, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=500, ignore_eos=True, detokenize=False, n=2)
+            served.llm.add_request(f"{family}-{number}", {"prompt_token_ids": [5] * length}, params)
+
+    with heard(served) as records:
+        ask("cmpl-88ad6f58f2d8f3b3", 20)
+        served.llm.step()
+        served.llm.step()
+        served.scheduler.steering.settings.change_knobs({"token_budget": 1})
+        served.scheduler.steering.slack.slos["default"] = served.engine.slos["default"].__class__(ttft_ms=1e-3)
+        params = SamplingParams(max_tokens=500, ignore_eos=True, detokenize=False)
+        served.llm.add_request("cmpl-88ad6f58f2d8f3b3-1", {"prompt_token_ids": [5] * 2000}, params)
+        served.llm.add_request("cmpl-88ad6f58f2d8f3b3-2", {"prompt_token_ids": [5]}, params)
+        for _ in range(3):
+            served.llm.step()
+        assert not served.scheduler.requests and not served.scheduler.running
+        served.run()
+    steering = served.scheduler.steering
+    assert [r.reason for r in records.requests] == [FinishReason.REJECTED] * 4
+    assert not steering._by_name and not steering._families and not steering._doomed
+
+
+def test_who_wants_log_probabilities_of_the_prompt_is_relegated(serve: Callable[..., Served]) -> None:
+    """vLLM's API server has no answer for it without any."""
+    served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
+    for _ in range(5):
+        served.add(60, 2)
+    served.run()
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=1)
+    request = served.llm.add_request("a", {"prompt_token_ids": [5] * 1000}, params)
+    steering = served.scheduler.steering
+    assert steering.waiting.relegated_tokens == 1000 and request in steering._by_name
+    served.add(2000, 2)
+    ((reason, _, tokens),) = [found for name, found in served.run().items() if name != "a"]
+    assert (reason, tokens) == ("abort", 0)
+
+
 def test_a_listener_that_raises_is_cut_off(serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
     served = serve(SLO)
 
