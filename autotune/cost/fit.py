@@ -27,7 +27,7 @@ from scipy.optimize import nnls
 
 from autotune.cost.facts import StepPoint
 from autotune.cost.shape import Floats, Shape, as_floats, candidates
-from runtime.step_model import TERMS, StepFeatures, Term
+from runtime.step_model import TERMS, StepFeatures
 
 FOLDS = 5
 FEWEST = 8
@@ -102,14 +102,16 @@ def _folds(points: Sequence[StepPoint]) -> Floats:
 def fit(points: Sequence[StepPoint], graph_sizes: tuple[int, ...] = ()) -> Fitted:
     """The shape of least cross-validated error, a sum where none is better by a standard error, fitted to all points.
 
-    ``graph_sizes``: for how many rows the engine's decode steps are recorded.
+    ``graph_sizes``: for how many rows the engine's decode steps are recorded. The latest fits are kept: a profiling run asks
+    for that of the calibration's points again and again. Their arrays are to be read only.
     """
-    return _fitted(tuple(points), graph_sizes, tuple(TERMS.values()))
+    plain = tuple(p if p.predicted is None else p.model_copy(update={"predicted": None}) for p in points)
+    return _fit(plain, graph_sizes, tuple(TERMS))
 
 
-@lru_cache(maxsize=8)
-def _fitted(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], _terms: tuple[Term, ...]) -> Fitted:
-    """By the terms in the table. Kept: a refit fits the planned points again with every speed that it tries."""
+@lru_cache(maxsize=16)
+def _fit(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], terms: tuple[str, ...]) -> Fitted:
+    """``terms``: the names of those there are. Another set is another fit."""
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens + p.drafted for p in points]
     predicted: dict[Shape, Floats] = {}

@@ -139,8 +139,8 @@ class MarkovModulated:
         state = int(np.searchsorted(np.cumsum(self.stationary()), rng.random(), side="right"))
         state = min(state, len(steps) - 1)
         while True:
-            states = np.empty(BLOCK, dtype=np.intp)
-            for i, u in enumerate(rng.random(BLOCK).tolist()):
-                states[i] = state
+            states = []
+            for u in rng.random(BLOCK).tolist():
+                states.append(state)
                 state = bisect_right(steps[state], u)
             yield from (rng.standard_gamma(shapes[states]) * scales[states]).tolist()

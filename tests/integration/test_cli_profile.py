@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,12 +43,34 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(["profile", "--model", model, *QUICK, "--budget", "10s", "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    told = json.loads(captured.out)  # one JSON object and nothing else
-    assert code == (0 if told["slo_met"] else 1), captured.err
+@dataclass(frozen=True)
+class Profiled:
+    """``autotune profile`` and what it left: its exit code, what it printed, and the folder it ran in, to be read only."""
+
+    command: list[str]
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def profiled(model: str, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    command, folder = ["profile", "--model", model, *QUICK, "--budget", "10s"], tmp_path_factory.mktemp("profiled")
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        code = run([*command, "--json"])
+    return Profiled(command, code, out.getvalue(), err.getvalue(), folder)
+
+
+def test_from_nothing_to_a_profile(
+    profiled: Profiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(profiled.folder)
+    assert profiled.out, profiled.err
+    told = json.loads(profiled.out)  # one JSON object and nothing else
+    assert profiled.code == (0 if told["slo_met"] else 1), profiled.err
     assert told["file"] == "small-cpu.yaml" and told["status"] == "complete"
     assert sorted(p.name for p in Path().iterdir()) == ["small-cpu.journal", "small-cpu.points.jsonl", "small-cpu.yaml"]
     made = load_profile("small-cpu.yaml")
@@ -70,7 +96,7 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert made.cost_model.points >= planned  # more where a refit took in the steps of the runs
     assert made.simulation.trials == len([r for r in lines if r.get("stage") == "simulation"])
     assert {p.knobs for p in made.points if p.stage == "validation"} <= {p.knobs for p in made.simulated}
-    assert "← recommended" in captured.err and "simulating" in captured.err and "fit error" in captured.err
+    assert "← recommended" in profiled.err and "simulating" in profiled.err and "fit error" in profiled.err
     assert run(["show", "small-cpu.yaml"]) == 0
 
 
@@ -134,20 +160,20 @@ def test_two_classes_on_the_real_engine_from_the_question_to_the_bench(
         assert {*contender["classes"]} == {"chat", "batch"}
 
 
-def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["profile", "--model", model, *QUICK, "--trials", "1", "--budget", "10s", "--out", "a.yaml"]
-    assert run(command) in (0, 1)
-    before = Path("a.yaml").read_bytes()
-    capsys.readouterr()
-    assert run([*command, "--seed", "4"]) == 2
+def test_another_question_under_the_same_name_is_refused(
+    profiled: Profiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(profiled.folder, tmp_path, dirs_exist_ok=True)
+    before = Path("small-cpu.yaml").read_bytes()
+    assert run([*profiled.command, "--seed", "4"]) == 2
     error = capsys.readouterr().err
     assert (
         error.count("\n") == 1
-        and "a.journal: holds a study of something else" in error
+        and "small-cpu.journal: holds a study of something else" in error
         and "seed was 0, is now 4" in error
     )
     assert "--fresh" in error
-    assert Path("a.yaml").read_bytes() == before
+    assert Path("small-cpu.yaml").read_bytes() == before
 
 
 def test_a_model_that_cannot_be_measured_is_one_line(

@@ -108,6 +108,17 @@ def test_it_keeps_the_contract_of_engines(version: str) -> None:
     assert said is not None and int(said[1]) > 30, done.stdout[-2000:]
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("module", ["vllm_faults", "vllm_pools"])
+@pytest.mark.parametrize("version", scheduler_versions())
+def test_faults_are_contained_and_pools_are_counted(version: str, module: str) -> None:
+    """A fault of this project's code leaves stock vLLM; KV pools of several kinds of layers."""
+    words = ("-q", "-p", "no:cacheprovider", "-W", "default", "--show-capture=no", "--tb=short")
+    done = ran(scheduler_python(version), "-m", "pytest", *words, f"tests/integration/{module}.py", timeout_s=880)
+    said = re.search(r"(\d+) passed", done.stdout)
+    assert said is not None and int(said[1]) > 25, done.stdout[-2000:]
+
+
 @pytest.mark.parametrize("version", scheduler_versions())
 def test_decodes_are_padded_as_vllm_dispatches_them(version: str) -> None:
     """To the sizes of its CUDA graphs, in every mode."""

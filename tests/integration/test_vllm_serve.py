@@ -221,6 +221,31 @@ def test_rejections_have_a_status_and_the_switch_goes_over_a_running_server(tmp_
         assert not path.exists() and server.health() == 200
 
 
+def test_several_prompts_and_answers_of_one_request_are_rejected_as_a_whole(tmp_path: Path) -> None:
+    """With Retry-After, and nothing of it goes on: what is late comes with what is not."""
+    with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_REJECT_LATE="1") as server:
+        assert server.post("/v1/completions", body([5] * 400, 8))[0] == 200
+
+        def one(number: int) -> tuple[int, str | None, str]:
+            prompts = [[number, k] + [5] * (300 if k == 2 else 10) for k in range(3)]
+            more: dict[str, Any] = {"n": 2, "stream": number % 2 == 1, "logprobs": 1 if number % 4 < 2 else None}
+            asked = {"model": "./my-model", "prompt": prompts, "max_tokens": 300, "ignore_eos": True, **more}
+            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+            connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Retry-After"), answer.read().decode()
+
+        with ThreadPoolExecutor(24) as pool:
+            found = list(pool.map(one, range(24)))
+        rejected = [(again, text) for status, again, text in found if status == 429]
+        assert {status for status, *_ in found} <= {200, 429} and rejected, [(s, t[:200]) for s, _, t in found]
+        assert all(again is not None and json.loads(text)["error"]["code"] == "slo" for again, text in rejected)
+        assert within(
+            30, lambda: re.search(r"vllm:num_requests_running\{[^}]*\} 0\.0", server.get("/metrics")[1]) is not None
+        )
+        assert server.post("/v1/completions", body([7] * 20, 8))[0] == 200
+
+
 @pytest.mark.beside
 def test_a_wrong_slo_ends_it_at_its_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"InputError: autotune: slo is 'ttft=500': .*"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from autotune.measure.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate
+from autotune.measure.evaluate import MAX_DRAIN_S, EvaluationError, Interrupted, evaluate, offered
 from autotune.measure.score import Score, deadline, score, step_stats
 from autotune.simulate import SimulatedEngine
 from autotune.workload import Arrival, parse_workload
@@ -304,3 +305,29 @@ def test_scores_tell_what_was_rejected_and_relegated_by_class() -> None:
     assert chat.rejections.keys() <= {"slo", "queue_timeout"} and sum(chat.rejections.values()) > 10
     assert batch.relegated > 10 and not chat.relegated and not batch.rejections
     assert found.e2e_mean_ms is not None and found.e2e_mean_ms > 90
+
+
+def test_a_short_load_is_drawn_once_and_is_that_of_its_rate_seed_and_seconds() -> None:
+    load = parse_workload(WORKLOAD)
+    for of, seed, seconds in ((load, 0, 5.0), (load, 1, 5.0), (load, 0, 4.0), (load.at_rate(2 * load.rate), 0, 5.0)):
+        found = offered(of, seed, seconds)
+        assert list(found) == list(of.arrivals(seed, duration=seconds))
+        assert offered(replace(of), seed, seconds) is found, "of an equal workload"
+    few = replace(load, limit=3)
+    assert len(offered(few, 0, 5.0)) == 3 and offered(few, 0, 5.0) is not offered(few, 0, 5.0)
+    assert offered(load, 0, 1e4 / load.rate) is not offered(load, 0, 1e4 / load.rate), "a long one takes memory"
+
+
+def test_a_source_without_a_hash_is_served() -> None:
+    @dataclass
+    class Own:
+        rate: float = 10.0
+        finite: bool = False
+
+        def at_rate(self, rate: float) -> Own:
+            return Own(rate)
+
+        def generate(self, seed: tuple[int, ...]) -> Iterator[Arrival]:
+            return (Arrival(n / self.rate, 4, 2, ((n, 4),)) for n in range(10**9))
+
+    assert len(offered(replace(parse_workload(WORKLOAD), source=Own(), limit=None), 0, 2.0)) == 20

@@ -17,7 +17,7 @@ from scipy import stats
 
 from runtime.knobs import Knobs
 from runtime.llm.core import EngineCore
-from runtime.llm.drafts import Drafter, NgramDrafter
+from runtime.llm.drafts import Drafter, NgramDrafter, verified
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.llm.scheduler import Scheduler
@@ -25,7 +25,6 @@ from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
-from runtime.torch_backend.verification import verified
 from tests.unit.executor_harness import SAMPLING, VOCAB, Oracle, TinyModel, changing, prompts, reference, run, tiny
 
 EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
