@@ -53,8 +53,9 @@ run: $(STAMP)
 	@# 1 says that the profile was made and the SLO cannot be met here: for make that is no failure
 	$(VENV)/bin/autotune profile $(ARGS) || test $$? -eq 1
 
+# A file's tests stay together, so that what they share is built once.
 test: $(STAMP)
-	$(PYTEST) -n 2 $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What times nothing (whole profiles in virtual time, examples, kill tests, Hypothesis with ten times the examples), two at once;
 # then what times things or fills the machine, one after the other. ARGS="-k ..." may leave nothing of one of the two, which is 5.

@@ -218,11 +218,16 @@ class CostModel:
         segments = [(knot, end, values[f"{TOKEN}{knot}"]) for knot, end in zip(shape.knots, ends, strict=True)]
         begin, end = len(self._memory), max(least, 2 * len(self._memory))
         self._rows += range(len(self._rows), end)
-        self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
+        if experts:
+            self._memory += [weights + experts * (1 - math.exp(-n / scale)) for n in range(begin, end)]
+        else:
+            self._memory += [weights] * (end - begin)
         tiles = [(tile, each) for tile in (128, 256) if (each := values.get(f"tile{tile}_s", 0.0))]
-        compute = [
-            sum([each * (min(n, to) - start) for start, to, each in segments if n > start]) for n in range(begin, end)
-        ]
+        counts = np.arange(begin, end)
+        found = np.zeros(end - begin)
+        for start, to, each in segments:
+            found += each * (np.clip(counts, start, to) - start)
+        compute: list[float] = found.tolist()
         if tiles:
             for n, seconds in enumerate(compute, begin):
                 compute[n - begin] = seconds + sum([each * further_rows(n, tile) for tile, each in tiles])

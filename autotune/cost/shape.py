@@ -101,6 +101,12 @@ class Shape:
         """The coefficients, in order, and the group of each."""
         return [(name, term.group) for term in self.terms for name in self._names(term)]
 
+    @cached_property
+    def _masks(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of the coefficients, which belong to memory and which to compute."""
+        groups = np.array([group for _, group in self.groups])
+        return groups == "memory", groups == "compute"
+
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.groups]
@@ -126,8 +132,8 @@ class Shape:
         rows = counts._replace(decodes=padded(counts, self.graph_sizes))
         made: list[Floats] = []
         for term in self.terms:
-            asked = term.amount(rows if term.padded else counts)
-            amount = np.broadcast_to(np.asarray(asked, dtype=float), len(steps))
+            count = term.amount(rows if term.padded else counts)
+            amount = np.broadcast_to(np.asarray(count, dtype=float), len(steps))
             if term.curve == "saturating":
                 made.append(1 - np.exp(-amount / (self.experts or 1.0)))
             elif term.curve == "segments":
@@ -144,8 +150,7 @@ class Shape:
         """
         if self.norm == 1:
             return columns @ coefficients, columns
-        groups = np.array([group for _, group in self.groups])
-        in_memory, in_compute = groups == "memory", groups == "compute"
+        in_memory, in_compute = self._masks
         memory = columns[:, in_memory] @ coefficients[in_memory]
         compute = columns[:, in_compute] @ coefficients[in_compute]
         if self.norm == math.inf:

@@ -34,6 +34,16 @@ def jitter_factors(facts: JitterFacts, seed: int) -> tuple[float, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=32)
+def _lines(facts: JitterFacts, seed: int, each: float) -> tuple[list[float], list[float]]:
+    """(seconds at which each stretch ends, what the line of each begins at), to be read only."""
+    factors = jitter_factors(facts, seed)
+    stretches = list(accumulate(factor * each for factor in factors))
+    begins = (0.0, *stretches[:-1])
+    offsets = [begin - k * each * factor for k, (begin, factor) in enumerate(zip(begins, factors, strict=True))]
+    return stretches, offsets
+
+
 class SlowStretches:
     """The same factors over time: how much longer than usual the machine takes for whatever it does then.
 
@@ -46,11 +56,7 @@ class SlowStretches:
 
     def __init__(self, facts: JitterFacts, seed: int, each: float) -> None:
         self._factors, self._each = jitter_factors(facts, seed), each
-        self._stretches = list(accumulate(factor * each for factor in self._factors))  # s at which each of them ends
-        begins = (0.0, *self._stretches[:-1])
-        self._offsets = [
-            begin - k * each * factor for k, (begin, factor) in enumerate(zip(begins, self._factors, strict=True))
-        ]
+        self._stretches, self._offsets = _lines(facts, seed, each)
         self._round_s, self._round_work, self._per_work = self._stretches[-1], FACTORS * each, 1 / each
         self._ends: list[float] = []
         self._works: list[float] = []  # done by then

@@ -8,6 +8,7 @@ request comes one gap later.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -132,14 +133,14 @@ class MarkovModulated:
         return replace(self, means=tuple(mean * factor for mean in self.means))
 
     def gaps(self, rng: np.random.Generator) -> Iterator[float]:
-        steps = [np.cumsum(row) / sum(row) for row in self.transition]
+        steps = [(np.cumsum(row) / sum(row)).tolist() for row in self.transition]
         scales = np.asarray(self.means) / np.asarray(self.shapes)
         shapes = np.asarray(self.shapes)
         state = int(np.searchsorted(np.cumsum(self.stationary()), rng.random(), side="right"))
         state = min(state, len(steps) - 1)
         while True:
-            states = np.empty(BLOCK, dtype=np.intp)
-            for i, u in enumerate(rng.random(BLOCK)):
-                states[i] = state
-                state = int(np.searchsorted(steps[state], u, side="right"))
+            states = []
+            for u in rng.random(BLOCK).tolist():
+                states.append(state)
+                state = bisect_right(steps[state], u)
             yield from (rng.standard_gamma(shapes[states]) * scales[states]).tolist()

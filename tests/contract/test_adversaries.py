@@ -20,6 +20,7 @@ from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 CHAT = SLO(ttft_ms=1000, tpot_ms=30)
 Load = list[tuple[float, int, int]]
+BESIDE = (pytest.mark.slow, pytest.mark.beside)
 
 
 def kept(records: list[RequestRecord], slo: SLO = CHAT) -> float:
@@ -48,7 +49,7 @@ def swinging(period: float, seconds: float) -> Load:
     )
 
 
-@pytest.mark.parametrize("period", [0.125, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("period", [0.125, pytest.param(0.25, marks=BESIDE), 0.5, pytest.param(1.0, marks=BESIDE)])
 def test_traffic_that_swings_as_fast_as_decisions(period: float) -> None:
     """Whatever a decision rests on is over when it takes effect."""
     load = swinging(period, 30)
@@ -155,7 +156,7 @@ class InRegion:
         pass
 
 
-@pytest.mark.parametrize("rate", [18, 20, 22])
+@pytest.mark.parametrize("rate", [18, pytest.param(20, marks=BESIDE), 22])
 def test_a_region_ten_times_slower_that_no_model_explains(rate: float) -> None:
     """Steps of 48 to 63 decodes take ten times as long: a graph that was never captured, say. The loads run into it."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,12 +43,34 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run(["profile", "--model", model, *QUICK, "--budget", "10s", "--json"])
-    captured = capsys.readouterr()
-    assert captured.out, captured.err
-    told = json.loads(captured.out)  # one JSON object and nothing else
-    assert code == (0 if told["slo_met"] else 1), captured.err
+@dataclass(frozen=True)
+class Profiled:
+    """``autotune profile`` and what it left: its exit code, what it printed, and the folder it ran in, to be read only."""
+
+    command: list[str]
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def profiled(model: str, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    command, folder = ["profile", "--model", model, *QUICK, "--budget", "10s"], tmp_path_factory.mktemp("profiled")
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        code = run([*command, "--json"])
+    return Profiled(command, code, out.getvalue(), err.getvalue(), folder)
+
+
+def test_from_nothing_to_a_profile(
+    profiled: Profiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(profiled.folder)
+    assert profiled.out, profiled.err
+    told = json.loads(profiled.out)  # one JSON object and nothing else
+    assert profiled.code == (0 if told["slo_met"] else 1), profiled.err
     assert told["file"] == "small-cpu.yaml" and told["status"] == "complete"
     assert sorted(p.name for p in Path().iterdir()) == ["small-cpu.journal", "small-cpu.points.jsonl", "small-cpu.yaml"]
     made = load_profile("small-cpu.yaml")
@@ -70,7 +96,7 @@ def test_from_nothing_to_a_profile(model: str, capsys: pytest.CaptureFixture[str
     assert made.cost_model.points >= planned  # more where a refit took in the steps of the runs
     assert made.simulation.trials == len([r for r in lines if r.get("stage") == "simulation"])
     assert {p.knobs for p in made.points if p.stage == "validation"} <= {p.knobs for p in made.simulated}
-    assert "← recommended" in captured.err and "simulating" in captured.err and "fit error" in captured.err
+    assert "← recommended" in profiled.err and "simulating" in profiled.err and "fit error" in profiled.err
     assert run(["show", "small-cpu.yaml"]) == 0
 
 
@@ -134,20 +160,20 @@ def test_two_classes_on_the_real_engine_from_the_question_to_the_bench(
         assert {*contender["classes"]} == {"chat", "batch"}
 
 
-def test_another_question_under_the_same_name_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["profile", "--model", model, *QUICK, "--trials", "1", "--budget", "10s", "--out", "a.yaml"]
-    assert run(command) in (0, 1)
-    before = Path("a.yaml").read_bytes()
-    capsys.readouterr()
-    assert run([*command, "--seed", "4"]) == 2
+def test_another_question_under_the_same_name_is_refused(
+    profiled: Profiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(profiled.folder, tmp_path, dirs_exist_ok=True)
+    before = Path("small-cpu.yaml").read_bytes()
+    assert run([*profiled.command, "--seed", "4"]) == 2
     error = capsys.readouterr().err
     assert (
         error.count("\n") == 1
-        and "a.journal: holds a study of something else" in error
+        and "small-cpu.journal: holds a study of something else" in error
         and "seed was 0, is now 4" in error
     )
     assert "--fresh" in error
-    assert Path("a.yaml").read_bytes() == before
+    assert Path("small-cpu.yaml").read_bytes() == before
 
 
 def test_a_model_that_cannot_be_measured_is_one_line(
@@ -240,9 +266,10 @@ def wait_for_trials(process: subprocess.Popen[str], count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(model: str, number: signal.Signals) -> None:
-    process = start(model, "--budget", "40s")
+    process = start(model, "--budget", "30s")
     wait_for_trials(process, 2)
     process.send_signal(number)
     out, error = process.communicate(timeout=30)
@@ -251,7 +278,9 @@ def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(model: str, n
     assert "Traceback" not in out + error
     first = load_profile("a.yaml")
     assert first.status == "stopped" and first.simulation is not None and first.simulation.trials >= 2
-    again = start(model, "--budget", "40s")
+    if number is signal.SIGTERM:  # what it left is what SIGINT leaves
+        return
+    again = start(model, "--budget", "30s")
     out, error = again.communicate(timeout=120)
     assert again.returncode in (0, 1), error
     assert "resuming the study of an earlier run" in out and "calibrating" not in out
@@ -262,8 +291,9 @@ def test_ctrl_c_keeps_the_best_so_far_and_the_same_command_goes_on(model: str, n
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_a_second_ctrl_c_quits_at_once_and_breaks_nothing(model: str) -> None:
-    process = start(model, "--budget", "60s")
+    process = start(model, "--budget", "40s")
     wait_for_trials(process, 1)
     for _ in range(2):  # nothing else may come between: the first is seen within 20 ms
         process.send_signal(signal.SIGINT)
@@ -275,20 +305,21 @@ def test_a_second_ctrl_c_quits_at_once_and_breaks_nothing(model: str) -> None:
     assert not [p for p in Path().iterdir() if p.suffix == ".tmp"]
     if Path("a.yaml").exists():
         load_profile("a.yaml")
-    again = start(model, "--trials", "2")
+    again = start(model, "--trials", "2", "--budget", "20s")
     out, error = again.communicate(timeout=120)
     assert again.returncode in (0, 1), error
     assert "resuming the study of an earlier run" in out
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_killed_in_a_trial_nothing_is_lost(model: str) -> None:
-    process = start(model, "--trials", "4", "--budget", "60s")
+    process = start(model, "--trials", "4", "--budget", "40s")
     wait_for_trials(process, 2)
     process.kill()
     process.communicate(timeout=30)
     assert not Path("a.yaml").exists()
-    again = start(model, "--trials", "4", "--budget", "60s")
+    again = start(model, "--trials", "4", "--budget", "40s")
     out, error = again.communicate(timeout=180)
     assert again.returncode in (0, 1), error
     assert "resuming the study of an earlier run" in out

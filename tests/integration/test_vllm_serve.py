@@ -72,6 +72,7 @@ def test_the_scheduler_brings_its_controller() -> None:
 # -- the page ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.beside
 def test_the_page_installs_what_there_is() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert commands()[0] == "pip install '.[vllm]'" and extras["vllm"] == ["vllm>=0.32,<0.33"]
@@ -82,6 +83,7 @@ def test_the_page_installs_what_there_is() -> None:
     }
 
 
+@pytest.mark.beside
 def test_the_page_names_every_setting() -> None:
     for name in Options.__dataclass_fields__:
         assert f'| `"{name}"`' in PAGE and (name == "pinned" or f"`AUTOTUNE_{name.upper()}`" in PAGE)
@@ -161,6 +163,7 @@ def fake(folder: Path, words: str = "") -> str:
 SET = {"AUTOTUNE_LOG": "run.jsonl", "AUTOTUNE_SLO": "ttft=200ms,tpot=500ms", "TEST_STEP_S": "0.02"}
 
 
+@pytest.mark.beside
 def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET, TEST_FAIL_ON="77", AUTOTUNE_METRICS="a.prom") as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
@@ -182,6 +185,7 @@ def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
         assert within(5, lambda: "autotune_up 0.0" in (tmp_path / "a.prom").read_text())
 
 
+@pytest.mark.beside
 def test_the_api_process_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET) as server:
         core = server.engine_core
@@ -191,6 +195,7 @@ def test_the_api_process_is_killed(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("autotune/*.sock"))
 
 
+@pytest.mark.beside
 def test_enginecore_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET) as server:
         assert list(tmp_path.glob("autotune/*.sock"))
@@ -243,11 +248,13 @@ def test_several_prompts_and_answers_of_one_request_are_rejected_as_a_whole(tmp_
         assert server.post("/v1/completions", body([7] * 20, 8))[0] == 200
 
 
+@pytest.mark.beside
 def test_a_wrong_slo_ends_it_at_its_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"InputError: autotune: slo is 'ttft=500': .*"):
         VllmServer(tmp_path, fake(tmp_path), **{**SET, "AUTOTUNE_SLO": "ttft=500"})
 
 
+@pytest.mark.beside
 def test_switched_off_it_is_stock(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_OFF="1") as server:
         assert "not tuned: it is switched off. vLLM schedules as it would without autotune" in server.output

@@ -65,7 +65,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Offered:
     """One request."""
 
     number: int
@@ -101,7 +101,7 @@ class Load:
             return None
         return AdmissionPolicy(late="relegate" if self.seed % 2 else "reject")
 
-    def arrivals(self) -> list[Asked]:
+    def arrivals(self) -> list[Offered]:
         draw = random.Random(self.seed)
         now, found = 0.0, []
         for number in range(self.requests):
@@ -115,16 +115,16 @@ class Load:
             name = "batch" if self.mixed and draw.random() < 0.4 else "default"
             arrival = Arrival(now, sum(length for _, length in segments), output, segments, name)
             expires = now + draw.uniform(0.05, 6) if self.mixed and draw.random() < 0.2 else None
-            found.append(Asked(number, arrival, draw.randrange(3) if self.mixed else 0, expires))
+            found.append(Offered(number, arrival, draw.randrange(3) if self.mixed else 0, expires))
         return found
 
-    def events(self) -> list[tuple[float, Knobs | Asked | int]]:
+    def events(self) -> list[tuple[float, Knobs | Offered | int]]:
         """Arrivals, turns of the knobs, and the numbers of requests that are cancelled, in order of time."""
-        asked = self.arrivals()
-        found: list[tuple[float, Knobs | Asked | int]] = [(one.arrival.time, one) for one in asked]
+        offered = self.arrivals()
+        found: list[tuple[float, Knobs | Offered | int]] = [(one.arrival.time, one) for one in offered]
         if self.cancels:
             draw = random.Random(self.seed + 1)
-            found += [(one.arrival.time + draw.expovariate(1.0), one.number) for one in asked if draw.random() < 0.25]
+            found += [(one.arrival.time + draw.expovariate(1.0), one.number) for one in offered if draw.random() < 0.25]
         return sorted([*found, *self.turns], key=lambda event: event[0])
 
 
@@ -284,18 +284,18 @@ class Steered:
         self.heard.requests += [record for _, record in ended]
         self.relegated += sum(sequence.relegated is not None for sequence, _ in ended)
 
-    def offer(self, asked: Asked, due: float) -> None:
+    def offer(self, offered: Offered, due: float) -> None:
         from vllm.sampling_params import SamplingParams as Theirs
         from vllm.v1.request import Request as TheirRequest
 
-        name, arrival = str(asked.number), asked.arrival
+        name, arrival = str(offered.number), offered.arrival
         self.steering.coming = Request(
-            name, (), SamplingParams(), arrival.output_tokens, due, asked.priority, "", arrival.request_class,
-            expires=asked.expires, prompt_len=arrival.prompt_tokens,
+            name, (), SamplingParams(), arrival.output_tokens, due, offered.priority, "", arrival.request_class,
+            expires=offered.expires, prompt_len=arrival.prompt_tokens,
         )  # fmt: skip
         params = Theirs(max_tokens=arrival.output_tokens, ignore_eos=True)
         self.scheduler.add_request(
-            TheirRequest(name, asked.tokens(), params, None, arrival_time=due, block_hasher=self._hasher)
+            TheirRequest(name, offered.tokens(), params, None, arrival_time=due, block_hasher=self._hasher)
         )
         self.tell()
 

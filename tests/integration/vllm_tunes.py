@@ -33,7 +33,8 @@ from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
-from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import BLOCK, CountingExecutor
 
 SLO = {"slo": "ttft=30s,tpot=1s"}
 
@@ -64,10 +65,10 @@ class OverlappingExecutor(SlowExecutor):
 class ByAnotherTool(Stock):
     """A scheduler that took the slot before us."""
 
-    asked = 0
+    budgets = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked += 1
+        self.budgets += 1
         return super().schedule(*args, **kwargs)
 
 
@@ -82,7 +83,7 @@ class KeepsItsOrder(Stock):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -496,7 +497,7 @@ def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -
     served = serve({**SLO, "base": f"{__name__}.ByAnotherTool"})
     served.add(20, 3)
     served.run()
-    assert isinstance(served.scheduler, ByAnotherTool) and served.scheduler.asked >= 3
+    assert isinstance(served.scheduler, ByAnotherTool) and served.scheduler.budgets >= 3
     assert served.scheduler.steering is not None
 
 
@@ -558,13 +559,13 @@ def test_it_starts_from_a_profile(serve: Callable[..., Served]) -> None:
 
 def test_a_wait_window_sleeps(serve: Callable[..., Served]) -> None:
     served = serve({**SLO, "pinned": {"max_wait_ms": 400, "max_batch_size": 2}})
-    asked = served.scheduler.steering.prepare
+    prepare = served.scheduler.steering.prepare
     calls = 0
 
     def counted() -> float:
         nonlocal calls
         calls += 1
-        return float(asked())
+        return float(prepare())
 
     served.scheduler.steering.prepare = counted
     with heard(served) as records:

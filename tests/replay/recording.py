@@ -4,6 +4,7 @@ A recording is a gzipped file of JSON lines: first the facts a controller is att
 in which it was told. Floats keep every digit, so what is read back is what was heard.
 
     python -m tests.replay.recording RECORDING [CONTROLLER]      print the decisions, one JSON line each
+    python -m tests.replay.recording      the same for every ["RECORDING", "CONTROLLER"] on standard input, as one JSON string
 """
 
 from __future__ import annotations
@@ -159,4 +160,9 @@ def replay(recording: Recording, controller: str = "predictive") -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(replay(Recording.load(Path(sys.argv[1])), *sys.argv[2:3]))
+    if sys.argv[1:]:
+        sys.stdout.write(replay(Recording.load(Path(sys.argv[1])), *sys.argv[2:3]))
+    else:
+        for line in sys.stdin:
+            path, controller = json.loads(line)
+            print(json.dumps(replay(Recording.load(Path(path)), controller)), flush=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,21 +22,46 @@ from tests.replay.recording import Recording, attach, lines_of, replay
 ROOT = Path(__file__).parents[2]
 
 
-def in_another_process(recording: Path, controller: str = "predictive", *, hash_seed: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.replay.recording", str(recording), controller],
-        cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": hash_seed}, capture_output=True, encoding="utf-8", timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Elsewhere:
+    """Another process that replays one recording after the other, each with a controller of its own."""
+
+    def __init__(self, hash_seed: str, errors: Path) -> None:
+        self._errors = errors
+        with errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.replay.recording"], cwd=ROOT, encoding="utf-8", stderr=stderr,
+                env=os.environ | {"PYTHONHASHSEED": hash_seed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+
+    def replay(self, recording: Path, controller: str = "predictive") -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([str(recording), controller]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, self._errors.read_text()
+        lines: str = json.loads(answer)
+        return lines
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Elsewhere]]:
+    """Processes that order sets in other ways than this one."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with ExitStack() as stack:
+        found = []
+        for hash_seed in ("12345", "random"):
+            found.append(Elsewhere(hash_seed, folder / hash_seed))
+            stack.enter_context(found[-1].process)  # which closes its input and waits
+        yield found
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_recorded_records_give_the_committed_decisions(name: str) -> None:
+def test_recorded_records_give_the_committed_decisions(name: str, elsewhere: list[Elsewhere]) -> None:
     """After a change of the algorithm on purpose: python -m tests.replay.record, and look at what it changes."""
     path, golden = DATA / f"{name}.jsonl.gz", DATA / f"{name}.decisions.jsonl"
     assert replay(Recording.load(path)).encode() == golden.read_bytes()
-    assert in_another_process(path, hash_seed="12345").encode() == golden.read_bytes()
+    for other in elsewhere:
+        assert other.replay(path).encode() == golden.read_bytes()
 
 
 def test_the_committed_decisions_are_worth_comparing() -> None:
@@ -78,27 +106,31 @@ def test_a_recording_is_read_back_as_it_was_heard(tmp_path: Path) -> None:
         for who in CONTROLLERS
     ],
 )
-def test_a_live_run_replays_in_a_fresh_process(tmp_path: Path, name: str, controller: str) -> None:
+def test_a_live_run_replays_in_another_process(
+    tmp_path: Path, name: str, controller: str, elsewhere: list[Elsewhere]
+) -> None:
     made, live = record(SCENARIOS[name], controller=controller)
     made.save(tmp_path / "run.gz")
     acts = controller == "predictive" or (controller in ("aimd", "bisection") and name == "cpu-growing")
     assert live.count('"action":"set"') >= (3 if acts else 0)
     assert live.count('"action":"hold"') >= (1 if controller == "static" else 2) or live.count('"action":"set"')
-    for hash_seed in ("0", "random"):
-        assert in_another_process(tmp_path / "run.gz", controller, hash_seed=hash_seed) == live
+    for other in elsewhere:
+        assert other.replay(tmp_path / "run.gz", controller) == live
 
 
-def test_a_live_run_of_an_engine_with_graphs_replays_in_a_fresh_process(tmp_path: Path) -> None:
+def test_a_live_run_of_an_engine_with_graphs_replays_in_another_process(
+    tmp_path: Path, elsewhere: list[Elsewhere]
+) -> None:
     made, live = record(GRAPHS)
     made.save(tmp_path / "run.gz")
     assert Recording.load(tmp_path / "run.gz") == made and made.graph_sizes == (16, 64)
     assert live.count('"action":"set"') >= 3
-    assert in_another_process(tmp_path / "run.gz", hash_seed="random") == live
+    assert all(other.replay(tmp_path / "run.gz") == live for other in elsewhere)
     made.graph_sizes = ()
     assert replay(made) != live, "what it knows of dummies shows in what it decides"
 
 
-def test_a_run_of_the_engine_with_its_thread_replays(tmp_path: Path) -> None:
+def test_a_run_of_the_engine_with_its_thread_replays(tmp_path: Path, elsewhere: list[Elsewhere]) -> None:
     """Real time this time: what was heard is all that counts, whenever it was heard."""
     with bench(max_queue=128) as world:
         recording = Recording.of(world.engine, SLO(ttft_ms=500, tpot_ms=50), interval_s=0.005)
@@ -110,4 +142,4 @@ def test_a_run_of_the_engine_with_its_thread_replays(tmp_path: Path) -> None:
         live = lines_of(control)
     recording.save(tmp_path / "run.gz")
     assert live.count("\n") > 3
-    assert in_another_process(tmp_path / "run.gz", hash_seed="random") == live
+    assert all(other.replay(tmp_path / "run.gz") == live for other in elsewhere)

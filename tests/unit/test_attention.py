@@ -68,10 +68,10 @@ class Products(TorchDispatchMode):
 def test_prompts_of_many_lengths_ask_for_few_products() -> None:
     """oneDNN prepares each it has not met."""
     with Products() as seen:
-        for tokens in range(130, 514):
+        for tokens in range(130, 514, 5):
             query, keys, values = (x.bfloat16() for x in _inputs(tokens, tokens))
             attend_tiles(query, keys, values, SCALE, None)
-    assert 8 < len(seen.kinds) < 150  # 3,858 where every length has tiles and strides of its own
+    assert 8 < len(seen.kinds) < 150  # 770 and more where every length has tiles and strides of its own
 
 
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())

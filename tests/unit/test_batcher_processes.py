@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -22,16 +23,11 @@ from runtime.errors import RequestTimeoutError, StepFailedError
 
 MODULE = """
 import os, time
-import torch
 from runtime import batch
 
 @batch(processes=True)
 def square(items):
     return [(item * item, os.getpid()) for item in items]
-
-class Twice(torch.nn.Module):
-    def forward(self, x):
-        return 2 * x
 
 class Model:
     @batch(processes=True)
@@ -44,6 +40,14 @@ def sleepy(items):
     return [os.getpid() for _ in items]
 """
 
+WITH_TORCH = """
+import torch
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+"""
+
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -51,20 +55,23 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.delitem(sys.modules, "to_be_sent", raising=False)
+    monkeypatch.delitem(sys.modules, "with_torch", raising=False)
     import to_be_sent  # type: ignore[import-not-found]
 
     found: ModuleType = to_be_sent
     return found
 
 
-def test_a_decorated_function_and_a_bare_module_run_in_a_process(module: ModuleType) -> None:
+def test_a_decorated_function_and_a_bare_module_run_in_a_process(module: ModuleType, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
+    (tmp_path / "with_torch.py").write_text(WITH_TORCH)
     found = [f.result(120) for f in [module.square.submit(i) for i in range(4)]]
     assert [value for value, _ in found] == [0, 1, 4, 9]
     assert os.getpid() not in {pid for _, pid in found}
     module.square.close()
 
-    with Batcher(module.Twice(), processes=True) as b:
+    twice = importlib.import_module("with_torch").Twice()
+    with Batcher(twice, processes=True) as b:
         rows = list(b.map([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]))
     assert [row.tolist() for row in rows] == [[2.0, 4.0], [6.0, 8.0]]
 

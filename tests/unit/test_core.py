@@ -163,7 +163,7 @@ def test_a_shortage_that_stays_is_run_into_ever_more_rarely() -> None:
     w.core.set_knobs(Knobs(16, 0, 64, 64))
     w.executor = w.core.executor = Short()
     ran_out = []
-    for step in range(3000):
+    for step in range(1500):
         while len(w.live) < 16:
             w.add([step % 200] * 4, 100)
         result = w.step().result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from autotune.control.controllers.predictive.controller import PredictiveController
 from autotune.control.controllers.predictive.start_comparison import StartComparison
+from benchmarks.controller import adversaries
 from benchmarks.controller.adversaries import (
     ADVERSARIES,
     BOUND,
@@ -24,6 +27,27 @@ QUICK = (
     "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
     "flips-cpu", "infeasible-cpu", "full-cpu", "full-cpu-best",
 )  # fmt: skip
+
+
+_serve = adversaries.serve
+
+
+@functools.cache
+def _without_control(name: str, seed: int, seconds: int) -> adversaries.Counts:
+    return _serve(ADVERSARIES[name], seed, controlled=False, seconds=seconds)
+
+
+@pytest.fixture(autouse=True)
+def _the_start_serves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the starting knobs do is the same for every test."""
+
+    def serve(adversary: adversaries.Adversary, seed: int, *, controlled: bool, seconds: int) -> adversaries.Counts:
+        if controlled:
+            return _serve(adversary, seed, controlled=True, seconds=seconds)
+        (name,) = (name for name, one in ADVERSARIES.items() if one is adversary)
+        return _without_control(name, seed, seconds)
+
+    monkeypatch.setattr(adversaries, "serve", serve)
 
 
 def least(name: str) -> Window:

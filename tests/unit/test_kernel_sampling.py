@@ -118,7 +118,7 @@ def test_temperature_zero_is_greedy_beside_others() -> None:
         *((torch.bfloat16, name, 3) for name in PARAMS),
         *((torch.float32, name, 2) for name in ("hot", "k, p and min-p")),
         (torch.float16, "k, p and min-p", 3),
-        *(pytest.param(dtype, name, 12, marks=pytest.mark.slow) for dtype in DTYPES for name in PARAMS),
+        *(pytest.param(dtype, name, 5, marks=pytest.mark.slow) for dtype in DTYPES for name in PARAMS),
     ],
     ids=str,
 )
@@ -176,10 +176,10 @@ def test_extreme_rows() -> None:
     "params", [SamplingParams(temperature=1.0, min_p=1.0), PARAMS["top-1"], PARAMS["tiny p"]], ids=str
 )
 def test_all_that_tie_at_the_edge_are_kept(params: SamplingParams) -> None:
-    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0, 1.9, -0.0, 0.0]], device=DEVICE).expand(8, 7).contiguous()
-    assert set(sampled(logits, params, [*range(8)], [0] * 8)) == {1, 3}
-    logits = torch.tensor([[-3.0, -0.0, -2.0, 0.0]], device=DEVICE).expand(8, 4).contiguous()
-    assert set(sampled(logits, params, [*range(8)], [0] * 8)) == {1, 3}
+    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0, 1.9, -0.0, 0.0]], device=DEVICE).expand(4, 7).contiguous()
+    assert set(sampled(logits, params, [*range(4)], [0] * 4)) == {1, 3}
+    logits = torch.tensor([[-3.0, -0.0, -2.0, 0.0]], device=DEVICE).expand(4, 4).contiguous()
+    assert set(sampled(logits, params, [*range(4)], [0] * 4)) == {1, 3}
 
 
 def test_draws_depend_on_seed_and_position_alone() -> None:
@@ -194,8 +194,8 @@ def test_draws_depend_on_seed_and_position_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "along", "draws"),
     [
-        ("plain", "seeds", 2000),
-        ("plain", "positions", 2000),
+        ("plain", "seeds", 1000),
+        ("plain", "positions", 1000),
         *((name, "seeds", 300) for name in ("top-k", "top-p", "k, p and min-p")),
     ],
 )

@@ -230,7 +230,9 @@ JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"7"), (b"cont
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
-def asked(headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200) -> Any:
+def answered(
+    headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200
+) -> Any:
     """(status, headers, body, when the first message went out) of an app that answers so."""
     sent: list[tuple[int, MutableMapping[str, Any]]] = []
     made = 0
@@ -270,7 +272,7 @@ ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}
 
 
 def test_a_rejected_request_is_a_429_with_the_reason() -> None:
-    status, headers, body, _ = asked(JSON, whole(ABORTED, ABORTED))
+    status, headers, body, _ = answered(JSON, whole(ABORTED, ABORTED))
     assert status == 429 and headers[b"retry-after"] == b"1" and headers[b"retry-after-ms"] == b"250"
     assert json.loads(body)["error"]["message"] == "its first token would come too late"
     assert headers[b"x-request-id"] == b"7" and int(headers[b"content-length"]) == len(body)
@@ -353,7 +355,7 @@ def test_requests_that_one_http_request_stands_for_are_known_by_their_ids(name: 
     ],
 )
 def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
-    status, headers, body, _ = asked(EVENTS, *bodies, path="/v1/chat/completions")
+    status, headers, body, _ = answered(EVENTS, *bodies, path="/v1/chat/completions")
     assert status == 429 and headers[b"content-type"] == b"application/json"
     assert json.loads(body)["error"]["code"] == "slo"
     assert headers[b"retry-after-ms"] == (b"250" if b"abort" in b"".join(bodies) else b"1000")
@@ -377,9 +379,9 @@ def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
 def test_all_other_answers_pass_as_they_are(
     headers: list[tuple[bytes, bytes]], bodies: tuple[bytes, ...], passed: int
 ) -> None:
-    assert asked(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
+    assert answered(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
 
 
 def test_errors_and_other_paths_pass_at_once() -> None:
-    assert asked(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
-    assert asked(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)
+    assert answered(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
+    assert answered(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)

@@ -104,8 +104,8 @@ class NamedVllm:
         what is free, and 4 GiB at most."""
         if not self._pool_is_ours:
             return None
-        room = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_MOST)
-        blocks = room // max(1, self.model.kv_bytes_per_token * self.block_size)
+        pool_bytes = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_MOST)
+        blocks = pool_bytes // max(1, self.model.kv_bytes_per_token * self.block_size)
         return max(1, min(blocks, 4096 * -(-self.model.max_model_len // self.block_size))) * self.block_size
 
     def free_bytes(self) -> int | None:
@@ -263,10 +263,10 @@ def _brief(error: Exception) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
-def _become(asked: ToServe) -> NoReturn:
+def _become(requested: ToServe) -> NoReturn:
     from autotune.engines.vllm.command import serve  # which needs this module
 
-    serve(asked)
+    serve(requested)
 
 
 _INSTEAD: Final = "what vLLM has in its place goes after --"

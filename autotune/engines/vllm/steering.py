@@ -517,7 +517,7 @@ class Steering:
             self.expire(now)
         if self._doomed:
             self._end_doomed()
-        asked = knobs.token_budget
+        requested = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
                 self.slack.stop()
@@ -525,7 +525,7 @@ class Steering:
             if not self.slack.following:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
-            asked = asked if budget is None else min(asked, budget)
+            requested = requested if budget is None else min(requested, budget)
         running: list[Any] = scheduler.running
         begun: list[Sequence] = []
         ahead: list[float] = []
@@ -539,8 +539,8 @@ class Steering:
             prompts = self._put_in_order(running, begun)
         decodes = len(running) - prompts
         if not decodes:
-            asked = max(asked, 1)  # whatever a policy says, a step with work does some
-        given = max(asked, decodes)
+            requested = max(requested, 1)  # whatever a policy says, a step with work does some
+        given = max(requested, decodes)
         slots = self._slots(knobs)
         held, may_begin, owed, growing, kept = -inf, 0, 0, 0, 0
         yielding: list[Sequence] = []
@@ -549,7 +549,7 @@ class Steering:
             growing = self.kv.growing(running[:decodes])
         if self.waiting.count or begun:
             held, may_begin, owed, yielding = self._plan_prompts(
-                knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
+                knobs, requested - decodes, slots - len(running), growing + kept, begun, ahead, now
             )
         if yielding:  # they stand last
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
@@ -566,7 +566,7 @@ class Steering:
         scheduler.scheduler_config.long_prefill_token_threshold = knobs.chunk_size
         scheduler.max_num_active_reqs = active
         scheduler.kv_cache_manager.watermark_blocks = reserve
-        self._preparing = now, epoch, knobs, asked, slots, held
+        self._preparing = now, epoch, knobs, requested, slots, held
         self._prepared = True
         return held if held > now and not running and not active else -inf
 
@@ -659,7 +659,7 @@ class Steering:
 
     def planned(self, output: Any) -> None:
         """Note what is in the step that vLLM has planned. :meth:`put_back` was called."""
-        now, epoch, knobs, asked, slots, held = self._preparing
+        now, epoch, knobs, requested, slots, held = self._preparing
         preempted = 0
         for name in output.preempted_req_ids or ():
             preempted += self._preempted(name)
@@ -705,12 +705,12 @@ class Steering:
             limited = (
                 LimitedBy.WAIT if held > now
                 else LimitedBy.SLOTS if full
-                else LimitedBy.BUDGET if used >= asked
+                else LimitedBy.BUDGET if used >= requested
                 else LimitedBy.KV
             )  # fmt: skip
         record = StepRecord(
             now, now, 1, decodes, context, len(chunks), tokens, prefix, pairs, decodes + len(chunks) - unfinished, 0,
-            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, asked, limited,
+            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, requested, limited,
         )  # fmt: skip
         self._plans.append(_Planned(record, chunks) if used else None)
 
