@@ -54,7 +54,7 @@ def assert_stock(served: Served) -> None:
 
 PLACES: dict[str, Callable[[Any], tuple[object, str]]] = {
     "a request is taken in": lambda s: (s.steering.waiting, "push"),
-    "the prefix cache is looked at": lambda s: (s.steering, "_in_cache"),
+    "the prefix cache is looked at": lambda s: (s.steering.kv, "cached"),
     "admission judges an arrival": lambda s: (s.steering._admission, "arrive"),
     "admission queues": lambda s: (s.steering._admission, "queued"),
     "between two steps": lambda s: (s._tunable, "between_steps"),
