@@ -8,7 +8,7 @@ pool: the calibration's plan has no part in them.
 
 - *decode*: sequences that decode alone; *mixed*: one to three chunks beside them; *prefill*: one to four chunks alone. Half of
   the chunks stand behind computed tokens.
-- *error*: |predicted ÷ true − 1|, median and 90th percentile; *told*: the median error that the calibration expects there.
+- *error*: |predicted ÷ true − 1|, median and 90th percentile; *expected*: the median error that the calibration expects there.
 - *budget*: the largest prompt chunk beside decodes that the model says keeps a step within its target (50 ms, or 1.5 × the
   decodes alone), over what the truth says, the median; and the share of such steps that exceed the target by over 10%.
 - *learner*: the controller's online learner, cold, after 1,000 steps of a served load (the Azure conversations at 80% of
@@ -55,7 +55,7 @@ _LONGEST = 8192  # context of a sequence in the random steps
 _SHARE = 0.9  # of the KV pool
 _TARGET_S = 0.05
 _BUDGETED = 100  # of the decode steps
-_FILLING, _LEARNED, _ASKED, _TURN = 500, 1000, 500, 50  # steps
+_FILLING, _LEARNED, _PREDICTED, _TURN = 500, 1000, 500, 50  # steps
 _BUDGETS = (256, 512, 1024, 2048, 4096)
 
 
@@ -75,15 +75,15 @@ class Step(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """|predicted ÷ true − 1| over a set of steps; ``told``: the median that the calibration says, None where it says nothing."""
+    """|predicted ÷ true − 1| over a set of steps; ``expected``: the median that the calibration expects, if it expects any."""
 
     median: float
     p90: float
-    told: float | None = None
+    expected: float | None = None
 
     @property
-    def told_over_true(self) -> float:
-        return self.told / self.median if self.told and self.median else math.nan
+    def expected_over_true(self) -> float:
+        return self.expected / self.median if self.expected and self.median else math.nan
 
 
 class Budgets(NamedTuple):
@@ -129,10 +129,10 @@ def random_steps(truth: Truth, region: str, seed: int, count: int = STEPS) -> li
     return made
 
 
-def errors(model: StepModel, truth: Truth, steps: Sequence[Step], told: float | None = None) -> Errors:
+def errors(model: StepModel, truth: Truth, steps: Sequence[Step], expected: float | None = None) -> Errors:
     """Of what ``model`` says of ``steps``."""
     off = [abs(model.predict(s.features) / truth.step_seconds(*s) - 1) for s in steps]
-    return Errors(statistics.median(off), percentile(off, 90) or 0.0, told)
+    return Errors(statistics.median(off), percentile(off, 90) or 0.0, expected)
 
 
 def facts_of(truth: Truth) -> ModelFacts:
@@ -152,7 +152,7 @@ def calibrated(truth: Truth, budget_s: float, seed: int) -> CostModel:
     return found.cost(engine.clock.now() - begun)
 
 
-def told(cost: CostModel, steps: Sequence[Step]) -> float:
+def expected(cost: CostModel, steps: Sequence[Step]) -> float:
     """The median of the errors that the calibration expects of its model on ``steps``."""
     return statistics.median(cost.uncertainty(step.features) for step in steps)
 
@@ -202,7 +202,7 @@ class Turning:
 
     @property
     def full(self) -> bool:
-        return len(self.steps) >= _FILLING + _LEARNED + _ASKED
+        return len(self.steps) >= _FILLING + _LEARNED + _PREDICTED
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -217,7 +217,7 @@ class Turning:
 def learned(learner: StepLearner, stream: Sequence[tuple[StepFeatures, float, float]]) -> Errors:
     """The errors of ``learner`` on the last steps of ``stream``, each asked before it is learned, behind the first thousand."""
     off = []
-    for number, (step, seconds, truth) in enumerate(stream[: _LEARNED + _ASKED]):
+    for number, (step, seconds, truth) in enumerate(stream[: _LEARNED + _PREDICTED]):
         if number >= _LEARNED:
             off.append(abs(learner.predict(step) / truth - 1))
         learner.observe(step, seconds)
@@ -229,9 +229,9 @@ def measured(truth: Truth, budget_s: float, seed: int) -> Found:
     begun = time.process_time()
     cost = calibrated(truth, budget_s, seed)
     host_s = time.process_time() - begun
-    asked = {region: random_steps(truth, region, seed) for region in REGIONS}
-    regions = {region: errors(cost, truth, steps, told(cost, steps)) for region, steps in asked.items()}
-    chosen = budgets(cost, truth, asked["decode"][:_BUDGETED])
+    sampled = {region: random_steps(truth, region, seed) for region in REGIONS}
+    regions = {region: errors(cost, truth, steps, expected(cost, steps)) for region, steps in sampled.items()}
+    chosen = budgets(cost, truth, sampled["decode"][:_BUDGETED])
     stream, known = served(truth, seed), cost.facts.learner
     assert known is not None  # a model that was just fitted has one
     warm = StepLearner.warm_start(
@@ -241,29 +241,29 @@ def measured(truth: Truth, budget_s: float, seed: int) -> Found:
     return Found(regions, chosen, cold, learned(warm, stream), cost.facts.seconds, host_s, cost.facts.family)
 
 
-def off_by(told_over_true: float) -> float:
-    """The factor between them, whichever is the larger; inf where nothing was told."""
-    return max(told_over_true, 1 / told_over_true) if told_over_true > 0 else math.inf
+def off_by(expected_over_true: float) -> float:
+    """The factor between them, whichever is the larger; inf where nothing was expected."""
+    return max(expected_over_true, 1 / expected_over_true) if expected_over_true > 0 else math.inf
 
 
 def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
     """The line of JSON. ``…_worst_region``: of each region the median over the truths, then the worst region; ``…_worst_truth``:
-    the worst region of the worst truth; ``told_vs_true``: the factor between the error that was expected and the true one,
+    the worst region of the worst truth; ``expected_vs_true``: the factor between the error that was expected and the true one,
     whichever is larger, over regions and truths."""
     made: dict[str, float] = {}
     for variant in dict.fromkeys(variant for _, variant in found):
         of = [f for (_, v), f in found.items() if v == variant]
         tail = "" if variant == "base" else f"_{variant}"
         by_region = {r: [f.regions[r] for f in of] for r in REGIONS}
-        factors = [off_by(e.told_over_true) for each in by_region.values() for e in each]
+        factors = [off_by(e.expected_over_true) for each in by_region.values() for e in each]
         made |= {
             f"median_worst_region{tail}": max(statistics.median(e.median for e in each) for each in by_region.values()),
             f"p90_worst_region{tail}": max(statistics.median(e.p90 for e in each) for each in by_region.values()),
             f"median_worst_truth{tail}": max(e.median for each in by_region.values() for e in each),
             f"p90_worst_truth{tail}": max(e.p90 for each in by_region.values() for e in each),
-            f"told_vs_true{tail}": statistics.median(factors),
-            f"told_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
-            f"told_vs_true_worst{tail}": max(factors),
+            f"expected_vs_true{tail}": statistics.median(factors),
+            f"expected_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
+            f"expected_vs_true_worst{tail}": max(factors),
             f"budget_over_true{tail}": statistics.median(f.budgets.ratio for f in of),
             f"budget_missed{tail}": statistics.median(f.budgets.missed for f in of),
             f"learner_median{tail}": max(f.cold.median for f in of),
@@ -277,7 +277,7 @@ def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
 
 HEADER = (
     f"{'truth':<24}{'variant':<8}"
-    + "".join(f"{region + ' (told)':>22}" for region in REGIONS)
+    + "".join(f"{region + ' (expected)':>22}" for region in REGIONS)
     + f"{'budget, missed':>16}{'learner':>14}{'warm':>14}{'GPU s':>8}{'host s':>8}  family"
 )
 
@@ -288,7 +288,7 @@ def row(name: str, variant: str, found: Found) -> str:
     def said(e: Errors) -> str:
         return f"{100 * e.median:.1f} / {100 * e.p90:.1f}"
 
-    regions = "".join(f"{f'{said(e)} ({100 * (e.told or 0):.1f})':>22}" for e in found.regions.values())
+    regions = "".join(f"{f'{said(e)} ({100 * (e.expected or 0):.1f})':>22}" for e in found.regions.values())
     chosen = f"{found.budgets.ratio:.2f}, {found.budgets.missed:.0%}"
     return (
         f"{name:<24}{variant:<8}{regions}{chosen:>16}{said(found.cold):>14}{said(found.warm):>14}{found.seconds:>8.1f}"

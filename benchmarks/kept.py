@@ -10,27 +10,28 @@ from typing import Any
 
 
 class Kept:
-    """One JSON object a line; what was ``asked`` of a part is its key. ``path`` None: nothing is known, and nothing is kept."""
+    """One JSON object a line; what was ``requested`` of a part is its key. ``path`` None: nothing is known or kept."""
 
-    def __init__(self, path: Path | None, asked: Mapping[str, object]) -> None:
-        self._path, self._asked = path, json.loads(json.dumps(asked))
+    def __init__(self, path: Path | None, requested: Mapping[str, object]) -> None:
+        self._path, self._requested = path, json.loads(json.dumps(requested))
 
     def known(self) -> list[dict[str, Any]]:
-        """The parts of whom the same was asked, in order. A line that a kill cut short is passed over."""
+        """The parts of whom the same was requested, in order. A line that a kill cut short is passed over."""
         if self._path is None or not self._path.exists():
             return []
         found = []
         for line in self._path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 part = json.loads(line)
-                if part.pop("asked") == self._asked:
+                before = part.pop("asked", None)  # the key of the version before
+                if part.pop("requested", before) == self._requested:
                     found.append(part)
         return found
 
     def add(self, part: Mapping[str, Any]) -> None:
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write("\n" * self._cut_short() + json.dumps({"asked": self._asked, **part}) + "\n")
+                file.write("\n" * self._cut_short() + json.dumps({"requested": self._requested, **part}) + "\n")
 
     def _cut_short(self) -> bool:
         assert self._path is not None

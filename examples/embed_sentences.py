@@ -84,9 +84,9 @@ def main() -> None:
 
         with ThreadPoolExecutor(max_workers=8) as threads:  # eight clients at once
             known = list(threads.map(vector, SENTENCES))
-            asked = list(threads.map(vector, args.questions))
+            vectors = list(threads.map(vector, args.questions))
 
-    for question, wanted in zip(args.questions, asked, strict=True):
+    for question, wanted in zip(args.questions, vectors, strict=True):
         score, best = max((float(wanted @ v), s) for v, s in zip(known, SENTENCES, strict=True))
         print(f"{question} -> {best} ({score:.2f})")
     print(f"{len(SENTENCES) + len(args.questions)} texts in {len(calls.items)} calls of up to {max(calls.items)}")

@@ -75,11 +75,11 @@ class Limit:
 
 async def send(batcher: Any, items: int, rate: float) -> list[int]:
     rng = random.Random(3)
-    asked = []
+    calls = []
     for number in range(items):
-        asked.append(asyncio.ensure_future(batcher(number)))
+        calls.append(asyncio.ensure_future(batcher(number)))
         await asyncio.sleep(rng.expovariate(rate))
-    squares: list[int] = await asyncio.gather(*asked)
+    squares: list[int] = await asyncio.gather(*calls)
     return squares
 
 

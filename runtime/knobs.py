@@ -3,7 +3,7 @@
 ``Knobs`` change while the engine runs; ``KnobLimits`` do not (buffers, KV pool and graphs are sized by them).
 Both are frozen, and neither is ever written back into the other. Everything that handles knobs, from the command
 line to the exporters, is derived from ``fields(Knobs)`` and the :class:`KnobSpec` beside each field. A further knob is a
-field here and a ceiling in ``KnobLimits``; tests/contract/test_fifth_knob.py says what else it takes.
+field here and a ceiling in ``KnobLimits``; tests/contract/test_further_knob.py says what else it takes.
 """
 
 from __future__ import annotations

@@ -389,16 +389,16 @@ class StepLearner:
             return math.inf
         if self._more_decode or self._more_mixed:
             return self._searched(decodes, context, seconds, list(in_progress))
-        room = seconds / self._unit
+        allowed = seconds / self._unit
         if decodes and self._decode.samples:
             d0, d1, d2 = self._decode.coefficients
-            over = d0 + d1 * decodes * self._DECODES + d2 * context * self._CONTEXT - room
+            over = d0 + d1 * decodes * self._DECODES + d2 * context * self._CONTEXT - allowed
             if over > 0:
                 return -over * self._unit
         if not self._mixed.samples:
             return math.inf
         m0, m1, m2, m3, m4 = self._mixed.coefficients
-        left = room - m0 - m2 * decodes * self._DECODES - m3 * context * self._CONTEXT
+        left = allowed - m0 - m2 * decodes * self._DECODES - m3 * context * self._CONTEXT
         if left <= 0:
             return 0.0
         read, pair = m3 * self._CONTEXT, m4 * self._PAIRS

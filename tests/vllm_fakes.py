@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -17,6 +16,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from autotune.engines.vllm import VllmEngine
 from runtime.knobs import KnobLimits, Knobs
+from tests.integration.llama_folder import weightless_folder
 
 BLOCK = 16
 POOL_TOKENS = 4096
@@ -89,20 +89,6 @@ class ServedExecutor(CountingExecutor):
     step_s = float(os.environ.get("TEST_STEP_S", "0"))
 
 
-def model_folder(folder: Path) -> Path:
-    """A two-layer Llama of 258 token ids without a tokenizer; ``load_format="dummy"`` makes its weights up."""
-    about = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 258,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 256, "eos_token_id": 257,
-    }  # fmt: skip
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}), encoding="utf-8")
-    return folder
-
-
 def vllm_engine(
     limits: KnobLimits, knobs: Knobs, *, fail_on: int = -1, step_s: float = 0.0, **options: Any
 ) -> VllmEngine:
@@ -115,9 +101,8 @@ def vllm_engine(
     with tempfile.TemporaryDirectory() as folder:
         stock: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "block_size": BLOCK}
         return VllmEngine(
-            str(model_folder(Path(folder) / "model")),
+            str(weightless_folder(Path(folder) / "model")),
             limits=limits,
             knobs=knobs,
-            distributed_executor_backend=Executor,
-            **{**stock, **options},
+            **{"distributed_executor_backend": Executor, **stock, **options},
         )

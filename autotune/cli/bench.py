@@ -12,11 +12,15 @@ from typer import Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
 from autotune.cli.options import (
-    AsJson,
+    AsJsonOfARun,
+    Controller,
+    Cpu,
     Dtype,
     EngineArguments,
+    Gpu,
     ProfiledClasses,
     check_classes,
+    check_device,
     check_rate,
     checked,
     engine_of,
@@ -77,17 +81,13 @@ def bench(
     profile: Annotated[
         str | None, Option(help="A profile: its load, its setting, and control that starts from it.")
     ] = None,
-    controller: Annotated[
-        str | None, Option(help="Which controller has control: a name, or module:Class.  (default: predictive)")
-    ] = None,
-    cpu: Annotated[
-        bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")
-    ] = False,
-    gpu: Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")] = False,
+    controller: Controller = None,
+    cpu: Cpu = False,
+    gpu: Gpu = False,
     dtype: Dtype = "auto",
     seed: Annotated[int, Option(min=0, max=2**31, help="Of the load and of random weights.")] = 0,
     out: Annotated[Path | None, Option("--out", "-o", help="A page of plots to write, .html.")] = None,
-    as_json: AsJson = False,
+    as_json: AsJsonOfARun = False,
 ) -> int:
     """Compare, print, and plot; 1 when nothing could be measured."""
     from autotune.bench import controlled, defaults, parse_fixed, plotting
@@ -112,8 +112,7 @@ def bench(
     from runtime.knobs import KnobLimits, Knobs
     from runtime.slo import SLO
 
-    if cpu and gpu:
-        raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
+    check_device(cpu, gpu)
     check_rate("--rate", rate)
     length = seconds(duration, option="--duration", least=_SHORTEST_S)
     target = None if slo is None else checked("--slo", SLO.parse, slo)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import AsJson, Price, ProfiledClasses, with_knobs
+from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, ProfiledSlo, with_knobs
 
 if TYPE_CHECKING:
     from autotune.simulate.capacity import Best, SettingCapacity
@@ -25,9 +25,9 @@ EXAMPLES = (
 
 @with_knobs
 def capacity(
-    profile: shared.ProfileArgument = None,
+    profile: shared.SimulatedProfile = None,
     profile_option: shared.ProfileOption = None,
-    slo: shared.Slo = None,
+    slo: ProfiledSlo = None,
     classes: ProfiledClasses = None,
     workload: shared.Workload = None,
     knobs: dict[str, float] | None = None,
@@ -38,7 +38,7 @@ def capacity(
     seeds: shared.Seeds = 3,
     seed: shared.FirstSeed = 0,
     requests: shared.Requests = 2000,
-    as_json: AsJson = False,
+    as_json: AsJsonOfARun = False,
 ) -> int:
     """Search and print; 1 when no rate meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "capacity")

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import EngineArguments, engine_of, seconds
+from autotune.cli.options import AsJsonOfARun, EngineArguments, ProfileArgument, engine_of, seconds
 from autotune.engines.named import DEFAULT, either, label, load, named
 from runtime.errors import InputError
 
@@ -33,7 +33,7 @@ EXAMPLES = (
 
 
 def check(
-    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    profile: ProfileArgument,
     budget: Annotated[str, Option(help="Time to measure for, loading the model left out.")] = "10s",
     threshold: Annotated[
         str, Option(help="How much slower or faster steps may be; less than the noise cannot be measured.")
@@ -48,9 +48,7 @@ def check(
         Path | None, Option(help="Of a callable's profile: its inputs, a file with one JSON value a line.")
     ] = None,
     anyway: Annotated[bool, Option("--anyway", help="Check on another machine than the profile's, too.")] = False,
-    as_json: Annotated[
-        bool, Option("--json", help="Print one JSON object only, what was found; progress goes to stderr.")
-    ] = False,
+    as_json: AsJsonOfARun = False,
 ) -> int:
     """Compare this machine with the profile."""
     from autotune.cli.display import make_console

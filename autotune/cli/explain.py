@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
+from autotune.cli.options import AsJson
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 
@@ -39,7 +40,7 @@ def explain(
     every: Annotated[
         bool, Option("--all", help="Every decision; else flips between regimes that changed no knob are one line.")
     ] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Print the timeline; 2 when the file is no decision log."""
     from autotune.cli.display import WIDEST, make_console

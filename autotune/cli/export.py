@@ -7,9 +7,10 @@ import textwrap
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from autotune.cli.exits import DONE
+from autotune.cli.options import AsJson, ProfileArgument, Purpose
 from autotune.writing import writable
 from runtime.errors import InputError
 
@@ -21,9 +22,9 @@ EXAMPLES = (
 
 
 def export(
-    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    profile: ProfileArgument,
     to: Annotated[str, Option("--to", help="The engine: vllm.")],
-    purpose: Annotated[str, Option("--for", help="interactive, balanced or throughput.")] = "balanced",
+    purpose: Purpose = "balanced",
     out: Annotated[Path | None, Option("--out", "-o", help="The file to write.  (default: vllm.yaml)")] = None,
     model: Annotated[
         str | None, Option(help="A directory or hub id to serve.  (default: the one measured, or of its shape)")
@@ -32,7 +33,7 @@ def export(
     diff: Annotated[
         Path | None, Option(help="A configuration you have: say what would change in it, and write nothing.")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Write the file and say what was lost on the way; 2 when it cannot be exported."""
     from autotune.cli.display import WIDEST

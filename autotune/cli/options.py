@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
 
 from autotune.engines.named import DEFAULT, check_engine, named
 from autotune.profile.fields import LEAST_RATE, MOST_RATE
@@ -41,6 +41,9 @@ EngineArguments = Annotated[
         help="An argument of vLLM's engine, by its own name: dtype=float32, gpu_memory_utilization=0.8. Repeatable.",
     ),
 ]
+ProfiledSlo = Annotated[
+    str | None, Option("--slo", help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")
+]
 Dtype = Annotated[str, Option(help="auto, float32, bfloat16 or float16.")]
 Price = Annotated[
     str | None,
@@ -48,7 +51,21 @@ Price = Annotated[
         help="What the machine costs: 2.50/h, 40/day or 900/month, in any money.  (default: the profile's, if it has one)"
     ),
 ]
-AsJson = Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")]
+Controller = Annotated[
+    str | None, Option("--controller", help="Which controller: a name, or module:Class.  (default: predictive)")
+]
+Cpu = Annotated[bool, Option("--cpu", help="Run on the CPU. Neither --cpu nor --gpu: what the machine has.")]
+Gpu = Annotated[bool, Option("--gpu", help="Run on the GPU; an error if PyTorch sees none.")]
+ProfileArgument = Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")]
+Purpose = Annotated[str, Option("--for", help="Which of the profile's settings: interactive, balanced or throughput.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object only.")]
+AsJsonOfARun = Annotated[bool, Option("--json", help="Print one JSON object only; progress goes to stderr.")]
+
+
+def check_device(cpu: bool, gpu: bool) -> None:
+    """Raise :class:`InputError` where both are named."""
+    if cpu and gpu:
+        raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
 
 
 def check_rate(option: str, rate: float | None) -> None:

@@ -13,9 +13,12 @@ from typer import Context, Option
 from autotune.cli.exits import FELL_SHORT
 from autotune.cli.options import (
     Classes,
+    Cpu,
     Dtype,
     EngineArguments,
+    Gpu,
     check_classes,
+    check_device,
     check_rate,
     checked,
     request_classes,
@@ -42,10 +45,8 @@ def profile(
     context: Context,
     engine: Annotated[str, Option(help=f"{choices()}.")] = DEFAULT,
     engine_args: EngineArguments = None,
-    cpu: Annotated[
-        bool, Option("--cpu", help="Profile the CPU. Neither --cpu nor --gpu: what the machine has.")
-    ] = False,
-    gpu: Annotated[bool, Option("--gpu", help="Profile the GPU; an error if PyTorch sees none.")] = False,
+    cpu: Cpu = False,
+    gpu: Gpu = False,
     model: Annotated[
         str | None,
         Option(
@@ -163,8 +164,7 @@ def profile(
     from autotune.workload import parse_workload
     from runtime.slo import SLO
 
-    if cpu and gpu:
-        raise InputError("--cpu and --gpu are both given; choose one, or neither for what the machine has")
+    check_device(cpu, gpu)
     if trials is not None and trials < 1:
         raise InputError(f"--trials is {trials}; it must be at least 1")
     if sim_trials is not None and sim_trials < 1:

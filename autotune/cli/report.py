@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from autotune.cli.exits import DONE
-from autotune.cli.options import Price
+from autotune.cli.options import AsJson, Price
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def report(
     ] = None,
     price: Price = None,
     open_: Annotated[bool, Option("--open", help="Show the page in your browser.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Write the page; 2 when the file is neither a valid profile nor a log."""
     from autotune.cli.display import make_console

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from autotune.cli.options import checked_knobs, request_classes, with_knobs
+from autotune.cli.options import Controller, ProfiledSlo, Purpose, checked_knobs, request_classes, with_knobs
 from autotune.engines.named import (
     DEFAULT,
     ByCommand,
@@ -48,10 +48,7 @@ def serve(
         list[str] | None, Argument(metavar="[-- VLLM OPTIONS]", help="With --engine vllm: options of `vllm serve`.")
     ] = None,
     on: Annotated[str, Option("--engine", help=f"{choices_to_serve()}.")] = DEFAULT,
-    slo: Annotated[
-        str | None,
-        Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)"),
-    ] = None,
+    slo: ProfiledSlo = None,
     classes: Annotated[
         list[str] | None,
         Option(
@@ -68,7 +65,7 @@ def serve(
     profile: Annotated[
         Path | None, Option(help="Start with a profile's knobs, SLO, dtype and KV pool; options given here win.")
     ] = None,
-    purpose: Annotated[str, Option("--for", help="Which of the profile's settings.")] = "balanced",
+    purpose: Purpose = "balanced",
     anyway: Annotated[bool, Option("--anyway", help="Use a profile of another machine, too.")] = False,
     knobs: dict[str, float] | None = None,
     dtype: Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")] = None,
@@ -99,9 +96,7 @@ def serve(
         bool | None,
         Option("--control/--no-control", help="Turn the knobs so that the SLO holds.  (default: when there is an SLO)"),
     ] = None,
-    controller: Annotated[
-        str | None, Option(help="Which controller: a name, or module:Class.  (default: predictive)")
-    ] = None,
+    controller: Controller = None,
     decisions: Annotated[Path | None, Option(help="Append the controller's decisions, for autotune explain.")] = None,
     records: Annotated[Path | None, Option(help="Append every ended request, one JSON line each.")] = None,
     seed: Annotated[int, Option(min=0, max=2**31, help="Of sampling, and of a preset's random weights.")] = 0,
@@ -173,7 +168,7 @@ def serve(
     from autotune.profile.serving import prefill_rate
 
     facts = start_with.engine if start_with else None
-    asked = ToServe(
+    requested = ToServe(
         model=name,
         slo=target,
         classes=tuple(classes or ()),
@@ -205,13 +200,13 @@ def serve(
         more=tuple(more or ()),
     )
     if isinstance(serving, ByCommand):
-        serving.become(asked)
+        serving.become(requested)
     if dtype is not None:
         check_dtype(by, dtype)
-    return _serve_here(serving, asked, known, records)
+    return _serve_here(serving, requested, known, records)
 
 
-def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, records: Path | None) -> int:
+def _serve_here(serving: InProcess, requested: ToServe, profile: Profile | None, records: Path | None) -> int:
     """Serve by this process until it is stopped. ``profile``: of what is served, if there is one."""
     from autotune.control.attach import attach
     from autotune.profile.fingerprint import recorded_otherwise
@@ -220,9 +215,9 @@ def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, rec
     from runtime.serving.run import bind, serve_until_stopped, url_of, warm_up
 
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(asked.host, asked.port))
+        bound = stack.enter_context(bind(requested.host, requested.port))
         log = None if records is None else stack.enter_context(RecordLog(records))
-        engine = stack.enter_context(serving.start(asked))
+        engine = stack.enter_context(serving.start(requested))
         facts, slots = engine.facts, engine.limits.max_batch_size
         if profile is not None and (ladder := recorded_otherwise(profile, facts.graph_sizes, slots)):
             print(f"note: {ladder}", file=sys.stderr)
@@ -230,16 +225,16 @@ def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, rec
         if log is not None:
             engine.subscribe(log)
         made = None
-        if asked.slo is not None and asked.controlled:
+        if requested.slo is not None and requested.controlled:
             try:
                 attached = attach(
                     engine,
-                    slo=asked.slo,
+                    slo=requested.slo,
                     profile=profile,
                     start=engine.knobs,
-                    pinned=asked.pinned,  # knobs given by hand are the operator's word
-                    log=asked.decisions,
-                    controller=asked.controller,
+                    pinned=requested.pinned,  # knobs given by hand are the operator's word
+                    log=requested.decisions,
+                    controller=requested.controller,
                     steer=True,
                 )
             except ValueError as error:
@@ -248,17 +243,17 @@ def _serve_here(serving: InProcess, asked: ToServe, profile: Profile | None, rec
         keep = () if log is None else (log.flush,)
         api = Api(
             engine,
-            served_name=asked.served_model_name,
+            served_name=requested.served_model_name,
             keep=keep,
             regime=None if made is None else lambda: made.regime,
         )
 
         def ready() -> None:
-            how = "controlled" if asked.controlled else "not controlled"
-            with_slo = f" · SLO {asked.slo}, {how}" if asked.slo else ""
+            how = "controlled" if requested.controlled else "not controlled"
+            with_slo = f" · SLO {requested.slo}, {how}" if requested.slo else ""
             print(f"serving {api.name} at {url_of(bound)}{with_slo} · {engine.knobs}", flush=True)
 
-        return serve_until_stopped(api, bound, grace_s=asked.grace_s, ready=ready)
+        return serve_until_stopped(api, bound, grace_s=requested.grace_s, ready=ready)
 
 
 def _profile(path: Path | None, purpose: str) -> Profile | None:

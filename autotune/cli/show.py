@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from typer import Argument, Option
-
-from autotune.cli.options import Price
+from autotune.cli.options import AsJson, Price, ProfileArgument
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,9 +15,9 @@ EXAMPLES = "Examples:  autotune show cpu-2core-tiny --price 2.50/h  ·  autotune
 
 
 def show(
-    profile: Annotated[str, Argument(metavar="PROFILE", help="A file, or a name from `autotune profiles`.")],
+    profile: ProfileArgument,
     price: Price = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object only.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Print a profile's table; 2 when it is not a valid profile."""
     from autotune.cli.display import make_console

@@ -10,7 +10,7 @@ from typer import Option
 
 from autotune.cli import simulated as shared
 from autotune.cli.exits import DONE, FELL_SHORT, INTERRUPTED
-from autotune.cli.options import AsJson, Price, ProfiledClasses, check_rate, with_knobs
+from autotune.cli.options import AsJsonOfARun, Price, ProfiledClasses, ProfiledSlo, check_rate, with_knobs
 
 if TYPE_CHECKING:
     from autotune.profile.parts import Point
@@ -28,10 +28,10 @@ EXAMPLES = (
 
 @with_knobs
 def simulate(
-    profile: shared.ProfileArgument = None,
+    profile: shared.SimulatedProfile = None,
     profile_option: shared.ProfileOption = None,
     workload: shared.Workload = None,
-    slo: shared.Slo = None,
+    slo: ProfiledSlo = None,
     classes: ProfiledClasses = None,
     rate: Annotated[
         float | None, Option(help="Requests/s.  (default: the one --workload names, or else the profile's)")
@@ -44,7 +44,7 @@ def simulate(
     seeds: shared.Seeds = 3,
     seed: shared.FirstSeed = 0,
     requests: shared.Requests = 2000,
-    as_json: AsJson = False,
+    as_json: AsJsonOfARun = False,
 ) -> int:
     """Simulate and print; 1 when nothing meets the SLO."""
     profile = shared.one_profile(profile, profile_option, "simulate")

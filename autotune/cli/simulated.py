@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autotune.simulate.scenario import Scenario
     from runtime.knobs import Knobs
 
-ProfileArgument = Annotated[
+SimulatedProfile = Annotated[
     str | None,
     Argument(
         metavar="PROFILE",
@@ -37,7 +37,6 @@ ProfileOption = Annotated[str | None, Option("--profile", metavar="PROFILE", hel
 Workload = Annotated[
     str | None, Option(help="A preset, or azure-conv:FILE to replay a trace.  (default: the profile's)")
 ]
-Slo = Annotated[str | None, Option(help="The SLO: ttft=500ms,tpot=50ms@99%.  (default: the profile's)")]
 ControllerName = Annotated[
     str | None,
     Option(

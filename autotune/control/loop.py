@@ -153,6 +153,15 @@ class Control(ReportsRates):
                 except Exception as error:
                     self._give_up(error)
 
+    def on_fault(self, error: Exception, what: str) -> None:
+        """The engine can be controlled no more: ``what`` went wrong in whatever steers it, and it goes on without."""
+        with self._lock:
+            if not self._ended:
+                self.failed = error
+                self._by_the_clock()
+                self._actuator.restore(f"{what}: {error!r}; the engine goes on without")
+            self._detach("detached: the engine is steered no more")
+
     def budget(self, view: SchedulerView) -> int:
         if self._paused or self._ended or self._failure:
             return view.knobs.token_budget

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -58,9 +58,17 @@ class Measured:
     seconds: Floats
     weights: Floats
     folds: Floats
+    _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def where(self, mask: Floats) -> Measured:
         return Measured(self.steps[mask], self.seconds[mask], self.weights[mask], self.folds[mask])
+
+    def columns(self, shape: Shape) -> Floats:
+        """Those of the steps in ``shape``, to be read only: alike for all shapes that overlap and differ in the norm only."""
+        key = shape.norm == 1, shape.knots, shape.experts, shape.graph_sizes
+        if key not in self._known:
+            self._known[key] = shape.columns(self.steps)
+        return self._known[key]
 
 
 def measured(points: Sequence[StepPoint]) -> Measured:
@@ -107,13 +115,14 @@ def _fit(points: tuple[StepPoint, ...], graph_sizes: tuple[int, ...], terms: tup
     data = measured(points)
     tokens = [p.decodes + p.prefill_tokens + p.drafted for p in points]
     predicted: dict[Shape, Floats] = {}
+    folds = [
+        (data.where(data.folds != fold), data.where(data.folds == fold), data.folds == fold) for fold in range(FOLDS)
+    ]
     for shapes in _chains(candidates(tokens, graph_sizes), data):
         held_out = {shape: np.zeros(len(points)) for shape in shapes}
-        for fold in range(FOLDS):
-            inside = data.folds != fold
-            for shape, coefficients in _solve_chain(shapes, data.where(inside)):
-                outside = shape.columns(data.steps[~inside])
-                held_out[shape][~inside] = shape.times(outside, coefficients)[0]
+        for inside, outside, there in folds:
+            for shape, coefficients in _solve_chain(shapes, inside):
+                held_out[shape][there] = shape.times(outside.columns(shape), coefficients)[0]
         predicted |= held_out
     shape = _chosen(
         {shape: _losses(each, data) * (1 + _WORTH * len(shape.names)) for shape, each in predicted.items()}, data
@@ -172,7 +181,7 @@ def _chains(shapes: Sequence[Shape], data: Measured) -> list[list[Shape]]:
     plain = [chain for (_, experts), chain in chains.items() if experts is None]
     scaled = [chain for (_, experts), chain in chains.items() if experts is not None]
     losses = [
-        min(_loss(s.times(s.columns(data.steps), c)[0], data) for s, c in _solve_chain(chain, data)) for chain in scaled
+        min(_loss(s.times(data.columns(s), c)[0], data) for s, c in _solve_chain(chain, data)) for chain in scaled
     ]
     return [*plain, scaled[int(np.argmin(losses))]] if scaled else plain
 
@@ -198,7 +207,7 @@ def _solve_chain(shapes: Sequence[Shape], data: Measured) -> list[tuple[Shape, F
 
 
 def _solve(shape: Shape, data: Measured, start: Floats | None) -> Floats:
-    columns = shape.columns(data.steps)
+    columns = data.columns(shape)
     scale = np.sqrt(np.mean((columns / data.seconds[:, None]) ** 2, axis=0))
     scale[scale == 0] = 1.0
     columns = columns / scale
@@ -250,7 +259,7 @@ def _huber(predicted: Floats, data: Measured, clip: float) -> float:
 
 def _covariance(shape: Shape, coefficients: Floats, data: Measured) -> Floats:
     """Of the coefficients above zero; those at zero are held there, with none."""
-    columns = shape.columns(data.steps)
+    columns = data.columns(shape)
     predicted, derivatives = shape.times(columns, coefficients)
     free = coefficients > 0
     residual = (predicted / data.seconds - 1) * data.weights

@@ -132,8 +132,8 @@ class Shape:
         rows = counts._replace(decodes=padded(counts, self.graph_sizes))
         made: list[Floats] = []
         for term in self.terms:
-            asked = term.amount(rows if term.padded else counts)
-            amount = np.broadcast_to(np.asarray(asked, dtype=float), len(steps))
+            count = term.amount(rows if term.padded else counts)
+            amount = np.broadcast_to(np.asarray(count, dtype=float), len(steps))
             if term.curve == "saturating":
                 made.append(1 - np.exp(-amount / (self.experts or 1.0)))
             elif term.curve == "segments":

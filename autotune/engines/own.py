@@ -127,26 +127,26 @@ def _load(
     return OwnSource.load(model, dtype=dtype, device=device, seed=seed, max_model_len=max_model_len)
 
 
-def _start(asked: ToServe) -> Engine:
+def _start(requested: ToServe) -> Engine:
     source = OwnSource.load(
-        asked.model,
-        dtype=asked.dtype or "auto",
-        device=asked.device,
-        seed=asked.seed,
-        max_model_len=asked.max_model_len,
+        requested.model,
+        dtype=requested.dtype or "auto",
+        device=requested.device,
+        seed=requested.seed,
+        max_model_len=requested.max_model_len,
     )
     try:
         return source.with_options(
-            slo=asked.slo,
-            classes=request_classes(asked.classes, where="--class"),
-            kv_tokens=asked.kv_tokens,
-            block_size=asked.block_size or BLOCK,
-            prefix_cache=asked.prefix_cache,
-            max_queue=asked.max_queue,
-            ordering=asked.ordering,
-            admission=AdmissionPolicy(late="relegate") if asked.relegate_late else asked.reject_late,
-            threads=asked.threads,
-        ).start(asked.knobs, asked.limits, asked.seed)
+            slo=requested.slo,
+            classes=request_classes(requested.classes, where="--class"),
+            kv_tokens=requested.kv_tokens,
+            block_size=requested.block_size or BLOCK,
+            prefix_cache=requested.prefix_cache,
+            max_queue=requested.max_queue,
+            ordering=requested.ordering,
+            admission=AdmissionPolicy(late="relegate") if requested.relegate_late else requested.reject_late,
+            threads=requested.threads,
+        ).start(requested.knobs, requested.limits, requested.seed)
     except ValueError as error:
         raise InputError(str(error)) from None
 

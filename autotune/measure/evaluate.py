@@ -15,7 +15,9 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from autotune.engines import Engine, Handle, VirtualEngine, virtual, waiting
 from autotune.measure.score import Score, deadline, score, slo_for
@@ -35,6 +37,8 @@ MAX_DRAIN_S = 30.0
 
 _IDLE_PATIENCE_S = 10.0  # how long a cancelled request may take to come back before the engine counts as hung
 _POLL_S = 0.02
+_KEPT_REQUESTS = 5000
+"""In a load that is kept for the next measurement, at most; 2 MB."""
 
 
 class EvaluationError(AutotuneError):
@@ -109,7 +113,7 @@ def evaluate(
     slo = slos_of(slo, classes)
     clock, simulated = engine.clock, virtual(engine)
     begun = clock.now()
-    arrivals = list(workload.arrivals(seed, duration=warmup + duration))
+    arrivals = offered(workload, seed, warmup + duration)
     prompt_seed = seed if prompt_seed is None else prompt_seed
     sent: _Sender = (
         _Sender(engine, arrivals, label, vocab_size, prompt_seed)
@@ -165,6 +169,19 @@ def evaluate(
         weights={one.name: one.weight for one in classes},
         tokens_by_class=tokens,
     )
+
+
+def offered(workload: Workload, seed: int, duration: float) -> Sequence[Arrival]:
+    """The requests of so many seconds. Those of a short load are kept: settings are compared under the same ones."""
+    if isinstance(workload, Workload) and not workload.finite and workload.rate * duration <= _KEPT_REQUESTS:
+        with suppress(TypeError):  # a source of somebody else's that has no hash
+            return _offered(workload, seed, duration)
+    return tuple(workload.arrivals(seed, duration=duration))
+
+
+@lru_cache(maxsize=16)
+def _offered(workload: Workload, seed: int, duration: float) -> Sequence[Arrival]:
+    return tuple(workload.arrivals(seed, duration=duration))
 
 
 def wait_until_idle(engine: Engine, *, patience: float = _IDLE_PATIENCE_S) -> None:

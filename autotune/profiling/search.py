@@ -117,23 +117,23 @@ def search(
     study = optuna.create_study(direction="maximize", sampler=TPESampler(seed=seed, n_startup_trials=random))
     for _, setting in starting:
         study.enqueue_trial({} if space is None else space.params(setting))
-    distributions, asked = dict({} if space is None else space.distributions()), 0
+    distributions, proposed = dict({} if space is None else space.distributions()), 0
     pending: deque[tuple[Trial, SimulatedTrial[SettingT], Callable[[], Outcome] | None]] = deque()
     begun: set[SettingT] = set()
     tried_as: dict[SettingT, SimulatedTrial[SettingT]] = {}
     with InProcesses(objective, min(workers, PENDING)) if workers > 1 else _Here(objective) as tried:
-        while asked < trials or pending:
-            while asked < trials and len(pending) < PENDING:
+        while proposed < trials or pending:
+            while proposed < trials and len(pending) < PENDING:
                 trial = study.ask(distributions)
-                if asked < len(starting):
-                    label, setting = starting[asked]
+                if proposed < len(starting):
+                    label, setting = starting[proposed]
                 else:
                     assert space is not None
                     label, setting = SEARCH_LABEL, space.knobs(trial.params)
                 outcome = None if setting in begun else tried.begun(setting, stop)
                 begun.add(setting)
-                pending.append((trial, SimulatedTrial(asked, label, setting), outcome))
-                asked += 1
+                pending.append((trial, SimulatedTrial(proposed, label, setting), outcome))
+                proposed += 1
             trial, made, outcome = pending.popleft()
             if outcome is None:  # trials are told in their order, so the one it repeats has been
                 former = tried_as[made.setting]

@@ -114,7 +114,7 @@ class SweepStudy:
         return number
 
     def finish(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> None:
-        """All that was asked is done."""
+        """All that was requested is done."""
         self.put("finished", {"trials": trials, "budget_s": budget_s, "sim_trials": sim_trials})
 
     def exhausted(self, trials: int | None, budget_s: float | None, sim_trials: int | None = None) -> bool:
@@ -127,10 +127,10 @@ class SweepStudy:
             (budget_s, finished["budget_s"]),
             (sim_trials, finished.get("sim_trials")),
         )
-        return all(_no_wider(asked, before) for asked, before in bounds)
+        return all(_no_wider(requested, before) for requested, before in bounds)
 
     def extend(self, budget_s: float | None, sim_trials: int) -> None:
-        """More trials than it was finished with are asked of it: those, and what they show, have a budget of their own."""
+        """More trials than it was finished with are requested: those, and what they show, have a budget of their own."""
         finished = self.get("finished")
         if finished is None or _no_wider(sim_trials, finished.get("sim_trials")):
             return
@@ -169,10 +169,10 @@ class SweepStudy:
         self.measurements = Measurements(self._study, _turn_of(self.name) if self.shared else None)
         self._take_over()
 
-    def _identify(self, asked: dict[str, Any]) -> None:
+    def _identify(self, identity: dict[str, Any]) -> None:
         if (found := self.get(_IDENTITY)) is None:  # it is new, or who made it died before saying what it is about
-            self.put(_IDENTITY, asked)
-        elif changed := differences(found, asked):
+            self.put(_IDENTITY, identity)
+        elif changed := differences(found, identity):
             way = "give it another name with --study" if self.shared else "another --out leaves it alone"
             raise InputError(
                 f"{self._where}: holds a study of something else ({'; '.join(changed)}); --fresh discards it, {way}"
@@ -398,8 +398,8 @@ def _rest(stop: Callable[[], bool]) -> None:
     time.sleep(_POLL_S)
 
 
-def _no_wider(asked: float | None, before: float | None) -> bool:
-    return before is None if asked is None else before is None or asked <= before
+def _no_wider(requested: float | None, before: float | None) -> bool:
+    return before is None if requested is None else before is None or requested <= before
 
 
 def _plain(value: Any) -> str:

@@ -10,8 +10,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-import numpy as np
-
 from autotune.profile.parts import JitterFacts
 
 FACTORS: Final = 4096
@@ -36,6 +34,16 @@ def jitter_factors(facts: JitterFacts, seed: int) -> tuple[float, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=32)
+def _lines(facts: JitterFacts, seed: int, each: float) -> tuple[list[float], list[float]]:
+    """(seconds at which each stretch ends, what the line of each begins at), to be read only."""
+    factors = jitter_factors(facts, seed)
+    stretches = list(accumulate(factor * each for factor in factors))
+    begins = (0.0, *stretches[:-1])
+    offsets = [begin - k * each * factor for k, (begin, factor) in enumerate(zip(begins, factors, strict=True))]
+    return stretches, offsets
+
+
 class SlowStretches:
     """The same factors over time: how much longer than usual the machine takes for whatever it does then.
 
@@ -48,13 +56,8 @@ class SlowStretches:
 
     def __init__(self, facts: JitterFacts, seed: int, each: float) -> None:
         self._factors, self._each = jitter_factors(facts, seed), each
-        factors = np.array(self._factors)
-        ends = np.cumsum(factors * each)  # s at which each of them ends
-        begins = np.concatenate([[0.0], ends[:-1]])
-        self._stretches: list[float] = ends.tolist()
-        self._offsets: list[float] = (begins - np.arange(FACTORS) * each * factors).tolist()
-        self._round_s: float = self._stretches[-1]
-        self._round_work, self._per_work = FACTORS * each, 1 / each
+        self._stretches, self._offsets = _lines(facts, seed, each)
+        self._round_s, self._round_work, self._per_work = self._stretches[-1], FACTORS * each, 1 / each
         self._ends: list[float] = []
         self._works: list[float] = []  # done by then
 

@@ -86,9 +86,9 @@ class Scenario:
         block = engine.kv_pool.block_size
         requested = engine.kv_pool.tokens if kv_tokens is None else kv_tokens
         pool = requested // block * block  # a pool is whole blocks
-        room = min(pool, profile.model.max_model_len)
-        cap_output = min(facts.cap_output or room, max(1, room // 4))
-        cap_prompt = min(facts.cap_prompt or room, room - cap_output)
+        longest = min(pool, profile.model.max_model_len)
+        cap_output = min(facts.cap_output or longest, max(1, longest // 4))
+        cap_prompt = min(facts.cap_prompt or longest, longest - cap_output)
         if cap_prompt < 1:
             least = block * math.ceil(2 / block)
             raise InputError(

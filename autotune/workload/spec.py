@@ -132,11 +132,13 @@ class Workload:
     def _scale(self, arrival: Arrival) -> Arrival:
         segments = scale_segments(arrival.segments, self.length_scale, self.cap_prompt)
         output = scale_length(arrival.output_tokens, self.length_scale)
-        return arrival._replace(
-            time=arrival.time * self.time_scale,
-            prompt_tokens=sum(length for _, length in segments),
-            output_tokens=output if self.cap_output is None else min(output, self.cap_output),
-            segments=segments,
+        return Arrival(
+            arrival.time * self.time_scale,
+            sum([length for _, length in segments]),
+            output if self.cap_output is None else min(output, self.cap_output),
+            segments,
+            arrival.request_class,
+            arrival.tenant,
         )
 
     def scaled(

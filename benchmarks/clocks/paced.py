@@ -153,11 +153,11 @@ class PacedExecutor:
     def _wait(self, begun: float) -> None:
         base, slow = self._clock.base, _DISTURBED * self._usual
         self._patience += begun - self._waited_until
-        asked = base.now()
+        since = base.now()
         undisturbed = 2 if self._recent[-1] <= slow else 0
-        while undisturbed < 2 and base.now() - asked < self._patience:
+        while undisturbed < 2 and base.now() - since < self._patience:
             self._recent.append(self._reference_step.step(base))
             undisturbed = undisturbed + 1 if self._recent[-1] <= slow else 0
         self._waited_until = base.now()
-        self._patience -= self._waited_until - asked
-        self.waited += self._waited_until - asked
+        self._patience -= self._waited_until - since
+        self.waited += self._waited_until - since

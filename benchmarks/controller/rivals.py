@@ -79,6 +79,6 @@ class Niyama(StaticController):
         total = float(most)
         if view.decode_slack < math.inf:
             seconds = view.decode_slack / self._margin
-            room = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
-            total = min(view.decoding + room, total)
+            prefill = self._model.most_prefill(view.decoding, view.decode_context, seconds, view.in_progress)
+            total = min(view.decoding + prefill, total)
         return min(top, max(int(total), _LEAST_TOKENS, view.decoding))

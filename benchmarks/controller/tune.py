@@ -129,7 +129,7 @@ def tune(args: argparse.Namespace) -> None:
     loads = list(dict.fromkeys(scenario.load(phase) for scenario in MATRIX for phase in scenario.phases))
     bench = Bench(peaks(loads, cache, args.traces, args.jobs, say), args.traces)
     document = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
-    constants, told = document.get("constants", {}), document.get("told", {})
+    constants, reported = document.get("constants", {}), document.get("reported", {})
     seeds = sorted({seed for stage in ROUNDS for seed in stage.seeds})
     runs = 0
     with Workers(args.jobs, bench) as workers:
@@ -142,7 +142,7 @@ def tune(args: argparse.Namespace) -> None:
                 found = search.of(base, layer, args.samples)
                 runs += found.runs
                 constants.setdefault(base, {})[layer] = found.constants
-                told.setdefault(base, {})[layer] = {
+                reported.setdefault(base, {})[layer] = {
                     "share_of_the_oracle": round(found.share, 4),
                     "as_published": round(found.published, 4),
                     "samples": args.samples,
@@ -157,7 +157,7 @@ def tune(args: argparse.Namespace) -> None:
         "command": "python -m benchmarks.controller.tune --traces FOLDER",
         "seeds": seeds,
         "scenarios": list(ALL),
-        "told": told,
+        "reported": reported,
         "constants": constants,
     }
     write_whole(FILE, json.dumps(document, indent=1) + "\n")

@@ -191,9 +191,9 @@ def prepare(
         screened[case.name] = [
             found for how in held for found in screen(simulation, case, plan.duration, grid, how)[: max(plan.keep)]
         ]
-        told = [(c.name, expected(simulation, case, c, plan.duration)) for c in everywhere]
-        told += [(s.contender.name, s.share) for s in screened[case.name]]
-        say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in told))
+        predicted = [(c.name, expected(simulation, case, c, plan.duration)) for c in everywhere]
+        predicted += [(s.contender.name, s.share) for s in screened[case.name]]
+        say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in predicted))
     return Loads(chosen, screened)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A request: seconds after the first one, prompt, and output tokens."""
 
     at: float
@@ -30,27 +30,27 @@ class Answered(NamedTuple):
     error: str = ""
 
 
-def load(count: int, rate: float | None, *, prompt: int, output: int, vocabulary: int, seed: int) -> list[Asked]:
+def load(count: int, rate: float | None, *, prompt: int, output: int, vocabulary: int, seed: int) -> list[Request]:
     """``count`` requests by Poisson at ``rate`` a second (None: all at once), of ``prompt`` and ``output`` tokens on average,
     uniform from half to one and a half times that."""
     rng, at, found = random.Random(seed), 0.0, []
     for _ in range(count):
         tokens = [rng.randrange(300, vocabulary) for _ in range(rng.randint(prompt // 2, prompt * 3 // 2))]
-        found.append(Asked(at, tokens, rng.randint(max(2, output // 2), output * 3 // 2)))
+        found.append(Request(at, tokens, rng.randint(max(2, output // 2), output * 3 // 2)))
         at += 0.0 if rate is None else rng.expovariate(rate)
     return found
 
 
-def send(url: str, requests: Sequence[Asked], *, timeout_s: float = 120.0) -> tuple[list[Answered], float]:
+def send(url: str, requests: Sequence[Request], *, timeout_s: float = 120.0) -> tuple[list[Answered], float]:
     """Send each when it is due. Returns the answers, in the order of ``requests``, and the seconds until the last."""
     answers = [Answered(0.0, 0.0, 0, "it was never answered")] * len(requests)
     begun = time.perf_counter() + 0.05
     model = _model(url)
 
-    def one(number: int, asked: Asked) -> None:
-        time.sleep(max(0.0, begun + asked.at - time.perf_counter()))
+    def one(number: int, request: Request) -> None:
+        time.sleep(max(0.0, begun + request.at - time.perf_counter()))
         try:
-            answers[number] = _stream(url, model, asked, begun + asked.at, timeout_s)
+            answers[number] = _stream(url, model, request, begun + request.at, timeout_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
             answers[number] = Answered(0.0, 0.0, 0, f"{type(error).__name__}: {error}")
 
@@ -100,9 +100,9 @@ def _model(url: str) -> str:
         connection.close()
 
 
-def _stream(url: str, model: str, asked: Asked, due: float, timeout_s: float) -> Answered:
+def _stream(url: str, model: str, request: Request, due: float, timeout_s: float) -> Answered:
     body = {
-        "model": model, "prompt": asked.prompt, "max_tokens": asked.output, "ignore_eos": True, "temperature": 0,
+        "model": model, "prompt": request.prompt, "max_tokens": request.output, "ignore_eos": True, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     connection = _connect(url, timeout_s)
@@ -123,7 +123,7 @@ def _stream(url: str, model: str, asked: Asked, due: float, timeout_s: float) ->
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
         return Answered(
-            first, last, int(tokens), "" if tokens == asked.output else f"{tokens} of {asked.output} tokens came"
+            first, last, int(tokens), "" if tokens == request.output else f"{tokens} of {request.output} tokens came"
         )
     finally:
         connection.close()

@@ -127,8 +127,10 @@ def _beside(truth: str, batches: Sequence[int]) -> None:
     from benchmarks.gpu_truth import Flags, load
 
     kernels = load(truth, Flags())
-    told = ", ".join(f"{kernels.step_seconds(b, b * CONTEXT) * 1e3:.2f} at batch {b}" for b in batches)
-    print(f"  vLLM's kernels by benchmarks/gpu_truth ({truth}, no host), ms with {CONTEXT} tokens of context: {told}")
+    predicted = ", ".join(f"{kernels.step_seconds(b, b * CONTEXT) * 1e3:.2f} at batch {b}" for b in batches)
+    print(
+        f"  vLLM's kernels by benchmarks/gpu_truth ({truth}, no host), ms with {CONTEXT} tokens of context: {predicted}"
+    )
 
 
 def _chosen(given: Sequence[str] | None, known: Sequence[str], option: str) -> Sequence[str]:

@@ -19,18 +19,18 @@ class Step(NamedTuple):
     def decodes(cls, *context: int) -> Step:
         return cls((1,) * len(context), context)
 
-    def blocks(self, block_size: int, room: int = 0) -> int:
-        """KV blocks that the sequences take, each with ``room`` for so many tokens more."""
-        return sum(-(-(context + room) // block_size) for context in self.context)
+    def blocks(self, block_size: int, headroom: int = 0) -> int:
+        """KV blocks that the sequences take, each with ``headroom`` for so many tokens more."""
+        return sum(-(-(context + headroom) // block_size) for context in self.context)
 
-    def plan(self, block_size: int, room: int = 0) -> StepPlan:
+    def plan(self, block_size: int, headroom: int = 0) -> StepPlan:
         """Sequences hold the pool's first blocks, in their order, and are greedy. The plan may be run any number of times, which
-        writes the same slots again; or as ``plan._replace(step=n)``, its decodes n tokens further, up to ``room``."""
+        writes the same slots again; or as ``plan._replace(step=n)``, its decodes n tokens further, up to ``headroom``."""
         decodes, chunks, taken = DecodeSet(), list[Chunk](), 0
         for at, (new, context) in enumerate(zip(self.new, self.context, strict=True)):
             prompt = (1,) * context if new > 1 else (1,)
             sequence = Sequence(Request(f"r{at}", prompt, SamplingParams(ignore_eos=True), 1, 0.0))
-            count = -(-(context + room) // block_size)
+            count = -(-(context + headroom) // block_size)
             sequence.blocks = list(range(taken, taken + count))
             taken += count
             if new > 1:

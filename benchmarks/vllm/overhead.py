@@ -69,7 +69,7 @@ class Host(NamedTuple):
     def _more(self, seconds: float, runner: float) -> float:
         return seconds - runner - (self.stock - self.runner)
 
-    def told(self) -> str:
+    def said(self) -> str:
         parts = [
             f"{self.sequences} decodes: stock {1e6 * self.stock:.0f} µs ({1e6 * self.runner:.0f} of it the model runner)"
         ]
@@ -220,7 +220,7 @@ def measure(folder: Path, *, rounds: int, steps: int, say: Callable[[str], None]
                             kind.append(one)
                 attached = decisions.exists() and decisions.stat().st_size > 0
                 found.append(_host(sequences, took, attached))
-                say(found[-1].told())
+                say(found[-1].said())
         for llm in (stock, tuned):
             llm.engine_core.shutdown()
     return found

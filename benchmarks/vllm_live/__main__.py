@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "agreement" in parts:
             shape |= _agreement(folder, rounds, args.threads, failures)
         lengths: client.Lengths | None = None
-        kept = Kept(args.keep, _asked(args, plan, preset))
+        kept = Kept(args.keep, _requested(args, plan, preset))
         done = {figures.name: figures for figures in map(Figures.of_json, kept.known())}
         wanted = [name for name in NAMES if not args.case or name in args.case]
         left = [name for name in wanted if name not in done] if "contest" in parts else []
@@ -143,7 +143,7 @@ def _overhead(folder: Path, quick: bool) -> dict[str, Any]:
     say("what steering costs the host in a step")
     found = overhead.measured_apart(folder, rounds=3 if quick else 7, steps=80 if quick else 150)
     for one in found:
-        say(f"  {one.told()}")
+        say(f"  {one.said()}")
     return overhead.shape(found)
 
 
@@ -160,7 +160,7 @@ def _agreement(folder: Path, rounds: int, threads: int, failures: list[str]) -> 
     return {"agreement": found._asdict()}
 
 
-def _asked(args: argparse.Namespace, plan: Plan, preset: str) -> dict[str, object]:
+def _requested(args: argparse.Namespace, plan: Plan, preset: str) -> dict[str, object]:
     """What figures that may stand beside each other have in common."""
     from autotune.profile.fingerprint import cpu_model, package_version
 
@@ -233,9 +233,9 @@ def _screened(machine: Machine, cost: CostModel, case: Case, plan: Plan) -> _Bes
     simulation = partial(simulated, cost, machine)
     plain = screen(simulation, case, plan.duration, GRID)[: max(plan.keep)]
     late = screen(simulation, case, plan.duration, GRID, admitted)[: max(plan.keep)]
-    told = [(c.name, expected(simulation, case, c, plan.duration)) for c in (STOCK, OURS, KNOBS_ONLY)]
-    told += [(s.contender.name, s.share) for s in (*plain, *late)]
-    say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in told))
+    predicted = [(c.name, expected(simulation, case, c, plan.duration)) for c in (STOCK, OURS, KNOBS_ONLY)]
+    predicted += [(s.contender.name, s.share) for s in (*plain, *late)]
+    say("  in simulation: " + ", ".join(f"{name} {share:.1%}" for name, share in predicted))
     return _Best([s.contender for s in plain], [s.contender for s in late])
 
 

@@ -137,9 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _contest(machine: Machine, plan: Plan, start_s: float, stop: Callable[[], bool]) -> dict[str, object]:
     say(f"vLLM started in {start_s:.0f} s; calibration, {plan.calibration:g} s")
     cost = calibrate(machine, plan.calibration, 0, stop)
-    asked = partial(loads.steady, "conversation", loads.CONVERSATION, machine)
-    cost = served(machine, cost, [asked(cost, LOAD)], plan.window, stop)
-    found = asked(cost, LOAD)
+    load_at = partial(loads.steady, "conversation", loads.CONVERSATION, machine)
+    cost = served(machine, cost, [load_at(cost, LOAD)], plan.window, stop)
+    found = load_at(cost, LOAD)
     case = Case(found.workload, found.slo, plan.grid, plan.window, plan.warmup)
     say(f"{found.said}; SLO {found.slo}")
 

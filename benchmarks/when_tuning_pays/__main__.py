@@ -66,24 +66,24 @@ def kept(path: Path) -> tuple[list[Found], list[str]]:
     return [from_entry(entry) for entry in known], [entry["commit"] for entry in known]
 
 
-def compare(asked: Sequence[Cell], plan: Plan, keep: Path | None, jobs: int) -> list[Found]:
-    """Play what is not kept, a line for each cell; all of ``asked``, in that order."""
+def compare(requested: Sequence[Cell], plan: Plan, keep: Path | None, jobs: int) -> list[Found]:
+    """Play what is not kept, a line for each cell; all of ``requested``, in that order."""
     cache = None if keep is None else Cache(keep)
     found: dict[Cell, Found] = {}
-    digests = {} if cache is None else {cell: digest(cell, plan) for cell in asked}
+    digests = {} if cache is None else {cell: digest(cell, plan) for cell in requested}
     for cell, text in digests.items():
         if cache is not None and (entry := cache.get(str(cell), text)) is not None:
             found[cell] = from_entry(entry)
     if found:
-        say(f"{len(found)} of {len(asked)} cells were kept in {keep}")
-    at, left = commit(), [cell for cell in asked if cell not in found]
+        say(f"{len(found)} of {len(requested)} cells were kept in {keep}")
+    at, left = commit(), [cell for cell in requested if cell not in found]
     with Workers(jobs, Bench({})) as workers:
         for task, one in workers.each(play, [Task(cell, plan) for cell in left]):
             found[task.cell] = one
             if cache is not None:
                 cache.put(str(task.cell), digests[task.cell], {"commit": at, **one.entry()})
-            say(f"{line_of(one)}  ({len(asked) - len(found)} left)")
-    return [found[cell] for cell in asked]
+            say(f"{line_of(one)}  ({len(requested) - len(found)} left)")
+    return [found[cell] for cell in requested]
 
 
 def checked(args: argparse.Namespace) -> tuple[list[Cell], Plan]:
@@ -128,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="write what is kept of all cells into this page, between its marks, and the picture beside it; play nothing",
     )  # fmt: skip
     args = parser.parse_args(arguments)
-    asked, plan = checked(args)
+    requested, plan = checked(args)
     keep = args.keep or (FILE if plan == PUBLISHED else None)
     if args.page is not None:
         everything, commits = kept(keep or FILE)
         written(args.page, everything, commits)
         print(json.dumps(summary(everything)))
         return
-    found = compare(asked, plan, keep, args.jobs)
+    found = compare(requested, plan, keep, args.jobs)
     spent = f"seeds {', '.join(map(str, plan.reported))}; {sum(one.cpu_s for one in found):.0f} s of CPU"
     print(f"{figures(found, [commit()])}\n\n{spent}")
     print(json.dumps(summary(found)))

@@ -287,9 +287,9 @@ def _missed(served: Served) -> str:
 
 def _compared(main: Sequence[Found], costly: Sequence[Found]) -> str:
     """What the defaults carry, beside the same cells as measured."""
-    asked = {one.cell[1:] for one in costly}
+    cells = {one.cell[1:] for one in costly}
     lines = []
-    for text, here in (("as measured", [one for one in main if one.cell[1:] in asked]), ("with costly steps", costly)):
+    for text, here in (("as measured", [one for one in main if one.cell[1:] in cells]), ("with costly steps", costly)):
         if not here:
             continue
         level = sum(one.carries[DEFAULTS] == one.carries[SETTING] for one in here)

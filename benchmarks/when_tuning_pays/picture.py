@@ -45,8 +45,8 @@ def drawing(found: Sequence[Found]) -> str:
             title = one.cell.title
             parts.append(f'<path d="M6 {y - 13}H{width - _GAP}" stroke="#d1d9e0" stroke-width="0.7"/>')
             parts.append(f'<text x="6" y="{y}" font-weight="bold">{html.escape(title)}</text>')
-        asked = f"{one.cell.workload}, {one.cell.slo_name}"
-        parts.append(f'<text x="{_LEFT - 14}" y="{y}" text-anchor="end">{asked}</text>')
+        label = f"{one.cell.workload}, {one.cell.slo_name}"
+        parts.append(f'<text x="{_LEFT - 14}" y="{y}" text-anchor="end">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -125,7 +125,7 @@ class BatchCore:
         self._pending[item] = None
         state.waiting += 1
         state.waiting_cost += item.cost
-        state.room = self.max_queue - state.waiting
+        state.free_places = self.max_queue - state.waiting
         if item.expires < inf and not item.held:
             self.expiries.add(item, item.expires)
 
@@ -140,7 +140,7 @@ class BatchCore:
             state = self.state
             state.waiting -= 1
             state.waiting_cost -= item.cost
-            state.room = self.max_queue - state.waiting
+            state.free_places = self.max_queue - state.waiting
             try:
                 state.queue.removed(item)
             except Exception as error:
@@ -236,7 +236,7 @@ class BatchCore:
         if waited:
             state.waiting -= waited
             state.waiting_cost -= left
-            state.room = self.max_queue - state.waiting
+            state.free_places = self.max_queue - state.waiting
             state.queue.took(items)
         call.waiting, call.waiting_cost = state.waiting, state.waiting_cost
         self.strategy.began(call, state)

@@ -56,14 +56,14 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if not 0 <= length <= capacity:
             raise ValueError(f"lengths[{index}] is {length}; a row holds between 0 and {capacity}")
     rows: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        row = next((r for r, left in enumerate(room) if left >= length), None)
+        row = next((r for r, left in enumerate(free) if left >= length), None)
         if row is None:
             rows.append([index])
-            room.append(capacity - length)
+            free.append(capacity - length)
         else:
             rows[row].append(index)
-            room[row] -= length
+            free[row] -= length
     return rows

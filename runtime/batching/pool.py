@@ -199,7 +199,7 @@ class Pool:
     def _arrived(self) -> None:
         """Something waits and somebody is idle: wake one, unless the strategy holds out for more."""
         core, state = self.core, self.core.state
-        if state.waiting < core.hold_items and state.waiting_cost < core.knobs.token_budget and state.room > 0:
+        if state.waiting < core.hold_items and state.waiting_cost < core.knobs.token_budget and state.free_places > 0:
             return
         idle, loads = self._idle, core.loads
         slot = idle[0] if len(idle) == 1 else min(idle, key=lambda slot: loads[slot.worker])

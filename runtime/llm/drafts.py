@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import Final, Protocol
 
+from runtime.llm.plan import Token
 from runtime.request import Sequence
 
 SHORTEST: Final = 2
@@ -126,3 +127,22 @@ class NgramDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         self._places.pop(sequence, None)
+
+
+def verified(drafted: Seq[int], sampled: Seq[Token | Exception]) -> int | Exception:
+    """How many of the ``drafted`` tokens are right, from the first on. ``sampled``: one more than these, the first behind the
+    sequence's last token, each next one behind a drafted token.
+
+    An exception among ``sampled`` (logits that are not finite) ends the count: behind a wrong draft it says nothing of the
+    request, and behind a right one it comes again when that token is the last. It is returned if it is the first.
+    """
+    if len(sampled) != len(drafted) + 1:
+        raise ValueError(f"{len(sampled)} tokens were sampled for {len(drafted)} drafted ones; there must be one more")
+    if not isinstance(sampled[0], Token):
+        return sampled[0]
+    right = 0
+    for guess, token, behind in zip(drafted, sampled, sampled[1:], strict=False):
+        if not (isinstance(token, Token) and token.id == guess and isinstance(behind, Token)):
+            break
+        right += 1
+    return right

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import NamedTuple
 
-from runtime.errors import StepFailedError
 from runtime.knobs import Knobs
 from runtime.llm.admission import Admission, Verdict, rejected
 from runtime.llm.decodes import Decodes
@@ -27,7 +26,7 @@ from runtime.llm.holdings import Holdings
 from runtime.llm.kv_blocks import KVBlocks
 from runtime.llm.plan import Chunk, StepPlan, StepResult
 from runtime.llm.slack import SlackTracker
-from runtime.llm.waiting import WaitingQueue, given, key_of, precedes, put_behind, rank
+from runtime.llm.waiting import WaitingQueue, key_anew, precedes, put_behind, rank
 from runtime.ordering import Ordering, ordering_of
 from runtime.records import FinishReason, LimitedBy, RequestRecord
 from runtime.request import Request, Sequence, TokenHasher
@@ -166,16 +165,8 @@ class Scheduler:
     def reorder(self, ordering: Ordering) -> list[tuple[Sequence, Exception]]:
         """Compute prompts by ``ordering`` from now on, those that were relegated too. Returns those for which it raised: they
         keep their place until they are ended."""
-        former = self.waiting.ordering
-        failed = self.waiting.reorder(ordering)
-        for sequence in self.prefills:
-            sequence.key, sequence.relegated = given(sequence), None
-            try:
-                if ordering is not former:
-                    sequence.key = key_of(ordering, sequence)
-            except StepFailedError as error:
-                failed.append((sequence, error))
-        return failed
+        other = None if ordering is self.waiting.ordering else ordering
+        return self.waiting.reorder(ordering) + key_anew(self.prefills, other)
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"

@@ -6,7 +6,7 @@ import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from runtime.errors import StepFailedError
@@ -157,19 +157,13 @@ class WaitingQueue:
     def reorder(self, ordering: Ordering) -> list[tuple[Sequence, Exception]]:
         """Wait by ``ordering`` from now on, those too that were relegated. Returns those for which it raised: they keep their
         place until they are ended."""
-        failed: list[tuple[Sequence, Exception]] = []
         waiting = [entry for entry in sorted(self._heap) if _stands(entry)]
-        former, self._ordering, self._heap, self._buckets = self._ordering, ordering, [], None
+        other = None if ordering is self._ordering else ordering
+        self._ordering, self._buckets = ordering, None
         self._learning = learning(ordering)
         self.relegated_tokens = 0
-        for new, _, pushed, sequence in waiting:
-            sequence.key, sequence.relegated = given(sequence), None
-            try:
-                if ordering is not former:
-                    sequence.key = key_of(ordering, sequence)
-            except StepFailedError as error:
-                failed.append((sequence, error))
-            self._heap.append((new, sequence.key, pushed, sequence))
+        failed = key_anew((sequence for *_, sequence in waiting), other)
+        self._heap = [(new, sequence.key, pushed, sequence) for new, _, pushed, sequence in waiting]
         heapq.heapify(self._heap)
         return failed
 
@@ -250,6 +244,20 @@ def key_of(ordering: Ordering, sequence: Sequence) -> float:
     if math.isnan(key):
         raise StepFailedError("its ordering gave it no place: the key is NaN")
     return key
+
+
+def key_anew(sequences: Iterable[Sequence], ordering: Ordering | None) -> list[tuple[Sequence, Exception]]:
+    """Give each its key by ``ordering``, or its own one again (None); none is relegated any more. Returns those for which it
+    raised, which keep their own."""
+    failed: list[tuple[Sequence, Exception]] = []
+    for sequence in sequences:
+        sequence.key, sequence.relegated = given(sequence), None
+        try:
+            if ordering is not None:
+                sequence.key = key_of(ordering, sequence)
+        except StepFailedError as error:
+            failed.append((sequence, error))
+    return failed
 
 
 def work_of(sequence: Sequence) -> Work:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from runtime.ceilings import Load
 from runtime.clock import Clock, MonotonicClock
+from runtime.llm.drafts import verified
 from runtime.llm.plan import Chunk, StepPlan, StepResult, Token
 from runtime.request import Sequence
 from runtime.torch_backend.attention import FixedAttention, PackedModel, StepInputs
@@ -34,7 +35,6 @@ from runtime.torch_backend.sampling import Drawn, FixedSampler
 from runtime.torch_backend.soundness import sound_chunks, unsound
 from runtime.torch_backend.straight import StraightModel, straight
 from runtime.torch_backend.transfer import Readback, to_device
-from runtime.torch_backend.verification import verified
 
 log = logging.getLogger(__name__)
 

@@ -101,20 +101,20 @@ class Driver:
                 expected = by_definition(query[begin:end].transpose(0, 1), *grown, self.terms)
                 torch.testing.assert_close(found[begin:end].transpose(0, 1).double(), expected, rtol=1e-4, atol=1e-5)
 
-    def room(self, sequence: Sequence, tokens: int) -> None:
+    def grow(self, sequence: Sequence, tokens: int) -> None:
         while len(sequence.blocks) * BLOCK < tokens:
             sequence.blocks.append(self.free.pop())
 
     def chunk(self, sequence: Sequence, count: int) -> Chunk:
         start = self.kept[sequence][0].keys.shape[1]
-        self.room(sequence, start + count)
+        self.grow(sequence, start + count)
         return Chunk(sequence, start, count, True)
 
     def alone(self, decoding: list[Sequence], chunks: list[Chunk]) -> PackedBatch:
         """A batch that has no step before it."""
         for sequence in decoding:
             sequence.computed, sequence.joined = self.kept[sequence][0].keys.shape[1], 0
-            self.room(sequence, sequence.computed + 1)
+            self.grow(sequence, sequence.computed + 1)
         return PackedBatch(DecodeRows.alone(BLOCK, self.pool.pad_block, decoding, 0), chunks)
 
 
@@ -170,7 +170,7 @@ def test_rows_that_are_followed_from_step_to_step(
             decodes.version += 1
             driver.free = gone.blocks + driver.free
         for sequence in decodes.members:
-            driver.room(sequence, sequence.computed + step - sequence.joined + 1)
+            driver.grow(sequence, sequence.computed + step - sequence.joined + 1)
         chunks = []
         for sequence, left in prompts.items():
             count = min(left, driver.random.randint(1, 9))

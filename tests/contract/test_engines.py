@@ -324,10 +324,10 @@ def test_a_lease_shuts_others_out(world: World) -> None:
 class _Budget:
     def __init__(self, tokens: int, *, breaks: bool = False) -> None:
         self.tokens, self.breaks = tokens, breaks
-        self.asked = 0
+        self.calls = 0
 
     def budget(self, view: SchedulerView) -> int:
-        self.asked += 1
+        self.calls += 1
         if self.breaks:
             raise ZeroDivisionError("of a policy")
         return self.tokens
@@ -342,13 +342,13 @@ def test_a_step_policy_bounds_steps_or_is_refused(world: World) -> None:
     policy = _Budget(8)
     engine.set_step_policy(policy)
     world.serve(5, 6, 7, 8)
-    assert policy.asked >= len(world.heard.steps) >= 2
+    assert policy.calls >= len(world.heard.steps) >= 2
     assert all(step.budget_used <= 8 and step.tokens <= 8 for step in world.heard.steps)
     assert engine.epoch == 0, "a budget is not a knob"
     engine.set_step_policy(None)
-    seen, asked = len(world.heard.steps), policy.asked
+    seen, calls = len(world.heard.steps), policy.calls
     world.serve(20, 21)
-    assert policy.asked == asked and max(step.tokens for step in world.heard.steps[seen:]) > 8
+    assert policy.calls == calls and max(step.tokens for step in world.heard.steps[seen:]) > 8
 
 
 def test_a_step_policy_that_raises_is_taken_off(world: World) -> None:
@@ -356,7 +356,7 @@ def test_a_step_policy_that_raises_is_taken_off(world: World) -> None:
         policy = _Budget(8, breaks=True)
         world.engine.set_step_policy(policy)
         assert all(r.completed for r in world.serve(5, 6))
-        assert policy.asked == 1
+        assert policy.calls == 1
 
 
 def test_an_admission_policy_is_in_force_or_refused(world: World) -> None:
@@ -610,6 +610,7 @@ def test_a_source_starts_engines_of_their_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_our_source_serves_a_real_model() -> None:
     source = OwnSource.load("tiny", dtype="float32", device="cpu").with_options(kv_tokens=2048, prefix_cache=False)
     model = source.model

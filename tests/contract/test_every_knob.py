@@ -1,6 +1,6 @@
-"""Every knob is handled wherever knobs are: a fifth one fails here until it is scheduled, searched, shown and stored.
+"""Every knob is handled wherever knobs are: a further one fails here until it is scheduled, searched, shown and stored.
 
-What a fifth one takes, and what handles it without a change, is in :mod:`tests.contract.test_fifth_knob`.
+What a further one takes, and what handles it without a change, is in :mod:`tests.contract.test_further_knob`.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def test_every_count_is_in_the_record_of_a_step_and_in_a_measured_point() -> Non
         assert StepPoint.model_fields[name].description, f"StepPoint.{name} says nothing of what it counts"
 
 
-class Asked:
-    """What a simulator asks of each step, before it is made."""
+class Predictor:
+    """Keeps what a simulator has it predict of each step, before it is made."""
 
     def __init__(self) -> None:
         self.steps: set[StepFeatures] = set()
@@ -110,10 +110,10 @@ def served(cost: Any, *, fast_forward: bool = True) -> Heard:
 
 
 def test_a_plan_and_the_record_of_its_step_are_counted_alike() -> None:
-    asked = Asked()
-    records = served(asked).steps
+    predictor = Predictor()
+    records = served(predictor).steps
     assert any(r.chunks > 1 for r in records) and any(r.prefill_context > r.prefill_tokens for r in records)
-    assert {StepFeatures.of(record) for record in records} <= asked.steps
+    assert {StepFeatures.of(record) for record in records} <= predictor.steps
 
 
 # -- what is written out says what the table says --------------------------------------------------------------------------

@@ -68,14 +68,14 @@ def test_a_table_without_one_exports_nothing(target: Target, name: str) -> None:
 
 
 @any_target
-def test_a_fifth_knob_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_knob_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are made from the fields of ``Knobs``; with one more of them, no table is complete."""
-    metadata = {"unit": "sequences", "low": 1, "high": 9, "log": True, "integer": True, "doc": "a fifth"}
-    more = make_dataclass("More", [("fifth", int, field(default=2, metadata=metadata))], bases=(Knobs,), frozen=True)
+    metadata = {"unit": "sequences", "low": 1, "high": 9, "log": True, "integer": True, "doc": "a further one"}
+    more = make_dataclass("More", [("further", int, field(default=2, metadata=metadata))], bases=(Knobs,), frozen=True)
     rows = ours_of(more)
-    assert [*rows] == [*KNOB_ROWS, "fifth"]
+    assert [*rows] == [*KNOB_ROWS, "further"]
     monkeypatch.setattr("autotune.export.target.KNOB_ROWS", rows)
-    with pytest.raises(ValueError, match="fifth"):
+    with pytest.raises(ValueError, match="further"):
         export(sample_profile(), target)
 
 

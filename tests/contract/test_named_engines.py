@@ -100,8 +100,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ToServe]]:
     """What the third engine was to serve: its module and its row are all that the command line knows of it."""
     found: list[ToServe] = []
 
-    def become(asked: ToServe) -> NoReturn:
-        found.append(asked)
+    def become(requested: ToServe) -> NoReturn:
+        found.append(requested)
         raise Became
 
     def load(model: str, *, arguments: Mapping[str, str], **options: Any) -> Any:
@@ -166,10 +166,16 @@ def test_verbs_go_by_what_it_says(
 def test_serve_becomes_its_command_or_refuses(served: list[ToServe], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Became):
         run(["serve", "m", "--engine", "third", "--slo", "ttft=1s", "--token-budget", "64", "--", "--fast"])
-    (asked,) = served
-    assert (asked.model, asked.slo, asked.more) == ("m", SLO(ttft_ms=1000), ("--fast",))
-    assert asked.knobs == KnobLimits().clamp(Knobs()).with_(token_budget=64) and asked.pinned == {"token_budget": 64}
-    assert asked.controlled and asked.profile is asked.dtype is asked.prefill_rate is None and not asked.arguments
+    (requested,) = served
+    assert (requested.model, requested.slo, requested.more) == ("m", SLO(ttft_ms=1000), ("--fast",))
+    assert requested.knobs == KnobLimits().clamp(Knobs()).with_(token_budget=64) and requested.pinned == {
+        "token_budget": 64
+    }
+    assert (
+        requested.controlled
+        and requested.profile is requested.dtype is requested.prefill_rate is None
+        and not requested.arguments
+    )
     assert refused(capsys, "serve", "m", "--engine", "third", "--threads", "2") == (
         "--threads does not go with --engine third; it has processes"
     )
@@ -186,11 +192,15 @@ def test_a_profile_of_it_brings_its_arguments(
     save_profile(measured.model_copy(update={"engine": engine}), tmp_path / "p.yaml")
     with pytest.raises(Became):
         run(["serve", "--engine", "third", "--profile", str(tmp_path / "p.yaml"), "--anyway"])
-    (asked,) = served
-    assert asked.arguments == options and asked.profile == tmp_path / "p.yaml"
-    assert (asked.model, asked.slo, asked.limits) == (measured.model.name, measured.slo, measured.engine.limits)
-    assert (asked.kv_tokens, asked.block_size) == (engine.kv_pool.tokens, engine.kv_pool.block_size)
-    assert (asked.dtype, asked.threads) == (measured.model.dtype, measured.machine.threads)
+    (requested,) = served
+    assert requested.arguments == options and requested.profile == tmp_path / "p.yaml"
+    assert (requested.model, requested.slo, requested.limits) == (
+        measured.model.name,
+        measured.slo,
+        measured.engine.limits,
+    )
+    assert (requested.kv_tokens, requested.block_size) == (engine.kv_pool.tokens, engine.kv_pool.block_size)
+    assert (requested.dtype, requested.threads) == (measured.model.dtype, measured.machine.threads)
 
 
 # -- served by this process ---------------------------------------------------------------------------------------------------
@@ -200,10 +210,10 @@ class Started:
     """Ends the command as soon as it has been asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[ToServe] = []
+        self.requested: list[ToServe] = []
 
-    def __call__(self, asked: ToServe) -> Any:
-        self.asked.append(asked)
+    def __call__(self, requested: ToServe) -> Any:
+        self.requested.append(requested)
         raise InputError("seen")
 
 
@@ -217,6 +227,11 @@ def test_what_is_served_by_this_process_is_started_with_the_options_and_the_prof
     save_profile(profile(), tmp_path / "p.yaml")
     words = ["--max-queue", "7", "--ordering", "deadline", "--no-control", "--kv-tokens", "64", "--relegate-late"]
     said = refused(capsys, "serve", "--port", "0", "--profile", str(tmp_path / "p.yaml"), "--anyway", *words)
-    (asked,) = start.asked
-    assert said == "seen" and asked.relegate_late and not asked.controlled
-    assert (asked.max_queue, asked.ordering, asked.kv_tokens, asked.block_size) == (7, "deadline", 64, 16)
+    (requested,) = start.requested
+    assert said == "seen" and requested.relegate_late and not requested.controlled
+    assert (requested.max_queue, requested.ordering, requested.kv_tokens, requested.block_size) == (
+        7,
+        "deadline",
+        64,
+        16,
+    )

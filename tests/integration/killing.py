@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from tests.unit.simulating import noted
 
-KILLS = 10
+KILLS = 8
 
 
 @dataclass

@@ -87,6 +87,7 @@ def test_with_a_profile_its_setting_and_its_load_are_used(model: str, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_interrupted_it_prints_what_it_has(model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotune.cli.main", "bench", "--model", model, *LOAD]
     command += ["--duration", "2s", "--rounds", "50", "--json"]

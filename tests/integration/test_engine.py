@@ -16,6 +16,7 @@ from runtime import Engine, FinishReason, Knobs, ModelError, SamplingParams, Uns
 from runtime.llm.stream import Completion
 from runtime.torch_backend.loading import from_model
 from tests.integration.small_model import TOKENS, SmallModel, engine_for, reference, small_model
+from tests.threads import in_threads
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +99,7 @@ def test_many_threads(small: SmallModel, engine: Engine) -> None:
             if done.token_ids != small.references[index]:
                 wrong.append(index)
 
-    clients = [threading.Thread(target=client, args=(n,)) for n in range(12)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join(timeout=120)
+    in_threads(client, 12, 120)
     assert not wrong
 
 

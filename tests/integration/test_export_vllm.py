@@ -26,7 +26,7 @@ from runtime.knobs import Knobs
 from tests.integration.vllm_environment import ENVIRONMENT, VERSION, tiny_model, vllm_python
 from tests.sample_profile import sample_model, sample_profile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(2400)]
 
 READER = Path(__file__).with_name("vllm_reads.py")
 READY_S = 300.0

@@ -17,16 +17,16 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.wheels import LIST, wheels
 from runtime.torch_backend.executor import TorchExecutor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--dry"]
 GRAPHS = "max_batch_size" in inspect.signature(TorchExecutor).parameters
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1300)
 def test_a_dry_run_does_all_of_it(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=850)
+    done = subprocess.run([*COMMAND, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=1250)
     found = json.loads((tmp_path / "results.json").read_text())
     assert list(found) == [part.name for part in PARTS]
     wrong = {name: (one["state"], one["why"]) for name, one in found.items() if one["state"] != "done"}

@@ -145,17 +145,17 @@ def opened(browser: Any, path: Path, width: int, scheme: str = "light") -> Itera
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     page = context.new_page()
     said: list[str] = []
-    asked: list[str] = []
+    requested: list[str] = []
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"raised: {error}"))
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested.append(request.url))
     try:
         page.goto(path.as_uri())
         page.wait_for_function("document.documentElement.dataset.drawn === 'yes'", timeout=60_000)
         page.wait_for_timeout(150)  # a resize that follows is drawn in the next frame
         yield page
         assert said == []
-        assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
+        assert [url for url in requested if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
     finally:
         context.close()
 

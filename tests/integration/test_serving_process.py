@@ -58,6 +58,7 @@ class Reader:
         assert not self._thread.is_alive()
 
 
+@pytest.mark.beside
 def test_a_signal_drains(tmp_path: Path) -> None:
     """What runs is finished, what comes is refused, the code is 0 and every record is written."""
     log = ("--records", "records.jsonl", "--decisions", "decisions.jsonl")
@@ -82,6 +83,7 @@ def test_a_signal_drains(tmp_path: Path) -> None:
     assert actions[0] == "attach" and actions[-1] == "detach"
 
 
+@pytest.mark.beside
 def test_grace_is_not_for_ever(tmp_path: Path) -> None:
     with in_process(tmp_path, *SMALL, "--grace", "0.5") as server:
         reader = Reader(server.url, 8000)
@@ -95,6 +97,7 @@ def test_grace_is_not_for_ever(tmp_path: Path) -> None:
     assert "cutting 1 request after 0.5 s of grace" in server.output
 
 
+@pytest.mark.beside
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with in_process(tmp_path, *SMALL) as server:
         reader = Reader(server.url, 8000)
@@ -147,9 +150,9 @@ def test_a_profile_says_how_to_start(tmp_path: Path) -> None:
         assert f"serving tiny at {server.url} · SLO ttft=60000ms@99%, controlled · {knobs}" in server.output
         told = httpx.get(f"{server.url}/metrics", timeout=30).text
         assert f"autotune_kv_blocks_total {made.engine.kv_pool.blocks}.0" in told
-        asked = {"prompt": "a b c d", "max_tokens": 60, "ignore_eos": True}
+        body = {"prompt": "a b c d", "max_tokens": 60, "ignore_eos": True}
         for _ in range(40):  # on a busy machine the first steps differ too much among themselves to be judged
-            assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
             if "the profile predicts" in (tmp_path / "log.jsonl").read_text():
                 break
         server.signal()

@@ -20,13 +20,15 @@ import pytest
 from autotune.engines.vllm.scheduler import VERSIONS
 from tests.integration.vllm_environment import ENVIRONMENT, scheduler_python, scheduler_versions
 
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(600)]
+
 ROOT = Path(__file__).parents[2]
 LOADS, WHOLE = 80, 40
 PREEMPTS, SHARES, EVICTS = "vLLM preempts later", "vLLM shares within a step", "vLLM evicts later"
 TOO_OLD = "0.30.0"
 
 
-def ran(python: Path, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+def ran(python: Path, *arguments: str, timeout_s: float = 580) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     command = [str(python), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -45,7 +47,6 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return compared(request.param, str(LOADS), "7")
 
 
-@pytest.mark.slow
 def test_steps_and_requests_are_equal_but_for_what_is_named(found: list[dict[str, Any]]) -> None:
     named = Counter(one["differs"].partition(":")[0] for one in found)
     unknown = [f"{one['load']}: {one['differs']}" for one in found if one["differs"].startswith("unknown")]
@@ -54,7 +55,6 @@ def test_steps_and_requests_are_equal_but_for_what_is_named(found: list[dict[str
     assert named[""] >= 0.7 * LOADS, named
 
 
-@pytest.mark.slow
 def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[str, Any]]) -> None:
     for one in found:
         full, shared = "blocks=70" in one["load"] or one["full"], "prefix_cache=True" in one["load"]
@@ -66,7 +66,6 @@ def test_only_full_pools_and_shared_prefixes_make_a_difference(found: list[dict[
     assert all(one["requests"] == 120 and one["blocks_left"] == 0 for one in found), "none is lost, and no block"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", scheduler_versions())
 def test_where_prompts_are_one_chunk_the_same_prefixes_are_evicted(version: str) -> None:
     """But for a prompt that the step has no room for as a whole. Sharing within a step is of the second of two prompts alike."""
@@ -76,7 +75,6 @@ def test_where_prompts_are_one_chunk_the_same_prefixes_are_evicted(version: str)
     assert sum(one["full"] for one in whole) >= 10, "pools are full"
 
 
-@pytest.mark.slow
 def test_a_named_difference_is_small(found: list[dict[str, Any]]) -> None:
     """All is done at nearly the same time, and with nearly the same outcomes."""
     for one in found:
@@ -90,7 +88,6 @@ def test_a_named_difference_is_small(found: list[dict[str, Any]]) -> None:
         assert changed <= 10, one
 
 
-@pytest.mark.slow
 def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
     """Else their agreement says little."""
     assert sum(one["rejected"] > 0 for one in found) >= 5
@@ -102,18 +99,26 @@ def test_the_loads_are_of_every_kind(found: list[dict[str, Any]]) -> None:
     assert all(any(reason in one["reasons"][0] for one in found) for reason in ("cancelled", "timeout", "rejected"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", scheduler_versions())
 def test_it_keeps_the_contract_of_engines(version: str) -> None:
     """vLLM's own engine around that scheduler, with an executor that computes nothing: no torch operator of vLLM's is called."""
     words = ("-q", "-p", "no:cacheprovider", "-W", "default", "-k", "vllm", "tests/contract/test_engines.py")
-    done = ran(scheduler_python(version), "-m", "pytest", *words, timeout_s=580)
+    done = ran(scheduler_python(version), "-m", "pytest", *words)
     said = re.search(r"(\d+) passed", done.stdout)
     assert said is not None and int(said[1]) > 30, done.stdout[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("module", ["vllm_faults", "vllm_pools"])
+@pytest.mark.parametrize("version", scheduler_versions())
+def test_faults_are_contained_and_pools_are_counted(version: str, module: str) -> None:
+    """A fault of this project's code leaves stock vLLM; KV pools of several kinds of layers."""
+    words = ("-q", "-p", "no:cacheprovider", "-W", "default", "--show-capture=no", "--tb=short")
+    done = ran(scheduler_python(version), "-m", "pytest", *words, f"tests/integration/{module}.py", timeout_s=880)
+    said = re.search(r"(\d+) passed", done.stdout)
+    assert said is not None and int(said[1]) > 25, done.stdout[-2000:]
+
+
 @pytest.mark.parametrize("version", scheduler_versions())
 def test_decodes_are_padded_as_vllm_dispatches_them(version: str) -> None:
     """To the sizes of its CUDA graphs, in every mode."""
@@ -126,7 +131,6 @@ def test_decodes_are_padded_as_vllm_dispatches_them(version: str) -> None:
     assert sum(case["theirs"] != list(range(1, case["slots"] + 1)) for case in cases) >= 12, "most are padded"
 
 
-@pytest.mark.slow
 def test_a_version_that_cannot_be_steered_is_refused_by_name() -> None:
     """It lacks max_num_active_reqs. vLLM schedules as it would without this, and one line says why."""
     assert VERSIONS[0] > (0, 30)

@@ -27,6 +27,7 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.beside
 def test_live_contest_and_agreement() -> None:
     found = run(
         "vllm_live", "--quick", "--small", "--rounds", "1", "--duration", "3", "--calibrate", "8", "--case", "light",
@@ -49,6 +50,7 @@ def test_overhead_of_the_host(tmp_path: Path) -> None:
     assert all(abs(share) < 2 for share in shares), "one round: the runner alone may vary by more than ours takes"
 
 
+@pytest.mark.beside
 def test_a_profile_made_by_the_command_and_what_is_simulated_from_it() -> None:
     found = run(
         "vllm_fidelity", "--quick", "--small", "--budget", "40", "--rounds", "1", "--duration", "4", "--share", "0.5"

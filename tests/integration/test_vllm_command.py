@@ -14,6 +14,7 @@ import yaml
 
 from autotune.profile import Profile, load_profile
 from runtime.knobs import KnobLimits
+from tests.integration.llama_folder import weightless_folder
 from tests.integration.vllm_environment import ENVIRONMENT, VERSION, vllm_python_with_tests
 
 ROOT = Path(__file__).parents[2]
@@ -22,24 +23,14 @@ WORDS = [
     "--engine", "vllm", "--dtype", "float32", "--workload", "poisson:prompt=40~0.5,output=8~0.5", "--slo", "ttft=3s,tpot=1s@90%",
     *(word for name, value in ARGUMENTS.items() for word in ("--engine-arg", f"{name}={value}")),
 ]  # fmt: skip
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 258,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(900)]
 
 
 class Autotune:
     """The command in an environment with vLLM."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, folder / "model"
-        self.model.mkdir()
-        (self.model / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
-        (self.model / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}), encoding="utf-8")
+        self.folder, self.model = folder, weightless_folder(folder / "model")
 
     def __call__(self, *words: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}

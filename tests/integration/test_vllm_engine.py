@@ -11,6 +11,8 @@ import pytest
 
 from tests.integration.vllm_environment import ENVIRONMENT, vllm_python_with_tests
 
+pytestmark = [pytest.mark.slow, pytest.mark.beside, pytest.mark.timeout(600)]
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,22 +30,19 @@ def passed(*arguments: str) -> str:
         *arguments,
     ]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     return done.stdout
 
 
-@pytest.mark.slow
 def test_it_keeps_the_contract_of_engines() -> None:
     said = re.search(r"(\d+) passed", passed("tests/contract/test_engines.py", "-k", "vllm"))
     assert said is not None and int(said[1]) > 20
 
 
-@pytest.mark.slow
 def test_it_serves_a_model_and_is_controlled() -> None:
     assert " passed" in passed("tests/integration/vllm_serves.py")
 
 
-@pytest.mark.slow
 def test_a_controller_is_attached_to_engines_of_others() -> None:
     assert "4 passed" in passed("tests/integration/vllm_attaches.py")

@@ -71,6 +71,7 @@ def test_the_scheduler_brings_its_controller() -> None:
 # -- the page ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.beside
 def test_the_page_installs_what_there_is() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert commands()[0] == "pip install '.[vllm]'" and extras["vllm"] == ["vllm>=0.32,<0.33"]
@@ -81,6 +82,7 @@ def test_the_page_installs_what_there_is() -> None:
     }
 
 
+@pytest.mark.beside
 def test_the_page_names_every_setting() -> None:
     for name in Options.__dataclass_fields__:
         assert f'| `"{name}"`' in PAGE and (name == "pinned" or f"`AUTOTUNE_{name.upper()}`" in PAGE)
@@ -160,6 +162,7 @@ def fake(folder: Path, words: str = "") -> str:
 SET = {"AUTOTUNE_LOG": "run.jsonl", "AUTOTUNE_SLO": "ttft=200ms,tpot=500ms", "TEST_STEP_S": "0.02"}
 
 
+@pytest.mark.beside
 def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET, TEST_FAIL_ON="77", AUTOTUNE_METRICS="a.prom") as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
@@ -181,6 +184,7 @@ def test_a_client_that_hangs_up_and_a_step_that_raises(tmp_path: Path) -> None:
         assert within(5, lambda: "autotune_up 0.0" in (tmp_path / "a.prom").read_text())
 
 
+@pytest.mark.beside
 def test_the_api_process_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET) as server:
         core = server.engine_core
@@ -190,6 +194,7 @@ def test_the_api_process_is_killed(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("autotune/*.sock"))
 
 
+@pytest.mark.beside
 def test_enginecore_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET) as server:
         assert list(tmp_path.glob("autotune/*.sock"))
@@ -216,11 +221,38 @@ def test_rejections_have_a_status_and_the_switch_goes_over_a_running_server(tmp_
         assert not path.exists() and server.health() == 200
 
 
+def test_several_prompts_and_answers_of_one_request_are_rejected_as_a_whole(tmp_path: Path) -> None:
+    """With Retry-After, and nothing of it goes on: what is late comes with what is not."""
+    with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_REJECT_LATE="1") as server:
+        assert server.post("/v1/completions", body([5] * 400, 8))[0] == 200
+
+        def one(number: int) -> tuple[int, str | None, str]:
+            prompts = [[number, k] + [5] * (300 if k == 2 else 10) for k in range(3)]
+            more: dict[str, Any] = {"n": 2, "stream": number % 2 == 1, "logprobs": 1 if number % 4 < 2 else None}
+            asked = {"model": "./my-model", "prompt": prompts, "max_tokens": 300, "ignore_eos": True, **more}
+            connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+            connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Retry-After"), answer.read().decode()
+
+        with ThreadPoolExecutor(24) as pool:
+            found = list(pool.map(one, range(24)))
+        rejected = [(again, text) for status, again, text in found if status == 429]
+        assert {status for status, *_ in found} <= {200, 429} and rejected, [(s, t[:200]) for s, _, t in found]
+        assert all(again is not None and json.loads(text)["error"]["code"] == "slo" for again, text in rejected)
+        assert within(
+            30, lambda: re.search(r"vllm:num_requests_running\{[^}]*\} 0\.0", server.get("/metrics")[1]) is not None
+        )
+        assert server.post("/v1/completions", body([7] * 20, 8))[0] == 200
+
+
+@pytest.mark.beside
 def test_a_wrong_slo_ends_it_at_its_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"InputError: autotune: slo is 'ttft=500': .*"):
         VllmServer(tmp_path, fake(tmp_path), **{**SET, "AUTOTUNE_SLO": "ttft=500"})
 
 
+@pytest.mark.beside
 def test_switched_off_it_is_stock(tmp_path: Path) -> None:
     with serving(tmp_path, fake(tmp_path), **SET, AUTOTUNE_OFF="1") as server:
         assert "not tuned: it is switched off. vLLM schedules as it would without autotune" in server.output

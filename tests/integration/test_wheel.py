@@ -115,8 +115,9 @@ pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_it_profiles_a_machine(installed: Installed) -> None:
-    code, output = installed.run("profile", "--cpu", "--slo", EASY, "--budget", "25s", "--out", "plain.yaml")
+    code, output = installed.run("profile", "--cpu", "--slo", EASY, "--budget", "20s", "--out", "plain.yaml")
     assert code == 0, output
     made = installed.profile("plain")
     assert made.status == "complete" and made.slo_met
@@ -131,6 +132,7 @@ def test_it_profiles_a_machine(installed: Installed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_it_finds_the_shipped_profiles(installed: Installed) -> None:
     code, output = installed.run("profiles", "--json")
     assert code == 0, output
@@ -142,6 +144,7 @@ def test_it_finds_the_shipped_profiles(installed: Installed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -172,10 +175,11 @@ def wait_for_trials(
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_run_that_was_stopped_goes_on(installed: Installed, number: signal.Signals) -> None:
     name = number.name.lower()
-    words = ("profile", "--cpu", "--slo", EASY, "--budget", "60s", "--out", f"{name}.yaml")
+    words = ("profile", "--cpu", "--slo", EASY, "--budget", "30s", "--out", f"{name}.yaml")
     process = installed.start(*words, log=f"{name}.txt")
     try:
         before = wait_for_trials(installed, process, name, 8)  # the calibration, and a few that were simulated

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -64,7 +65,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Offered:
     """One request."""
 
     number: int
@@ -100,7 +101,7 @@ class Load:
             return None
         return AdmissionPolicy(late="relegate" if self.seed % 2 else "reject")
 
-    def arrivals(self) -> list[Asked]:
+    def arrivals(self) -> list[Offered]:
         draw = random.Random(self.seed)
         now, found = 0.0, []
         for number in range(self.requests):
@@ -114,16 +115,16 @@ class Load:
             name = "batch" if self.mixed and draw.random() < 0.4 else "default"
             arrival = Arrival(now, sum(length for _, length in segments), output, segments, name)
             expires = now + draw.uniform(0.05, 6) if self.mixed and draw.random() < 0.2 else None
-            found.append(Asked(number, arrival, draw.randrange(3) if self.mixed else 0, expires))
+            found.append(Offered(number, arrival, draw.randrange(3) if self.mixed else 0, expires))
         return found
 
-    def events(self) -> list[tuple[float, Knobs | Asked | int]]:
+    def events(self) -> list[tuple[float, Knobs | Offered | int]]:
         """Arrivals, turns of the knobs, and the numbers of requests that are cancelled, in order of time."""
-        asked = self.arrivals()
-        found: list[tuple[float, Knobs | Asked | int]] = [(one.arrival.time, one) for one in asked]
+        offered = self.arrivals()
+        found: list[tuple[float, Knobs | Offered | int]] = [(one.arrival.time, one) for one in offered]
         if self.cancels:
             draw = random.Random(self.seed + 1)
-            found += [(one.arrival.time + draw.expovariate(1.0), one.number) for one in asked if draw.random() < 0.25]
+            found += [(one.arrival.time + draw.expovariate(1.0), one.number) for one in offered if draw.random() < 0.25]
         return sorted([*found, *self.turns], key=lambda event: event[0])
 
 
@@ -202,8 +203,9 @@ class Stock:
         self._model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
         self._parts = VllmConfig, CacheConfig, DeviceConfig
 
-    def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False) -> Any:
-        """``refusing``: as ``vllm serve`` would make it, not tuned in a version that this was not made for."""
+    def scheduler(self, blocks: int, prefix_cache: bool, refusing: bool = False, specs: Any = ()) -> Any:
+        """``refusing``: as ``vllm serve`` would make it, not tuned in a version that this was not made for. ``specs``: what each
+        group of layers caches; one group of full attention unless given."""
         import torch
         from vllm.config import SchedulerConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -223,15 +225,14 @@ class Stock:
             device_config=device_of(device="cpu"),
         )
         cache.num_gpu_blocks = blocks + 1
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        pool = KVCacheConfig(
-            num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
+        full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs or (full,))]
+        pool = KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=groups)
         made = ours.Steered if refusing else ours.steered(ours.picked(config))
         return made(
             vllm_config=config,
             kv_cache_config=pool,
-            block_size=BLOCK,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
             structured_output_manager=StructuredOutputManager(config),
         )
 
@@ -242,7 +243,12 @@ class Steered:
     def __init__(self, scheduler: Any, load: Load) -> None:
         self.scheduler, self.clock, self.cost = scheduler, VirtualClock(), Cost()
         self.steering = scheduler.steer(
-            self.clock, knobs=load.knobs, limits=LIMITS, slos=SLOS, ordering=ordering_of(load.ordering, SLOS)
+            self.clock,
+            knobs=load.knobs,
+            limits=LIMITS,
+            slos=SLOS,
+            ordering=ordering_of(load.ordering, SLOS),
+            contained=False,
         )
         self._evictions = 0
         self._named: set[int] = set()  # blocks whose content became known as the step was planned
@@ -278,18 +284,18 @@ class Steered:
         self.heard.requests += [record for _, record in ended]
         self.relegated += sum(sequence.relegated is not None for sequence, _ in ended)
 
-    def offer(self, asked: Asked, due: float) -> None:
+    def offer(self, offered: Offered, due: float) -> None:
         from vllm.sampling_params import SamplingParams as Theirs
         from vllm.v1.request import Request as TheirRequest
 
-        name, arrival = str(asked.number), asked.arrival
+        name, arrival = str(offered.number), offered.arrival
         self.steering.coming = Request(
-            name, (), SamplingParams(), arrival.output_tokens, due, asked.priority, "", arrival.request_class,
-            expires=asked.expires, prompt_len=arrival.prompt_tokens,
+            name, (), SamplingParams(), arrival.output_tokens, due, offered.priority, "", arrival.request_class,
+            expires=offered.expires, prompt_len=arrival.prompt_tokens,
         )  # fmt: skip
         params = Theirs(max_tokens=arrival.output_tokens, ignore_eos=True)
         self.scheduler.add_request(
-            TheirRequest(name, asked.tokens(), params, None, arrival_time=due, block_hasher=self._hasher)
+            TheirRequest(name, offered.tokens(), params, None, arrival_time=due, block_hasher=self._hasher)
         )
         self.tell()
 
@@ -423,7 +429,7 @@ def compare(load: Load, stock: Stock) -> dict[str, Any]:
         else:
             world.offer(what, due=when)
     world.run()
-    left = steering.total_blocks - steering.free_blocks()
+    left = steering.kv.total_blocks - steering.free_blocks()
     return {
         "load": f"{load.knobs} blocks={load.blocks} rate={load.rate} budget={load.budget!r} "
         f"late={load.policy and load.policy.late} "

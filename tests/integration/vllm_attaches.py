@@ -22,7 +22,8 @@ from autotune.engines.vllm import Steered
 from runtime.errors import LeaseError
 from runtime.slo import SLO
 from tests.fakes import Records
-from tests.vllm_fakes import BLOCK, POOL_TOKENS, CountingExecutor, model_folder
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import BLOCK, POOL_TOKENS, CountingExecutor
 
 TARGET = SLO(ttft_ms=30_000, tpot_ms=10_000)
 OPTIONS: dict[str, Any] = {
@@ -56,7 +57,7 @@ def serve(llm: LLMEngine, lengths: list[int], output: int = 5) -> dict[str, list
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(params=[None, Steered], ids=["stock scheduler", "steered"])

@@ -26,7 +26,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from autotune.cost.shape import padded
 from autotune.engines.vllm.model import graph_sizes_of
 from runtime.step_model import StepFeatures
-from tests.vllm_fakes import model_folder
+from tests.integration.llama_folder import weightless_folder
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 
@@ -67,5 +67,5 @@ def as_on_a_gpu(config: Any, mode: str, sizes: list[int] | None, eager: bool) ->
 if __name__ == "__main__":
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:  # vLLM logs to stdout
-        found = list(cases(model_folder(Path(folder) / "model")))
+        found = list(cases(weightless_folder(Path(folder) / "model")))
     json.dump(found, out)

@@ -21,7 +21,8 @@ from runtime.records import FinishReason
 from runtime.request import SamplingParams
 from runtime.slo import SLO
 from tests.fakes import Records
-from tests.vllm_fakes import model_folder, vllm_engine
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import vllm_engine
 
 LIMITS = KnobLimits(max_batch_size=16, max_wait_ms=200, token_budget=256, chunk_size=256)
 START = Knobs(max_batch_size=8, max_wait_ms=0, token_budget=64, chunk_size=48)
@@ -36,7 +37,7 @@ def prompt(length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +124,13 @@ def test_requests_that_come_too_late_are_rejected() -> None:
 def test_a_wait_window_does_not_spin() -> None:
     with vllm_engine(LIMITS, START.with_(max_wait_ms=150), slo=PATIENT) as engine:
         engine.submit(prompt(5), max_tokens=1).result()
-        asked = engine._core.steering.prepare
+        prepare = engine._core.steering.prepare
         calls = 0
 
         def counted() -> float:
             nonlocal calls
             calls += 1
-            return asked()
+            return prepare()
 
         engine._core.steering.prepare = counted  # type: ignore[method-assign]
         heard = Records()

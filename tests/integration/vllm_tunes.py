@@ -33,7 +33,8 @@ from runtime.clock import VirtualClock
 from runtime.errors import EngineClosedError, InputError
 from runtime.records import FinishReason, RequestRecord, StepRecord
 from tests.fakes import Records
-from tests.vllm_fakes import BLOCK, CountingExecutor, model_folder
+from tests.integration.llama_folder import weightless_folder
+from tests.vllm_fakes import BLOCK, CountingExecutor
 
 SLO = {"slo": "ttft=30s,tpot=1s"}
 
@@ -64,10 +65,10 @@ class OverlappingExecutor(SlowExecutor):
 class ByAnotherTool(Stock):
     """A scheduler that took the slot before us."""
 
-    asked = 0
+    budgets = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked += 1
+        self.budgets += 1
         return super().schedule(*args, **kwargs)
 
 
@@ -82,7 +83,7 @@ class KeepsItsOrder(Stock):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return weightless_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -324,6 +325,51 @@ def test_a_rejection_alone_is_told_of(serve: Callable[..., Served]) -> None:
     assert [r.reason for r in records.requests] == [FinishReason.REJECTED]
 
 
+def test_what_one_http_request_asks_for_is_rejected_as_a_whole(serve: Callable[..., Served]) -> None:
+    """Two prompts with two answers each: the last of them comes too late, and none is left running."""
+    served = serve({"slo": "ttft=1s", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
+    for _ in range(5):
+        served.add(60, 2)
+    served.run()  # so that the rate is known
+
+    def ask(family: str, *lengths: int) -> None:
+        for number, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=500, ignore_eos=True, detokenize=False, n=2)
+            served.llm.add_request(f"{family}-{number}", {"prompt_token_ids": [5] * length}, params)
+
+    with heard(served) as records:
+        ask("cmpl-88ad6f58f2d8f3b3", 20)
+        served.llm.step()
+        served.llm.step()
+        served.scheduler.steering.settings.change_knobs({"token_budget": 1})
+        served.scheduler.steering.slack.slos["default"] = served.engine.slos["default"].__class__(ttft_ms=1e-3)
+        params = SamplingParams(max_tokens=500, ignore_eos=True, detokenize=False)
+        served.llm.add_request("cmpl-88ad6f58f2d8f3b3-1", {"prompt_token_ids": [5] * 2000}, params)
+        served.llm.add_request("cmpl-88ad6f58f2d8f3b3-2", {"prompt_token_ids": [5]}, params)
+        for _ in range(3):
+            served.llm.step()
+        assert not served.scheduler.requests and not served.scheduler.running
+        served.run()
+    steering = served.scheduler.steering
+    assert [r.reason for r in records.requests] == [FinishReason.REJECTED] * 4
+    assert not steering._by_name and not steering._families and not steering._doomed
+
+
+def test_who_wants_log_probabilities_of_the_prompt_is_relegated(serve: Callable[..., Served]) -> None:
+    """vLLM's API server has no answer for it without any."""
+    served = serve({"slo": "ttft=40ms", "reject_late": True}, SlowExecutor, max_num_batched_tokens=64)
+    for _ in range(5):
+        served.add(60, 2)
+    served.run()
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=1)
+    request = served.llm.add_request("a", {"prompt_token_ids": [5] * 1000}, params)
+    steering = served.scheduler.steering
+    assert steering.waiting.relegated_tokens == 1000 and request in steering._by_name
+    served.add(2000, 2)
+    ((reason, _, tokens),) = [found for name, found in served.run().items() if name != "a"]
+    assert (reason, tokens) == ("abort", 0)
+
+
 def test_a_listener_that_raises_is_cut_off(serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
     served = serve(SLO)
 
@@ -451,7 +497,7 @@ def test_it_steers_the_scheduler_of_another_tool(serve: Callable[..., Served]) -
     served = serve({**SLO, "base": f"{__name__}.ByAnotherTool"})
     served.add(20, 3)
     served.run()
-    assert isinstance(served.scheduler, ByAnotherTool) and served.scheduler.asked >= 3
+    assert isinstance(served.scheduler, ByAnotherTool) and served.scheduler.budgets >= 3
     assert served.scheduler.steering is not None
 
 
@@ -513,13 +559,13 @@ def test_it_starts_from_a_profile(serve: Callable[..., Served]) -> None:
 
 def test_a_wait_window_sleeps(serve: Callable[..., Served]) -> None:
     served = serve({**SLO, "pinned": {"max_wait_ms": 400, "max_batch_size": 2}})
-    asked = served.scheduler.steering.prepare
+    prepare = served.scheduler.steering.prepare
     calls = 0
 
     def counted() -> float:
         nonlocal calls
         calls += 1
-        return float(asked())
+        return float(prepare())
 
     served.scheduler.steering.prepare = counted
     with heard(served) as records:

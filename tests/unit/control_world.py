@@ -81,9 +81,9 @@ class SimulatedEngine(simulate.SimulatedEngine):
     def on_request(self, record: RequestRecord) -> None:
         self.records.append(record)
 
-    def offer_now(self, asked: tuple[float, int, int]) -> None:
+    def offer_now(self, offered: tuple[float, int, int]) -> None:
         """Queue a request that was due at its time."""
-        due, prompt, output = asked
+        due, prompt, output = offered
         self._number += 1
         arrival = Arrival(due, prompt, output, ((self._number, prompt),))
         self.offer(arrival, f"r{self._number}", due=due, shared=False)

@@ -98,6 +98,15 @@ def reference(loaded: TinyModel, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def before_forward(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> None:
+    """Have ``check`` look at the token ids of every forward, before it is made."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        check(kwargs["input_ids"])
+
+    loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class Oracle:
     """Knows what requests will say, and is wrong now and then: ``answers`` by the request's id."""
 

@@ -59,7 +59,7 @@ class Padded:
         return self.slow * (self.base + 8e-5 * decodes + 9e-5 * tokens + 1.5e-7 * reads + 1e-8 * step.prefill_attention)
 
 
-class Told(Silent):
+class KeepingReporter(Silent):
     def __init__(self) -> None:
         self.stages: list[str] = []
         self.notes: list[str] = []
@@ -112,33 +112,35 @@ def _simulated_once(scenario: Scenario, knobs: Knobs, rate: float, *rest: Any, *
 
 def session(
     journal: Path,
-    asked: Question | None = None,
+    requested: Question | None = None,
     *,
     engine: Any = None,
     stop: Callable[[], bool] | None = None,
     schedule: Schedule = SCHEDULE,
     host: Clock | None = None,
-) -> tuple[Findings, Told]:
-    told, asked = Told(), asked or question()
+) -> tuple[Findings, KeepingReporter]:
+    reported, requested = KeepingReporter(), requested or question()
     with open_study(journal, {"q": 1}) as study, pytest.MonkeyPatch.context() as patch:
         patch.setattr("autotune.profiling.simulator._FEWEST_REQUESTS", FEWEST)
         if stop is None and Scenario.measure_over is _SIMULATE:
             patch.setattr(Scenario, "measure_over", _simulated_once)
         host = host or VirtualClock()  # stands still: what the host takes to simulate must show nowhere
-        found = Session(engine or machine(), FACTS, asked, study, told, stop=stop, schedule=schedule, host=host).run()
+        found = Session(
+            engine or machine(), FACTS, requested, study, reported, stop=stop, schedule=schedule, host=host
+        ).run()
         if not found.stopped:
-            study.finish(asked.trials, asked.budget_s, asked.sim_trials)
-    return found, told
+            study.finish(requested.trials, requested.budget_s, requested.sim_trials)
+    return found, reported
 
 
 def changed(
     factor: float,
     journal: Path,
-    asked: Question,
+    requested: Question,
     until: float = math.inf,
     last: float = math.inf,
     schedule: Schedule = LONG,
-) -> tuple[Findings, Told]:
+) -> tuple[Findings, KeepingReporter]:
     """A run on a machine whose steps take ``factor`` times as long once it has been calibrated, for so many measurements.
 
     ``last``: the measurement of which Ctrl-C leaves nothing.
@@ -159,4 +161,4 @@ def changed(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Context, "_measure", measure)
-        return session(journal, asked, engine=machine(Changing()), schedule=schedule)
+        return session(journal, requested, engine=machine(Changing()), schedule=schedule)

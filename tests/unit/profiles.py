@@ -75,12 +75,12 @@ def question(**changes: Any) -> Question:
 
 
 def profile(
-    found: Findings | None = None, asked: Question | None = None, *, price: float | None = None, **changes: Any
+    found: Findings | None = None, requested: Question | None = None, *, price: float | None = None, **changes: Any
 ) -> Profile:
     found = found or findings(run(SMALL, 40), run(LARGE, 30), run(VLLM, 20))
     parts = of_engine(
         found,
-        asked or question(),
+        requested or question(),
         spec="azure-conv",
         engine=EngineFacts(
             name="autotune-runtime", version="0.1.0", kv_pool=KvPool(block_size=16, blocks=64), limits=KnobLimits(),

@@ -18,7 +18,7 @@ Token = tuple[int, int]  # (what it is a piece of, where in that)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request. ``segments``: (seed, length) pieces of its prompt."""
 
     id: str
@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(eq=False)
 class Live:
-    asked: Asked
+    request: Request
     number: int
     known: list[Token]  # prompt, then answer
     computed: int = 0
@@ -160,26 +160,26 @@ class Reference:
 
     # -- requests
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: Request) -> None:
         self.count += 1
-        live = Live(asked, self.count, asked.tokens)
+        live = Live(request, self.count, request.tokens)
         prompt = len(live.known)
-        start = max(self.virtual, self.tenant_ends.get(asked.tenant, 0.0))
-        due = asked.arrival + self.first_s if asked.deadline is None else asked.deadline
+        start = max(self.virtual, self.tenant_ends.get(request.tenant, 0.0))
+        due = request.arrival + self.first_s if request.deadline is None else request.deadline
         prompt_s = prompt * (self.prompt_s / self.prompt_tokens) if self.prompt_tokens else 0.0
         live.key = {
-            "fcfs": asked.arrival,
-            "priority": asked.arrival - 10.0 * asked.priority,
-            "shortest": asked.arrival + 0.01 * prompt,
-            "shortest_expected": asked.arrival + 0.01 * (prompt + self.expected(prompt)),
-            "ageing": asked.arrival + 2.0 * (log2(prompt) - max(-8, min(8, asked.priority))),
+            "fcfs": request.arrival,
+            "priority": request.arrival - 10.0 * request.priority,
+            "shortest": request.arrival + 0.01 * prompt,
+            "shortest_expected": request.arrival + 0.01 * (prompt + self.expected(prompt)),
+            "ageing": request.arrival + 2.0 * (log2(prompt) - max(-8, min(8, request.priority))),
             "deadline": due,
             "least_slack": due - prompt_s,
             "hybrid": due + 0.008 * prompt,
             "fair": start,
         }[self.ordering]
         if self.ordering == "fair":
-            self.tenant_ends[asked.tenant] = start + prompt + asked.output
+            self.tenant_ends[request.tenant] = start + prompt + request.output
         self.queue(live)
 
     def expected(self, prompt: int) -> float:
@@ -200,8 +200,8 @@ class Reference:
             if live in group:
                 group.remove(live)
         if reason == "length":
-            self.answers.append((len(live.asked.tokens), len(live.times)))
-        self.ended[live.asked.id] = Event(
+            self.answers.append((len(live.request.tokens), len(live.times)))
+        self.ended[live.request.id] = Event(
             reason, self.now, live.scheduled, live.times, live.cached or 0, live.preemptions
         )
 
@@ -224,7 +224,7 @@ class Reference:
             return -inf
         if sum(w.pending for w in self.waiting) >= left:
             return -inf
-        return min(w.asked.arrival for w in new) + self.knobs.max_wait_ms / 1e3
+        return min(w.request.arrival for w in new) + self.knobs.max_wait_ms / 1e3
 
     def plan(self, allowed: int) -> tuple[list[tuple[Live, int]], float]:
         """(sequence, tokens) of the prompts in the coming step, and until when what is left out is held back."""
@@ -264,8 +264,8 @@ class Reference:
         found: dict[Live, int] = {}
         spare = max(0, self.free - len(self.decoding))
         for live in self.decoding if self.guessable and self.knobs.draft_tokens else []:
-            room = (len(live.blocks) + spare) * self.size - live.computed - 1
-            count = min(self.knobs.draft_tokens, left, live.asked.output - len(live.times) - 1, room)
+            free = (len(live.blocks) + spare) * self.size - live.computed - 1
+            count = min(self.knobs.draft_tokens, left, live.request.output - len(live.times) - 1, free)
             if count > 0:
                 found[live] = count
                 left -= count
@@ -278,7 +278,7 @@ class Reference:
         """How many of so many guessed tokens are right, up to the first that is not."""
         assert self.guessable is not None
         places = range(len(live.times), len(live.times) + count)
-        return next((n for n, at in enumerate(places) if not self.guessable(live.asked.id, at)), count)
+        return next((n for n, at in enumerate(places) if not self.guessable(live.request.id, at)), count)
 
     def admit(self, live: Live) -> bool:
         found = self.found(live)
@@ -301,8 +301,8 @@ class Reference:
 
     def expire(self) -> None:
         everyone = [*self.decoding, *self.prompting, *self.waiting]
-        late = [w for w in everyone if w.asked.expires is not None and w.asked.expires <= self.now]
-        for live in sorted(late, key=lambda w: (w.asked.expires, w.number)):
+        late = [w for w in everyone if w.request.expires is not None and w.request.expires <= self.now]
+        for live in sorted(late, key=lambda w: (w.request.expires, w.number)):
             self.finish(live, "timeout")
 
     def step(self, until: float) -> None:
@@ -322,7 +322,7 @@ class Reference:
         rows = len(decoding) + len(chunks)
         drafts = self.drafts(min(most - len(decoding) - sum(count for _, count in chunks), self.most_sampled - rows))
         if not decoding and not chunks:
-            expiries = [w.asked.expires for w in self.waiting if w.asked.expires is not None]
+            expiries = [w.request.expires for w in self.waiting if w.request.expires is not None]
             self.now = min([until, held_until, *expiries])
             return
         start = self.now
@@ -363,7 +363,7 @@ class Reference:
                 if live in self.prompting:
                     self.prompting.remove(live)
                     self.decoding.append(live)
-        for live in [live for live in self.decoding if len(live.times) == live.asked.output]:
+        for live in [live for live in self.decoding if len(live.times) == live.request.output]:
             self.finish(live, "length")
 
     def run(self, until: float = inf) -> None:

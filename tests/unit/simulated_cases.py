@@ -10,7 +10,7 @@ from runtime.knobs import KnobLimits, Knobs
 from runtime.ordering import ORDERINGS
 from runtime.records import RequestRecord, StepRecord
 from runtime.step_model import StepFeatures
-from tests.unit.reference_simulator import Asked
+from tests.unit.reference_simulator import Request
 
 LIMITS = KnobLimits(64, 1000, 512, 512)
 
@@ -46,7 +46,7 @@ class RunMachine(Machine):
 @dataclass
 class Case:
     machine: Machine
-    requests: list[Asked]
+    requests: list[Request]
     knobs: Knobs
     changes: list[tuple[float, Knobs]]
     blocks: int
@@ -93,7 +93,7 @@ def case(number: int, *, drafts: bool = False) -> Case:
         first = dice.randrange(1, prompt + 1)
         pieces = [(dice.randrange(3) if shared else 100 + 2 * i, first), (101 + 2 * i, prompt - first)]
         requests.append(
-            Asked(
+            Request(
                 f"r{i}",
                 now,
                 tuple((seed, length) for seed, length in pieces if length),

@@ -112,12 +112,18 @@ def test_more_requests_are_in_time_than_without_it() -> None:
     assert met[1] > 1.2 * attainment(World(admission=timeout).play(load), slo).met
 
 
-def test_a_prompt_in_progress_ends_when_the_machine_turns_slow() -> None:
-    world = World(admission=True, source=100 / 11e-3)
+def slowed_within_a_prompt(admission: AdmissionPolicy | bool) -> World:
+    """A machine that turned five times as slow while it computed the long prompt of a request."""
+    world = World(admission=admission, source=100 / 11e-3)
     world.offer(Arrival(0.0, 1500, 4, ((0, 1500),)), "long", due=0.0, shared=False)
     world.run_until(0.05)
     world.formula.hardware = lambda step: 5 * steady(step)
     world.run()
+    return world
+
+
+def test_a_prompt_in_progress_ends_when_the_machine_turns_slow() -> None:
+    world = slowed_within_a_prompt(True)
     record = world.records["long"]
     assert record.reason is FinishReason.REJECTED and record.cause == "slo"
     assert record.scheduled is not None and record.output_tokens == 0 and record.retry_after_s
@@ -390,11 +396,7 @@ def test_slots_that_are_full_relegate_what_waits_past_its_target() -> None:
 
 
 def test_a_prompt_in_progress_that_turns_late_is_computed() -> None:
-    world = World(admission=LATER, source=100 / 11e-3)
-    world.offer(Arrival(0.0, 1500, 4, ((0, 1500),)), "long", due=0.0, shared=False)
-    world.run_until(0.05)
-    world.formula.hardware = lambda step: 5 * steady(step)
-    world.run()
+    world = slowed_within_a_prompt(LATER)
     assert world.records["long"].completed and not SLO(ttft_ms=200).met(world.records["long"])
 
 
@@ -427,13 +429,13 @@ def test_what_is_relegated_has_no_slack_and_is_told_apart_in_the_view() -> None:
     assert view.oldest_arrival == float("inf") and view.least_slack == float("inf")
     seen: list[float] = []
 
-    class Asked:
+    class Watching:
         def budget(self, view: SchedulerView) -> int:
             seen.append(view.least_slack)
             return view.knobs.token_budget
 
     world.run()
-    world.set_step_policy(Asked())
+    world.set_step_policy(Watching())
     world.offer(Arrival(5.0, 500, 1, ((99, 500),)), "first", due=5.0, shared=False)
     world.run_until(5.03)
     for number in range(40):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import FIRST_COMPLETED, as_completed, wait
 from typing import Any
 
@@ -12,6 +11,7 @@ from runtime import Batcher
 from runtime.batching.strategies import STRATEGIES, Static
 from runtime.errors import StepFailedError
 from tests.fakes import Records
+from tests.threads import in_threads
 from tests.unit.batcher_doubles import Gated, double
 
 
@@ -40,11 +40,7 @@ def test_many_threads_at_once() -> None:
         def client(number: int) -> None:
             results[number] = [b.submit(1000 * number + i).result() for i in range(200)]
 
-        threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(client, 8)
     assert results == {n: [2 * (1000 * n + i) for i in range(200)] for n in range(8)}
 
 

@@ -32,10 +32,10 @@ def test_errors_are_relative_to_the_truth() -> None:
         def predict(self, step: object) -> float:
             return truth.predict(step) / 2  # type: ignore[arg-type]
 
-    found = errors(Half(), truth, random_steps(truth, "decode", 1), told=0.25)
+    found = errors(Half(), truth, random_steps(truth, "decode", 1), expected=0.25)
     assert found == (pytest.approx(0.5), pytest.approx(0.5), 0.25)
-    assert found.told_over_true == pytest.approx(0.5) and off_by(found.told_over_true) == pytest.approx(2)
-    assert off_by(Errors(0.0, 0.0, 0.1).told_over_true) == float("inf")
+    assert found.expected_over_true == pytest.approx(0.5) and off_by(found.expected_over_true) == pytest.approx(2)
+    assert off_by(Errors(0.0, 0.0, 0.1).expected_over_true) == float("inf")
 
 
 @pytest.mark.parametrize("variant", [pytest.param("base", marks=pytest.mark.slow), "all"])
@@ -46,7 +46,7 @@ def test_a_calibration_of_the_default_budget_knows_a_gpu(variant: str, capsys: p
     tail = "" if variant == "base" else f"_{variant}"
     assert figures[f"median_worst_region{tail}"] <= 0.04
     assert figures[f"p90_worst_region{tail}"] <= 0.12
-    assert 1 <= figures[f"told_vs_true{tail}"] <= 1.6
+    assert 1 <= figures[f"expected_vs_true{tail}"] <= 1.6
     assert figures[f"learner_median{tail}"] <= 0.06 and figures[f"learner_p90{tail}"] <= 0.24
     assert figures[f"calibration_s{tail}"] < 1.2 * 28.8
     assert any(line.startswith("h100-llama3-8b") for line in out)

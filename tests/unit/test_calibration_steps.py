@@ -278,12 +278,12 @@ def test_what_a_calibration_has_not_seen_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_it_stops_when_asked_and_says_when_requests_fail() -> None:
     engine = machine(Formula())
-    asked = 0
+    calls = 0
 
     def stop() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 20
+        nonlocal calls
+        calls += 1
+        return calls > 20
 
     with pytest.raises(Interrupted):
         measured(engine, stop=stop)

@@ -96,9 +96,9 @@ def test_killed_while_it_calibrates(tmp_path: Path) -> None:
             raise Killed
         return ticking(items)
 
-    asked = question(SLO(e2e_ms=400), 100.0, 60.0)
+    requested = question(SLO(e2e_ms=400), 100.0, 60.0)
     (tmp_path / "inputs.jsonl").write_text('"x"\n')
-    about = identity(subject(ticking), asked, tmp_path / "inputs.jsonl", machine())
+    about = identity(subject(ticking), requested, tmp_path / "inputs.jsonl", machine())
     options: dict[str, Any] = {"seed": 0, "budget_s": 1e6, "most": 32, "clock": ticking.clock}
     with open_study(tmp_path / "a.journal", about) as study, pytest.raises(Killed):
         measure_calls(subject(deadly), study, **options)

@@ -179,8 +179,8 @@ def test_of_equals_the_faster_and_of_those_the_first() -> None:
 
 def test_stopped_at_once_nothing_was_tried() -> None:
     ticking = Ticking(0, 0)
-    asked, target = question(SLO(e2e_ms=100), 100.0, 5.0), CallableTarget(subject(ticking))
-    found = CallableSession(target, asked, new_study(), Silent(), stop=lambda: True).run()
+    requested, target = question(SLO(e2e_ms=100), 100.0, 5.0), CallableTarget(subject(ticking))
+    found = CallableSession(target, requested, new_study(), Silent(), stop=lambda: True).run()
     assert found.stopped and not found.simulated and not found.runs
 
 
@@ -221,15 +221,15 @@ class Tireless(CallableTarget):
 
 @pytest.mark.usefixtures("few_items")
 def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
+    ticking, study, requested = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, notes, still = Tireless(ticking), Notes(), VirtualClock()
-    first = CallableSession(target, asked, study, notes, host=still).run()
+    first = CallableSession(target, requested, study, notes, host=still).run()
     assert notes.begun == ["calibrating", "simulating", "measuring"]
     assert [what for what, _ in target.tried] == ["warm-up"] + ["validation"] * 5
     target.tried.clear()
     ticking.sizes.clear()
     again = Notes()
-    second = CallableSession(target, asked, study, again, host=still).run()
+    second = CallableSession(target, requested, study, again, host=still).run()
     assert again.begun == ["simulating", "measuring"] and "resuming the study of an earlier run" in again.told[0]
     assert target.tried == [] and ticking.sizes == []
     assert (second.setup, second.simulated, second.runs) == (first.setup, first.simulated, first.runs)
@@ -239,9 +239,9 @@ def test_a_study_is_gone_on_with_and_nothing_is_measured_twice() -> None:
 @pytest.mark.usefixtures("few_items")
 def test_a_study_of_the_version_before_is_gone_on_with() -> None:
     """Its measurements had no number, for there was one of each, and it had planned how long each is."""
-    ticking, study, asked = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
+    ticking, study, requested = Ticking(0.001, 0.0), new_study(), question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
     target, before, still = Tireless(ticking), new_study(), VirtualClock()
-    first, known = CallableSession(target, asked, study, Silent(), host=still).run(), study.measurements.results()
+    first, known = CallableSession(target, requested, study, Silent(), host=still).run(), study.measurements.results()
     kept = [(key, result) for key, result in known if key.startswith(("calls/", "trials/"))]
     kept += [(key[:-2], result) for key, result in known if key.startswith("run/") and key.endswith("/0")]
     kept.append(("plan", {"window_s": 1.25, "warmup_s": 0.25, "rate_from": "as requested", "chosen": []}))
@@ -252,7 +252,7 @@ def test_a_study_of_the_version_before_is_gone_on_with() -> None:
         before.put(fact, study.get(fact))
     target.tried.clear()
     ticking.sizes.clear()
-    second = CallableSession(target, asked, before, Silent(), host=still).run()
+    second = CallableSession(target, requested, before, Silent(), host=still).run()
     assert ticking.sizes == [] and [what for what, _ in target.tried] == ["warm-up", "validation"], "it repeated none"
     assert second.setup is not None and (second.setup.window_s, second.setup.warmup_s) == (1.25, 0.25)
     once = {key: run for key, run in first.measured.items() if key.endswith("/0")}
@@ -268,10 +268,10 @@ def test_what_is_found_in_the_study_tells_nothing_of_how_long_a_measurement_take
             return super().measure(*rest, **options)
 
     ticking, study = Ticking(0.001, 0.0), new_study()
-    asked, target = replace(question(SLO(e2e_ms=100), 100.0, 20.0, most=2), trials=2), Lasting(ticking)
+    requested, target = replace(question(SLO(e2e_ms=100), 100.0, 20.0, most=2), trials=2), Lasting(ticking)
     typical = []
     for _ in range(2):
-        session = CallableSession(target, asked, study, Silent(), host=VirtualClock())
+        session = CallableSession(target, requested, study, Silent(), host=VirtualClock())
         assert len(session.run().runs) == 5
         typical.append(session._context.meter.typical(9.0))
     assert typical == [pytest.approx((4 + 2 + 2 + 2 + 2) / 5), 9.0], "the first has the warm-up in it"
@@ -308,9 +308,9 @@ def test_what_serves_less_than_its_simulation_is_not_recommended_and_its_profile
             cost = self.cost.at_speed(0.3) if setting == AS_IT_COMES else self.cost
             return Measured(CallSimulator(cost, self.subject.costs, setup.slo).served(setting, load))
 
-    asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
+    requested = question(SLO(e2e_ms=100), 100.0, 10.0, most=4)
     target = Misjudged(Ticking(0.020, 0.002))
-    found = CallableSession(target, asked, new_study(), Silent(), host=VirtualClock()).run()
+    found = CallableSession(target, requested, new_study(), Silent(), host=VirtualClock()).run()
     tried = [setting for what, setting in target.tried if what == "validation"]
     assert tried[:2] == [AS_IT_COMES] * 2, "the best by simulation, and a repeat for the noise"
     best, *others = ranked(found)
@@ -332,8 +332,8 @@ def test_a_setting_that_fails_is_left_out() -> None:
             return found
 
     def profiled(reporter: Silent) -> list[CallablePoint]:
-        asked = question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
-        return ranked(CallableSession(target, asked, new_study(), reporter, host=VirtualClock()).run())
+        requested = question(SLO(e2e_ms=100), 100.0, 10.0, most=2)
+        return ranked(CallableSession(target, requested, new_study(), reporter, host=VirtualClock()).run())
 
     target, notes = Failing(Ticking(0.001, 0.0)), Notes()
 

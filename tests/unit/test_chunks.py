@@ -16,8 +16,8 @@ from runtime.tunable import Capabilities
 from tests.unit.control_world import poisson
 from tests.unit.test_infeasible import Served
 
-STEP_S, ROOM, WHOLE = 0.03, 1000, 1200  # seconds of a step, prompt tokens it has room for, and all of its tokens
-RATE = ROOM / STEP_S
+STEP_S, CAPACITY, WHOLE = 0.03, 1000, 1200  # seconds of a step, prompt tokens it has room for, and all of its tokens
+RATE = CAPACITY / STEP_S
 ARRIVAL = AdmissionPolicy(late=None, queue_timeout="ttft", order="fcfs")  # one after the other, as they come
 CHAT, LONG = SLO(ttft_ms=500, tpot_ms=30), SLO(ttft_ms=10_000, tpot_ms=200)
 
@@ -31,7 +31,7 @@ def followed(**lengths: int) -> Chunks:
 
 
 def size(chunks: Chunks, firsts: dict[str, float], demand: float = 0.8 * RATE) -> int:
-    return chunks.size(firsts, STEP_S, ROOM, demand, WHOLE)
+    return chunks.size(firsts, STEP_S, CAPACITY, demand, WHOLE)
 
 
 def test_a_prompt_that_has_time_is_cut_to_what_it_needs() -> None:
@@ -40,7 +40,7 @@ def test_a_prompt_that_has_time_is_cut_to_what_it_needs() -> None:
     assert 1000 / found * STEP_S < 0.5 and 30_000 / found * STEP_S < 10, "both are in time"
     assert size(followed(chat=1000, long=30_000), {"chat": 0.5, "long": math.inf}) == 80, "what chat needs"
     assert size(followed(chat=10, long=30_000), {"chat": 0.5, "long": math.inf}) == constants.FLOOR
-    assert followed(chat=10, long=30_000).size({"chat": 0.5, "long": math.inf}, STEP_S, ROOM, 0.0, 32) == 32, (
+    assert followed(chat=10, long=30_000).size({"chat": 0.5, "long": math.inf}, STEP_S, CAPACITY, 0.0, 32) == 32, (
         "no more than allowed"
     )
 
@@ -91,6 +91,6 @@ def play(*, cutting: bool) -> tuple[float, float]:
 def test_long_prompts_that_have_time_make_less_chat_late(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, long = play(cutting=True)
     assert (chat, long) == (pytest.approx(0.93, abs=0.03), 1)
-    monkeypatch.setattr(Chunks, "size", lambda self, firsts, seconds, room, demand, most: most)
+    monkeypatch.setattr(Chunks, "size", lambda self, firsts, seconds, capacity, demand, most: most)
     late, long = play(cutting=False)
     assert late < chat - 0.2 and long == 1

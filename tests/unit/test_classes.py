@@ -30,7 +30,7 @@ from autotune.simulate.scenario import Scenario
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs
 from runtime.slo import SLO, RequestClass, attained
-from tests.unit.profiled_machine import Told, machine, question, session
+from tests.unit.profiled_machine import KeepingReporter, machine, question, session
 from tests.unit.profiles import LARGE, SMALL, profile, run
 from tests.unit.report.reporting import Page
 from tests.unit.simulate_command import QUICK, flat, refused
@@ -108,8 +108,8 @@ def test_the_spelling_of_a_class_reads_back() -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """In virtual time, without an SLO for requests of other classes."""
-    asked = question(workload=parse_workload(MIX), slo=None, rate=30.0, classes=CLASSES)
-    return session(tmp_path_factory.mktemp("classes") / "a.journal", asked)[0]
+    requested = question(workload=parse_workload(MIX), slo=None, rate=30.0, classes=CLASSES)
+    return session(tmp_path_factory.mktemp("classes") / "a.journal", requested)[0]
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +193,9 @@ def test_simulate_and_capacity_go_by_classes(made: Profile, tmp_path: Path, caps
     path = tmp_path / "two.yaml"
     save_profile(made, path)
     assert typed(["simulate", str(path), "--rate", "5", *QUICK, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["classes"] == [str(one) for one in CLASSES]
-    assert {*told["settings"][0]["classes"]} == {"chat", "batch"}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["classes"] == [str(one) for one in CLASSES]
+    assert {*reported["settings"][0]["classes"]} == {"chat", "batch"}
     assert typed(["simulate", str(path), "--rate", "5", "--class", "batch:e2e=1ms", *QUICK]) == 1, (
         "batch misses its SLO"
     )
@@ -290,19 +290,19 @@ def test_an_objective_says_how_far_settings_are_apart() -> None:
 
 
 @pytest.fixture(scope="module")
-def lowest_mean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Told, Profile]:
+def lowest_mean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, KeepingReporter, Profile]:
     """A run for the lowest mean E2E: what it found, what it told meanwhile, and the profile."""
-    asked = question(slo=None, rate=30.0, objective="mean-e2e")
-    found, told = session(tmp_path_factory.mktemp("mean") / "a.journal", asked)
-    return found, told, profile(found, asked)
+    requested = question(slo=None, rate=30.0, objective="mean-e2e")
+    found, reported = session(tmp_path_factory.mktemp("mean") / "a.journal", requested)
+    return found, reported, profile(found, requested)
 
 
-def test_a_run_for_the_lowest_mean_e2e(lowest_mean: tuple[Findings, Told, Profile], tmp_path: Path) -> None:
+def test_a_run_for_the_lowest_mean_e2e(lowest_mean: tuple[Findings, KeepingReporter, Profile], tmp_path: Path) -> None:
     """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
-    found, told, made = lowest_mean
-    told_of = [note for _, note in told.done[1:]] + told.progressed
+    found, reported, made = lowest_mean
+    told_of = [note for _, note in reported.done[1:]] + reported.progressed
     assert len(told_of) > 12 and all("mean E2E" in note for note in told_of if note.startswith("best"))
-    assert any(note.startswith("best mean E2E ") for note in told.progressed)
+    assert any(note.startswith("best mean E2E ") for note in reported.progressed)
     assert not any("within the SLO" in note for note in told_of)
     front = [p.e2e_mean_ms or inf for p in made.simulated if p.label != PAIRED]
     assert front == sorted(front) and len(set(front)) > 2, "the lowest first: of a long one the others are left out"
@@ -338,7 +338,10 @@ def said_by(one: Section) -> str:
 
 @pytest.mark.parametrize("with_model", [True, False])
 def test_the_page_of_a_run_for_the_lowest_mean_e2e(
-    lowest_mean: tuple[Findings, Told, Profile], with_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lowest_mean: tuple[Findings, KeepingReporter, Profile],
+    with_model: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ranks settings by their mean E2E, and speaks of that; goodput is a column of its tables, and no more."""
     monkeypatch.setattr("autotune.report.sweep.REQUESTS", 100)

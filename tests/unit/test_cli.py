@@ -267,8 +267,8 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: pytest.CaptureFixtur
     display.stage("searching")
     display.progress(0.5, "3 trials", "best 1", 12.0)  # too soon after the first to be worth a line
     display.stage_done("6 trials", "best 2")
-    asked = setup(slo_from="default × 2: because")
-    display.ready(asked)
+    requested = setup(slo_from="default × 2: because")
+    display.ready(requested)
     display.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["searching", "6", "trials", "0", "s", "best", "2"]

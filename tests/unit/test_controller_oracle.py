@@ -245,7 +245,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(command, "FOLDER", tmp_path)
         monkeypatch.setattr(command, "peaks", lambda *_: BENCH.peaks)
-        asked = [
+        arguments = [
             "--scenario",
             "tiny",
             "--contender",
@@ -257,7 +257,7 @@ class TestCommand:
             "--jobs",
             "1",
         ]
-        assert command.main(asked) == 0
+        assert command.main(arguments) == 0
         lines = capsys.readouterr().out.splitlines()
         assert sum(line.startswith("tiny      predictive") for line in lines) == 1
         assert isinstance(json.loads(lines[-1]), dict)

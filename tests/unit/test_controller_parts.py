@@ -22,10 +22,10 @@ from tests.unit.test_rival_controllers import step
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(0, 1)), max_size=80), st.integers(1, 40))
-def test_the_latest_values_are_those_told_of_whenever_asked(asked: list[tuple[int, float]], n: int) -> None:
+def test_the_latest_values_are_those_told_of_whenever_looked_at(added: list[tuple[int, float]], n: int) -> None:
     recent, values = Recent(n), []
     assert (recent.mean, recent.quantile(0.5), len(recent)) == (0, 0, 0)
-    for value, q in asked:
+    for value, q in added:
         recent.add(value)
         values = [*values, value][-n:]
         if q > 0.3:  # not after every one
@@ -35,16 +35,16 @@ def test_the_latest_values_are_those_told_of_whenever_asked(asked: list[tuple[in
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(-10, 10_000))
 def test_the_largest_that_fits_from_any_guess(fitting: int, top: int, guess: int) -> None:
-    asked: list[int] = []
+    tried: list[int] = []
 
     def fits(number: int) -> bool:
-        asked.append(number)
+        tried.append(number)
         return number <= fitting
 
     assert largest(fits, top, guess) == min(fitting, top)
-    assert all(1 <= number <= top for number in asked)
+    assert all(1 <= number <= top for number in tried)
     off = abs(min(max(guess, 1), top) - min(fitting, top))
-    assert len(asked) <= 2 * math.log2(off + 2) + 3
+    assert len(tried) <= 2 * math.log2(off + 2) + 3
 
 
 def test_the_tightest_of_the_classes_that_are_served() -> None:

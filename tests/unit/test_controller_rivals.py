@@ -161,13 +161,15 @@ class TestConstants:
 
     def test_those_found_are_kept_with_how_they_were_found(self) -> None:
         document = json.loads(constants.FILE.read_text())
-        assert {"aimd", "bisection", "gradient"} <= set(document["constants"]) == set(document["told"]) <= set(RANGES)
+        assert (
+            {"aimd", "bisection", "gradient"} <= set(document["constants"]) == set(document["reported"]) <= set(RANGES)
+        )
         assert max(document["seeds"]) <= 10 and "benchmarks.controller.tune" in document["command"]
         for base, by_layer in document["constants"].items():
             for layer, found in by_layer.items():
                 assert set(found) <= set(RANGES[base]), (base, layer)
-                told = document["told"][base][layer]
-                assert told["share_of_the_oracle"] >= told["as_published"]
+                reported = document["reported"][base][layer]
+                assert reported["share_of_the_oracle"] >= reported["as_published"]
 
     def test_knobs_alone_have_their_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "c.json"
@@ -248,14 +250,14 @@ class TestTune:
 
 
 def test_interval_is_that_of_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
+    intervals: list[float] = []
     real = contenders.control
 
     def spied(*args: Any, **more: Any) -> Any:
-        asked.append(more["interval_s"])
+        intervals.append(more["interval_s"])
         return real(*args, **more)
 
     monkeypatch.setattr(contenders, "control", spied)
     for given in ({}, {"interval_s": 0.5}):
         run(SHORT, driver_of(RIVALS["aimd"], "knobs", given), 1, Bench(dict.fromkeys(RATES.peaks, 0.5)))
-    assert asked == [0.25, 0.5]
+    assert intervals == [0.25, 0.5]

@@ -14,6 +14,7 @@ import pytest
 from runtime import FinishReason, Knobs, RejectedError, StepFailedError
 from runtime.request import Sequence
 from tests.engines import bench
+from tests.threads import in_threads
 
 
 def test_queue_full() -> None:
@@ -186,10 +187,6 @@ def test_many_threads() -> None:
                 if ids != list(range(start + 1, start + 7)):
                     wrong.append((start, ids))
 
-        clients = [threading.Thread(target=client, args=(n,)) for n in range(20)]
-        for thread in clients:
-            thread.start()
-        for thread in clients:
-            thread.join(timeout=60)
+        in_threads(client, 20)
         assert not wrong
         assert sum(b.heard.request().completed for _ in range(200)) == 200

@@ -13,6 +13,7 @@ from runtime.llm.core import EngineCore
 from runtime.tunable import Tunable
 from tests.engines import Bench, bench
 from tests.fakes import Heard
+from tests.threads import in_threads
 
 
 def test_an_engine_is_tunable() -> None:
@@ -118,11 +119,7 @@ def test_epochs_from_many_threads_are_all_different() -> None:
             for i in range(20):
                 epochs.append(b.engine.set_knobs(Knobs(token_budget=1000 + 20 * n + i)))
 
-        threads = [threading.Thread(target=turn, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(turn, 8)
         assert sorted(epochs) == list(range(1, 161))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +15,7 @@ from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.memory import is_out_of_memory
 from runtime.torch_backend.transfer import Readback
-from tests.unit.executor_harness import TinyModel, prompts, reference, run, tiny
+from tests.unit.executor_harness import TinyModel, before_forward, prompts, reference, run, tiny
 
 BAD = 127  # a token the tests treat as poison
 KNOBS = Knobs(max_batch_size=8, token_budget=64, chunk_size=32)
@@ -33,13 +30,6 @@ def _expected(loaded: TinyModel, requests: list[tuple[list[int], int]]) -> list[
     return [reference(loaded, p, n) for p, n in requests]
 
 
-def _before(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> None:
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        check(kwargs["input_ids"])
-
-    loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 @EACH
 def test_a_request_that_makes_the_model_raise_fails_alone(backend: Backend) -> None:
     loaded = tiny()
@@ -51,7 +41,7 @@ def test_a_request_that_makes_the_model_raise_fails_alone(backend: Backend) -> N
         if BAD in ids:
             raise ValueError("a bad token")
 
-    _before(loaded, check)
+    before_forward(loaded, check)
     outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert set(failures) == {"2"}
     assert isinstance(failures["2"], ValueError)
@@ -72,7 +62,7 @@ def test_a_request_that_raises_while_it_decodes_fails_alone(backend: Backend) ->
         if steps > 6 and expected[1][5] in ids[0, :]:
             raise ValueError("a bad token")
 
-    _before(loaded, check)
+    before_forward(loaded, check)
     outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend), requests, KNOBS)
     assert "1" in failures
     for i, (output, right) in enumerate(zip(outputs, expected, strict=True)):
@@ -147,7 +137,7 @@ def test_a_step_that_does_not_fit_runs_in_parts(backend: Backend, error: Excepti
         if ids.shape[1] > 10:
             raise error
 
-    _before(loaded, check)
+    before_forward(loaded, check)
     executor = TorchExecutor(loaded, kv_blocks=32, block_size=8, backend=backend)
     core = EngineCore(Scheduler(kv_blocks=32, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
     sequences = [
@@ -174,7 +164,7 @@ def test_a_request_that_does_not_fit_in_any_part_fails_with_the_cause() -> None:
         if BAD in ids:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    _before(loaded, check)
+    before_forward(loaded, check)
     outputs, failures, _ = run(TorchExecutor(loaded, kv_blocks=32, block_size=8), requests, KNOBS)
     assert set(failures) == {"0"}
     assert is_out_of_memory(failures["0"])

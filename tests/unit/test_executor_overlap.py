@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.unit.executor_harness import (
     SAMPLING,
     VOCAB,
     TinyModel,
+    before_forward,
     neighbour_of_a_row_for_nothing,
     prompts,
     reference,
@@ -113,13 +114,6 @@ def test_sampled_tokens_are_the_same(params: list[dict[str, Any]], monkeypatch: 
     assert any(len(tokens) < 16 for tokens in plainly.values()), "nothing stopped early"
 
 
-def before(loaded: TinyModel, check: Callable[[torch.Tensor], None]) -> None:
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        check(kwargs["input_ids"])
-
-    loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 @EACH
 def test_a_request_that_raises_fails_alone(backend: Backend) -> None:
     loaded = tiny()
@@ -131,7 +125,7 @@ def test_a_request_that_raises_fails_alone(backend: Backend) -> None:
         if BAD in ids:
             raise ValueError("a bad token")
 
-    before(loaded, check)
+    before_forward(loaded, check)
     outputs, failures, _ = run(overlapping(loaded, backend), requests, KNOBS)
     assert set(failures) == {"2"} and outputs[2] == []
     assert [o for i, o in enumerate(outputs) if i != 2] == [e for i, e in enumerate(expected) if i != 2]
@@ -192,7 +186,7 @@ def test_a_step_that_does_not_fit_runs_in_parts(backend: Backend) -> None:
         if ids.shape[1] > 10:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    before(loaded, check)
+    before_forward(loaded, check)
     executor = overlapping(loaded, backend)
     core = EngineCore(Scheduler(kv_blocks=40, block_size=8), executor, knobs=KNOBS, output=OutputProcessor())
     sequences = [

@@ -17,7 +17,7 @@ from scipy import stats
 
 from runtime.knobs import Knobs
 from runtime.llm.core import EngineCore
-from runtime.llm.drafts import Drafter, NgramDrafter
+from runtime.llm.drafts import Drafter, NgramDrafter, verified
 from runtime.llm.output import OutputProcessor
 from runtime.llm.plan import Token
 from runtime.llm.scheduler import Scheduler
@@ -25,7 +25,6 @@ from runtime.records import StepRecord
 from runtime.request import Request, SamplingParams, Sequence
 from runtime.torch_backend.backends import CPU, PLAIN, Backend
 from runtime.torch_backend.executor import TorchExecutor
-from runtime.torch_backend.verification import verified
 from tests.unit.executor_harness import SAMPLING, VOCAB, Oracle, TinyModel, changing, prompts, reference, run, tiny
 
 EACH = pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "plain"])
@@ -144,7 +143,7 @@ def law(
 @pytest.mark.parametrize("guess", ["likeliest", "unlikeliest", "any"])
 def test_the_distribution_is_the_models(guess: str) -> None:
     """Chi-square over the 27 answers of three tokens out of three, two of them verified in one step, whatever is guessed."""
-    loaded, [prompt], count = tiny(), prompts([6], 5), 4000
+    loaded, [prompt], count = tiny(), prompts([6], 5), 2000
     flat = next(t for t in (1.0, 4.0, 16.0, 64.0) if min(law(loaded, prompt, t, 3, 3).values()) > 0.004)
     exact = law(loaded, prompt, flat, 3, 3)
     dice = random.Random(3)

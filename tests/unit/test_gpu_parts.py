@@ -53,7 +53,7 @@ def test_what_was_not_written_is_an_error() -> None:
     expected = torch.ones(4, dtype=torch.float64)
     found = expected.float()
     found[2] = float("nan")
-    told = kernels._told(found, expected, torch.float32, 1.0, 1.0)
+    told = kernels._reported(found, expected, torch.float32, 1.0, 1.0)
     assert told["error"] == float("inf") > told["allowed"]
 
 

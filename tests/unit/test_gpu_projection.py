@@ -17,6 +17,7 @@ from benchmarks.gpu_projection.host import host_us
 from benchmarks.gpu_projection.steps import Step
 from benchmarks.gpu_projection.work import Work, of_kernel, of_operation, touched
 from runtime.torch_backend.presets import PRESETS
+from tests.unit.command_line import exit_code
 
 NANO = PRESETS["nano"].fields
 LAYERS, HIDDEN, INNER, VOCAB = (
@@ -150,11 +151,7 @@ def test_the_host_is_timed_with_all_sequences_decoding() -> None:
     ],
 )
 def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(words)
-    except SystemExit as error:  # argparse's own
-        code = int(error.code or 0)
-    assert code == 2 and said in capsys.readouterr().err
+    assert exit_code(main, words) == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.slow

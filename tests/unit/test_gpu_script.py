@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.client import Answered, Asked, load, send, summary
+from benchmarks.gpu.client import Answered, Request, load, send, summary
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.place import Place, read, write
 from benchmarks.gpu.running import Ended, ended, results, run_parts
 from benchmarks.gpu.wheels import LIST, fetching, wheels
 from runtime.errors import InputError
+from tests.unit.command_line import exit_code
 
 ROOT = Path(__file__).parents[2]
 NOTHING = Part("fingerprint", "Nothing in so short a time", "fingerprint", 0.05)
@@ -92,11 +93,7 @@ def test_the_page_has_every_part_and_its_answers(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(words)
-    except SystemExit as error:  # argparse's own
-        code = int(error.code or 0)
-    assert code == 2 and said in capsys.readouterr().err
+    assert exit_code(main, words) == 2 and said in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +144,8 @@ def url() -> Iterator[str]:
 
 
 def test_answers_are_those_of_their_requests(url: str) -> None:
-    asked = [Asked(0.0, [1, 2], 3), Asked(0.0, [13], 3), Asked(0.02, [14], 3), Asked(0.0, [5], 7)]
-    answers, seconds = send(url, asked)
+    requests = [Request(0.0, [1, 2], 3), Request(0.0, [13], 3), Request(0.02, [14], 3), Request(0.0, [5], 7)]
+    answers, seconds = send(url, requests)
     assert [a.tokens for a in answers] == [3, 0, 2, 7] and seconds >= 0.02
     assert [a.error for a in answers] == ["", "429: too late", "2 of 3 tokens came", ""]
     assert 0 < answers[0].first_s <= answers[0].last_s

@@ -34,8 +34,8 @@ KNOWN = {  # ms: one decode behind 1,000 tokens; 64 behind 1,000 each; a prompt 
 @pytest.mark.parametrize("name", KNOWN)
 def test_steps_take_what_the_published_tables_come_to(name: str) -> None:
     truth = load(name, BARE)
-    asked = ((1, 1000, ()), (64, 64_000, ()), (0, 0, [(0, 2048)]), (64, 64_000, [(4096, 512)]))
-    assert [1e3 * truth.step_seconds(*step) for step in asked] == pytest.approx(KNOWN[name], abs=0.006)
+    steps = ((1, 1000, ()), (64, 64_000, ()), (0, 0, [(0, 2048)]), (64, 64_000, [(4096, 512)]))
+    assert [1e3 * truth.step_seconds(*step) for step in steps] == pytest.approx(KNOWN[name], abs=0.006)
 
 
 def test_there_are_eight_and_each_says_where_it_comes_from() -> None:

@@ -58,8 +58,8 @@ def points() -> list[StepPoint]:
 
 def off(predict: Callable[[StepFeatures], float]) -> float:
     """The 90th percentile of the relative error on decode steps that nobody has seen."""
-    asked = [step for step in steps(300, seed=9) if not step.chunks]
-    return statistics.quantiles([abs(predict(step) / hardware(step) - 1) for step in asked], n=10)[-1]
+    decode_steps = [step for step in steps(300, seed=9) if not step.chunks]
+    return statistics.quantiles([abs(predict(step) / hardware(step) - 1) for step in decode_steps], n=10)[-1]
 
 
 def test_a_fit_that_knows_the_ladder_knows_what_padding_and_eager_steps_cost() -> None:

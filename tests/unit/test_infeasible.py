@@ -41,8 +41,8 @@ class Served(simulate.SimulatedEngine):
         self.records.append(record)
 
     def play(self, main: Iterable[tuple[float, int, int]], other: Iterable[tuple[float, int, int]]) -> None:
-        asked = [(*a, "default") for a in main] + [(*a, "other") for a in other]
-        made = (Arrival(t, p, o, ((n, p),), name) for n, (t, p, o, name) in enumerate(sorted(asked)))
+        offered = [(*a, "default") for a in main] + [(*a, "other") for a in other]
+        made = (Arrival(t, p, o, ((n, p),), name) for n, (t, p, o, name) in enumerate(sorted(offered)))
         self.serve(made, start=self.clock.now(), label="", shared=False)
         self.run()
 

@@ -1,4 +1,4 @@
-"""The knobs: bounds, messages, ceilings; and that a fifth one could not slip in unhandled."""
+"""The knobs: bounds, messages, ceilings; and that a further one could not slip in unhandled."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_moving_frequencies_are_found_even_if_the_config_hides_them(
     rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = roped(rope)
-    monkeypatch.setattr(loading, "_context_length", lambda config, name, asked: 1024)
+    monkeypatch.setattr(loading, "_context_length", lambda config, name, requested: 1024)
     with pytest.raises(UnsupportedModelError, match="its rotary embedding changed at position 1023"):
         from_model(model)
 

@@ -236,16 +236,16 @@ def test_every_ordering_has_its_bound_tested_or_is_fair() -> None:
     assert {*BOUNDS_S, "fair"} == ORDERINGS.keys()
 
 
-class Asked(Fcfs):
-    """Counts how often it is asked, and keeps what it hears."""
+class CountingFcfs(Fcfs):
+    """Counts the calls for a key, and keeps what it hears."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
         self.steps: list[StepRecord] = []
         self.requests: list[RequestRecord] = []
 
     def key(self, queued: Queued) -> float:
-        self.asked += 1
+        self.calls += 1
         return super().key(queued)
 
     def on_step(self, record: StepRecord) -> None:
@@ -260,20 +260,20 @@ def engine(ordering: str | Ordering, knobs: Knobs = Knobs(8, 0, 64, 64), **optio
 
 
 def test_an_engine_tells_of_every_step_and_request_and_asks_once() -> None:
-    order, heard = Asked(), Records()
+    order, heard = CountingFcfs(), Records()
     made = engine(order)
     made.subscribe(heard)
     handles = [made.submit([1] * 20, SamplingParams(max_tokens=1 + i % 5)) for i in range(300)]
     made.wait(0.2)
     handles[-1].cancel()
     made.run()
-    assert order.asked == 300, "whatever waits, and however long, is not asked again"
+    assert order.calls == 300, "whatever waits, and however long, is not asked again"
     assert order.steps == heard.steps and order.requests == heard.requests
     assert order.requests[-1].finished == order.steps[-1].end
 
 
 def test_the_order_of_a_policy_learns_while_it_is_in_force() -> None:
-    own = Asked()
+    own = CountingFcfs()
     made = engine(own, slo="ttft=60s")
     made.submit([1] * 20, SamplingParams(max_tokens=3))
     made.run()
@@ -298,7 +298,7 @@ def test_an_ordering_that_raises_at_a_record_hears_no_more_and_orders_on(
     def fail(record: Any) -> None:
         raise LookupError("no such class")
 
-    order = Asked()
+    order = CountingFcfs()
     setattr(order, raises, fail)
     made = engine(order)
     with caplog.at_level(logging.WARNING):
@@ -307,7 +307,7 @@ def test_an_ordering_that_raises_at_a_record_hears_no_more_and_orders_on(
     assert all(handle.record is not None and handle.record.completed for handle in handles)
     assert caplog.text.count("will hear no more") == 1 and "no such class" in caplog.text
     assert len(order.steps) + len(order.requests) <= 1
-    assert order.asked == 20
+    assert order.calls == 20
 
 
 def mean_e2e(ordering: str | Ordering) -> float:

@@ -291,25 +291,25 @@ def test_the_pool_leaves_room_for_all_graphs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    calls: list[str] = []
     reserved = iter([5000, 9500])
 
     def said(name: str, value: Callable[[], Any] = lambda: None) -> None:
         def answer(device: object = None) -> Any:
-            asked.append(name)
+            calls.append(name)
             return value()
 
         monkeypatch.setattr(torch.cuda, name, answer)
 
-    monkeypatch.setattr(gc, "collect", lambda: asked.append("collect"))
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         said(name)
     said("mem_get_info", lambda: (700, 1000))
     said("memory_reserved", lambda: next(reserved))
     said("max_memory_reserved", lambda: next(reserved))
     memory = CUDAMemory(torch.device("cuda"))
-    assert memory.free() == 700 and asked == ["collect", "synchronize", "empty_cache", "mem_get_info"]
-    asked.clear()
-    assert memory.peak(lambda: asked.append("step")) == 4500
+    assert memory.free() == 700 and calls == ["collect", "synchronize", "empty_cache", "mem_get_info"]
+    calls.clear()
+    assert memory.peak(lambda: calls.append("step")) == 4500
     settled = ["collect", "synchronize", "empty_cache", "memory_reserved", "reset_peak_memory_stats"]
-    assert asked == [*settled, "step", "synchronize", "max_memory_reserved"]
+    assert calls == [*settled, "step", "synchronize", "max_memory_reserved"]

@@ -47,8 +47,8 @@ def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> 
     served = partial(at_either_speed, given)
 
     best = served(given.setup.candidates[0])
-    asked = [*around_guess(space, given.setup.fitted), *neighbours(space, given.setup.candidates[0])]
-    assert best >= max(map(served, asked)) - 0.02  # the speed moved a little since
+    searched = [*around_guess(space, given.setup.fitted), *neighbours(space, given.setup.candidates[0])]
+    assert best >= max(map(served, searched)) - 0.02  # the speed moved a little since
     assert best >= max(served(run.knobs) for run in given.simulated) - 0.02
 
 

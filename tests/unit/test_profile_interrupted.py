@@ -30,33 +30,33 @@ def journal(tmp_path: Path) -> Path:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """What the hardware is asked from here on: (setting, seed, prompt seed) of each measurement."""
-    asked: list[tuple[str, int, int]] = []
+    measured: list[tuple[str, int, int]] = []
 
     def spy(engine: Any, knobs: Knobs, *args: Any, **options: Any) -> Any:
         result = evaluate(engine, knobs, *args, **options)
-        asked.append((str(knobs), options["seed"], options["prompt_seed"]))
+        measured.append((str(knobs), options["seed"], options["prompt_seed"]))
         return result
 
     monkeypatch.setattr(measuring, "evaluate", spy)
-    return asked
+    return measured
 
 
 @pytest.mark.slow
 def test_common_arrivals_but_no_common_prompts(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = counted(monkeypatch)
+    measured = counted(monkeypatch)
     found, _ = session(journal)
-    assert len({prompts for _, _, prompts in asked}) == len(asked)
+    assert len({prompts for _, _, prompts in measured}) == len(measured)
     assert {run.score.seed for run in found.simulated} == {found.simulated[0].score.seed}
 
 
 class StopAt:
     """Asks to stop at the ``number``-th question from the moment a stage began."""
 
-    def __init__(self, told: list[str], name: str, number: int) -> None:
-        self.told, self.name, self.left = told, name, number
+    def __init__(self, reported: list[str], name: str, number: int) -> None:
+        self.reported, self.name, self.left = reported, name, number
 
     def __call__(self) -> bool:
-        if self.name in self.told:
+        if self.name in self.reported:
             self.left -= 1
         return self.left < 0
 
@@ -74,9 +74,9 @@ class StopAt:
 def test_stopped_anywhere_the_same_question_goes_on(
     journal: Path, name: str, number: int, given: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = counted(monkeypatch)
+    measured = counted(monkeypatch)
     stages: list[str] = []
-    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
+    monkeypatch.setattr("tests.unit.profiled_machine.KeepingReporter.stage", lambda self, name: stages.append(name))
     first, _ = session(journal, stop=StopAt(stages, name, number))
     assert first.stopped and stages[-1] == name
     if first.settings():
@@ -87,10 +87,10 @@ def test_stopped_anywhere_the_same_question_goes_on(
     assert [run.trial for run in second.simulated] == [run.trial for run in given.simulated]
     assert all(run in second.runs for run in first.runs)
     done = [(r.knobs, r.score.rate, r.score.seed) for r in second.runs]
-    assert len(asked) == len(done)  # nothing measured twice
+    assert len(measured) == len(done)  # nothing measured twice
     assert second.hardware_s > first.hardware_s > 0
     again, _ = session(journal)
-    assert len(asked) == len(done) and again.simulated == second.simulated  # from the study alone, to the last digit
+    assert len(measured) == len(done) and again.simulated == second.simulated  # from the study alone, to the last digit
 
 
 @pytest.mark.slow
@@ -116,9 +116,9 @@ def test_stopped_while_a_measurement_is_made_sense_of(
 @pytest.mark.slow
 def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once while it is simulated, once in a measurement."""
-    asked, free = counted(monkeypatch), question(rate=None, sim_trials=10, trials=2)
+    measured, free = counted(monkeypatch), question(rate=None, sim_trials=10, trials=2)
     stages: list[str] = []
-    monkeypatch.setattr("tests.unit.profiled_machine.Told.stage", lambda self, name: stages.append(name))
+    monkeypatch.setattr("tests.unit.profiled_machine.KeepingReporter.stage", lambda self, name: stages.append(name))
     before: Findings | None = None
     for number in (2, 30):
         stages.clear()
@@ -130,7 +130,7 @@ def test_stopped_while_the_capacity_is_looked_for(journal: Path, monkeypatch: py
     assert not last.stopped and last.setup == first.setup
     assert first.capacity is not None and last.capacity is not None
     assert len(last.capacity.tried) > len(first.capacity.tried)
-    assert all(run in last.runs for run in first.runs) and len(asked) == len(last.runs)  # nothing measured twice
+    assert all(run in last.runs for run in first.runs) and len(measured) == len(last.runs)  # nothing measured twice
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_who_comes_when_the_time_is_over_finds_all_that_was_found(
     """The time ends among the measurements; a second session has none left, and counts every repeat all the same."""
     schedule = replace(SCHEDULE, budget_s=budget)
     first, _ = session(journal, question(rate=None, budget_s=budget), schedule=schedule)
-    asked = counted(monkeypatch)
+    measured = counted(monkeypatch)
     again, _ = session(journal, question(rate=None, budget_s=budget), schedule=schedule)
-    assert not asked and len(first.runs) >= 3
+    assert not measured and len(first.runs) >= 3
     assert again.measured == first.measured
     assert (again.expected, again.confidence, again.capacity) == (first.expected, first.confidence, first.capacity)
     assert again.settings() == first.settings()
@@ -154,8 +154,8 @@ def test_stopped_while_calibrating_there_is_nothing_to_keep(journal: Path) -> No
     calls = itertools.count()
     found, _ = session(journal, stop=lambda: next(calls) > 200)
     assert found.stopped and not found.settings() and found.cost is None
-    again, told = session(journal)
-    assert told.stages[0] == "calibrating" and again.settings()
+    again, reported = session(journal)
+    assert reported.stages[0] == "calibrating" and again.settings()
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> None:
@@ -170,11 +170,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Knobs], bool]) -> 
 @pytest.mark.slow
 def test_a_failed_measurement_is_told_and_not_made_again(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, lambda knobs: knobs == VLLM)
-    found, told = session(journal)
+    found, reported = session(journal)
     assert [(stage, knobs, cause) for stage, knobs, cause in found.unmeasured] == [
         ("validation", VLLM, "request 7 failed: out of memory")
     ]
-    assert any("out of memory" in note for note in told.notes)
+    assert any("out of memory" in note for note in reported.notes)
     made = profile(found, question())
     assert made.baseline is None and made.knobs != VLLM
     assert json.loads(sidecar(found).splitlines()[-1])["failed"] == "request 7 failed: out of memory"
@@ -209,11 +209,11 @@ def test_a_live_engine_serves_a_load_before_the_first_measurement(
         self.virtual = False  # what is simulated here counts as live
 
     monkeypatch.setattr(measuring.EngineTarget, "__init__", live)
-    asked = question(sim_trials=8, trials=1)
-    found, _ = session(journal, asked)
+    measured = question(sim_trials=8, trials=1)
+    found, _ = session(journal, measured)
     labels, seeds, prompts = zip(*loads, strict=True)
     assert labels[0] == "warm-up-0" and not any(label.startswith("warm-up") for label in labels[1:])
     assert len(found.runs) == len(labels) - 1 and seeds[0] not in seeds[1:] and len(set(prompts)) == len(prompts)
     loads.clear()
-    session(journal, asked)
+    session(journal, measured)
     assert not loads, "nothing is left to measure, so nothing is warmed up"

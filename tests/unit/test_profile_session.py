@@ -25,7 +25,7 @@ from tests.unit.profiled_machine import (
     SCHEDULE,
     TARGETS,
     WORKLOAD,
-    Told,
+    KeepingReporter,
     machine,
     question,
     session,
@@ -41,14 +41,14 @@ def journal(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole_told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Told]:
+def whole_told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, KeepingReporter]:
     """One run left in peace, which finds its own rate under loads as long as that takes, and windows that show a queue grow."""
-    asked, schedule = question(rate=None, sim_trials=24), replace(LONG, window_s=12.0, warmup_s=2.0)
-    return session(tmp_path_factory.mktemp("whole") / "a.journal", asked, schedule=schedule)
+    requested, schedule = question(rate=None, sim_trials=24), replace(LONG, window_s=12.0, warmup_s=2.0)
+    return session(tmp_path_factory.mktemp("whole") / "a.journal", requested, schedule=schedule)
 
 
 @pytest.fixture(scope="module")
-def whole(whole_told: tuple[Findings, Told]) -> Findings:
+def whole(whole_told: tuple[Findings, KeepingReporter]) -> Findings:
     return whole_told[0]
 
 
@@ -63,9 +63,9 @@ def truth(knobs: Knobs, rate: float) -> float:
 
 
 @pytest.mark.slow
-def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, Told], tmp_path: Path) -> None:
-    found, told = whole_told
-    assert told.stages == ["calibrating", "simulating", "validating", "capacity"]
+def test_every_stage_and_a_profile_at_the_end(whole_told: tuple[Findings, KeepingReporter], tmp_path: Path) -> None:
+    found, reported = whole_told
+    assert reported.stages == ["calibrating", "simulating", "validating", "capacity"]
     assert found.cost is not None and found.cost.facts.error < 0.1 and len(found.steps) == found.cost.facts.points
     kept = found.cost.facts
     assert kept.jitter is not None and len(kept.jitter.quantiles) == 32 and 0 <= kept.serving_overhead_s < 1e-3
@@ -154,9 +154,9 @@ def test_a_simulated_trial_that_cannot_be_is_a_failure_with_its_cause(
         return real(self, knobs, rate, seed, **options)
 
     monkeypatch.setattr(Simulator, "long", picky)
-    found, told = session(journal)
+    found, reported = session(journal)
     assert found.failures == [(0, "no room for it")] and len(found.simulated) == 11
-    assert any("trial 0 failed" in note for note in told.notes)
+    assert any("trial 0 failed" in note for note in reported.notes)
 
 
 @pytest.mark.slow
@@ -169,9 +169,9 @@ def test_a_rate_given_is_a_rate_kept(journal: Path) -> None:
 @pytest.mark.slow
 def test_as_many_settings_as_asked_are_measured(journal: Path) -> None:
     """One more where the machine shows another speed than calibrated: the comparison begins anew, with another choice."""
-    found, told = session(journal, question(trials=2), engine=machine(seed=1))
+    found, reported = session(journal, question(trials=2), engine=machine(seed=1))
     measured = {r.knobs for r in found.runs if r.stage == "validation"}
-    began_anew = any("of its calibrated speed: comparing" in note for note in told.notes)
+    began_anew = any("of its calibrated speed: comparing" in note for note in reported.notes)
     assert len(measured) in (2, 2 + began_anew) and VLLM in measured
 
 

@@ -16,20 +16,20 @@ RATES = st.floats(min_value=1e-2, max_value=1e4)
 
 def searched(search: RateSearch, truth: float) -> tuple[RateSearch, list[float]]:
     """Asked until it is done, of something that holds every rate up to ``truth``."""
-    asked: list[float] = []
+    tried: list[float] = []
     while (rate := search.ask()) is not None:
-        asked.append(rate)
+        tried.append(rate)
         search.tell(rate, rate <= truth)
-        assert len(asked) < 60
-    return search, asked
+        assert len(tried) < 60
+    return search, tried
 
 
 @given(truth=RATES, start=RATES, step=st.sampled_from([1.1, 1.5, 2.0]), precision=st.sampled_from([0.01, 0.03, 0.2]))
 def test_the_rate_is_bracketed_to_the_precision(truth: float, start: float, step: float, precision: float) -> None:
-    search, asked = searched(RateSearch(start, precision=precision, step=step), truth)
+    search, tried = searched(RateSearch(start, precision=precision, step=step), truth)
     assert search.held <= truth < search.failed
     assert search.failed / search.held <= 1 + precision + 1e-9
-    assert len(set(asked)) == len(asked), "nothing is asked twice"
+    assert len(set(tried)) == len(tried), "nothing is asked twice"
 
 
 @given(truth=RATES, starts=st.tuples(RATES, RATES))
@@ -41,8 +41,8 @@ def test_where_it_begins_changes_only_how_long_it_takes(truth: float, starts: tu
 @given(truth=RATES, start=RATES, bounds=st.tuples(RATES, RATES))
 def test_it_stays_inside_its_bounds(truth: float, start: float, bounds: tuple[float, float]) -> None:
     low, high = sorted(bounds)
-    search, asked = searched(RateSearch(start, precision=0.03, lowest=low, highest=high), truth)
-    assert all(low <= rate <= high for rate in asked)
+    search, tried = searched(RateSearch(start, precision=0.03, lowest=low, highest=high), truth)
+    assert all(low <= rate <= high for rate in tried)
     if truth >= high:
         assert search.held == high and search.failed == math.inf
     elif truth < low:
@@ -74,15 +74,15 @@ def around(one: Knobs) -> list[Knobs]:
 
 
 def test_uphill_ends_on_a_hill_and_asks_of_nothing_twice() -> None:
-    asked: list[int] = []
+    tried: list[int] = []
 
     def worth(one: Knobs, best: float) -> float:
-        asked.append(one.max_batch_size)
+        tried.append(one.max_batch_size)
         return 100.0 - abs(one.max_batch_size - 40)
 
     found = uphill([knobs(10), knobs(25), knobs(10)], worth, around, steps=9)
     assert max(found, key=found.__getitem__) == knobs(40)
-    assert len(asked) == len(set(asked)) == len(found)
+    assert len(tried) == len(set(tried)) == len(found)
     found = uphill([knobs(10), knobs(25)], worth, around, steps=1)
     assert max(found, key=found.__getitem__) == knobs(28)
 

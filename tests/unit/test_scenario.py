@@ -66,11 +66,11 @@ def test_what_is_unfinished_at_the_last_deadline_is_a_miss() -> None:
 
 def test_stopping_leaves_the_engine_idle() -> None:
     engine = SimulatedEngine(h200(), kv_tokens=760_000)
-    asked = itertools.count()
+    polls = itertools.count()
     with pytest.raises(Interrupted):
         evaluate(
             engine, None, parse_workload(EVEN).at_rate(20.0), TARGET,
-            vocab_size=2, seed=0, duration=100.0, stop=lambda: next(asked) > 20,
+            vocab_size=2, seed=0, duration=100.0, stop=lambda: next(polls) > 20,
         )  # fmt: skip
     assert engine.view().running == engine.view().waiting == 0
 

@@ -21,7 +21,7 @@ from runtime.slo import SLO, RequestClass
 from runtime.tunable import SchedulerView
 from tests.examples import examples
 from tests.unit.jitter_cases import STALLS
-from tests.unit.reference_simulator import Asked, Reference
+from tests.unit.reference_simulator import Reference, Request
 from tests.unit.simulated_cases import LIMITS, Case, Everything, RunMachine, case
 
 CASES = range(examples(3))
@@ -38,9 +38,9 @@ class Allowance:
         return int(self.of(view.decoding))
 
 
-def events(made: Case) -> list[tuple[float, Asked | Knobs]]:
+def events(made: Case) -> list[tuple[float, Request | Knobs]]:
     """Arrivals and changes of knobs, in order."""
-    happen: list[tuple[float, Asked | Knobs]] = [*((r.arrival, r) for r in made.requests), *made.changes]
+    happen: list[tuple[float, Request | Knobs]] = [*((r.arrival, r) for r in made.requests), *made.changes]
     return sorted(happen, key=lambda event: event[0])
 
 
@@ -71,7 +71,7 @@ def simulated(
         if isinstance(what, Knobs):
             engine.set_knobs(what)
             continue
-        assert isinstance(what, Asked)
+        assert isinstance(what, Request)
         arrival = Arrival(0.0, len(what.tokens), what.output, what.segments, tenant=what.tenant)
         engine.offer(
             arrival, what.id, due=when, shared=made.shared,

@@ -16,16 +16,16 @@ from tests.unit.scheduler_world import Whole
 
 
 def held_after(
-    requests: int, *, parts: int, kv_tokens: int = 760_000, load: str = "azure-conv", asked: bool = False
+    requests: int, *, parts: int, kv_tokens: int = 760_000, load: str = "azure-conv", policy: bool = False
 ) -> list[int]:
     """Bytes that Python holds after each part of a run of so many requests, its listener keeping none of them.
 
-    ``asked``: a step policy looks before every step.
+    ``policy``: a step policy looks before every step.
     """
     engine = SimulatedEngine(h200(), kv_tokens=kv_tokens, knobs=Knobs(512, 0, 2048, 2048), slo=TARGET)
     tally = Tally(TARGET)
     engine.subscribe(tally)
-    engine.set_step_policy(Whole() if asked else None)
+    engine.set_step_policy(Whole() if policy else None)
     source = parse_workload(load).at_rate(20.0).arrivals(0, limit=requests)
 
     def part() -> Iterator[Arrival]:
@@ -46,9 +46,9 @@ def held_after(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_run_of_some_thousands(asked: bool) -> None:
-    held = held_after(6000, parts=4, load="poisson:prompt=300,output=30", asked=asked)
+@pytest.mark.parametrize("policy", [False, True])
+def test_a_run_of_some_thousands(policy: bool) -> None:
+    held = held_after(6000, parts=4, load="poisson:prompt=300,output=30", policy=policy)
     assert max(held[1:]) < held[0] + 800_000  # some thousand times of steps are kept
 
 
@@ -59,7 +59,7 @@ def test_a_run_of_a_hundred_thousand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_run_that_preempts_all_the_while(asked: bool) -> None:
-    held = held_after(20_000, parts=10, kv_tokens=2000, load="poisson:prompt=200,output=200", asked=asked)
+@pytest.mark.parametrize("policy", [False, True])
+def test_a_run_that_preempts_all_the_while(policy: bool) -> None:
+    held = held_after(20_000, parts=10, kv_tokens=2000, load="poisson:prompt=200,output=200", policy=policy)
     assert max(held[4:]) < max(held[:4]) + 800_000

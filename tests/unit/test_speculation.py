@@ -362,10 +362,10 @@ def test_a_knob_turned_while_a_step_is_planned_ahead_launches_no_drafts() -> Non
     executor = Overlapping()
     scheduler = Scheduler(kv_blocks=64, drafter=cast(Any, Always()))
     core = EngineCore(scheduler, cast(Any, executor), output=OutputProcessor([EOS]))
-    asked = scheduler.speculates
+    speculates = scheduler.speculates
 
     def turned(knobs: Knobs) -> bool:
-        found = asked(knobs)
+        found = speculates(knobs)
         if executor.flying:
             core.set_knobs(knobs.with_(draft_tokens=3))
         return found

@@ -32,7 +32,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def asked(steered: Control) -> Ask:
+def send(steered: Control) -> Ask:
     return functools.partial(ask, steered.steer())
 
 
@@ -63,25 +63,25 @@ def test_only_its_owner_may_reach_it(steered: Control, socket_home: Path) -> Non
     assert [p.name for p in socket_home.iterdir()] == [path.name]
 
 
-def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control, asked: Ask) -> None:
+def test_status_and_decisions(steered_engine: SimulatedEngine, steered: Control, send: Ask) -> None:
     steered_engine.play(poisson(15, 5, 1000, 200, seed=1))
-    status = asked("status")["status"]
+    status = send("status")["status"]
     assert status["pid"] == os.getpid() and status["controller"] == "predictive"
     assert status["knobs"] == steered_engine.knobs.as_dict() and status["line"] == str(steered.status())
     assert status["offered"] == len(steered_engine.records) and status["attainment"] > 0.5
-    decisions = asked("decisions", last=3)["decisions"]
+    decisions = send("decisions", last=3)["decisions"]
     assert decisions == [json.loads(d.as_json()) for d in list(steered.decisions)[-3:]]
 
 
-def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, asked: Ask) -> None:
-    assert asked("pause")["status"]["paused"]
-    assert not asked("resume")["status"]["paused"]
-    status = asked("set", knobs={"max_batch_size": 32, "token_budget": 512})["status"]
+def test_pause_set_resume_and_kill(steered_engine: SimulatedEngine, steered: Control, send: Ask) -> None:
+    assert send("pause")["status"]["paused"]
+    assert not send("resume")["status"]["paused"]
+    status = send("set", knobs={"max_batch_size": 32, "token_budget": 512})["status"]
     assert status["paused"] and steered_engine.knobs == VLLM.with_(max_batch_size=32, token_budget=512)
-    assert asked("kill")["status"]["ended"]
+    assert send("kill")["status"]["ended"]
     assert steered_engine.knobs == VLLM and not steered_engine.listeners
     with pytest.raises(ConnectionError, match="cannot be controlled: No such file"):
-        asked("status")
+        send("status")
     steered.close()
     assert not steered.steer().exists()
 
@@ -131,7 +131,7 @@ def test_many_requests_in_one_go_are_answered_in_order(steered: Control) -> None
 
 
 def test_clients_that_hang_or_flood_hold_nobody_up(
-    steered: Control, steered_engine: SimulatedEngine, asked: Ask, quick: None
+    steered: Control, steered_engine: SimulatedEngine, send: Ask, quick: None
 ) -> None:
     steered_engine.play(poisson(15, 3, 1000, 200, seed=1))
     hanging = []
@@ -147,20 +147,20 @@ def test_clients_that_hang_or_flood_hold_nobody_up(
         while True:  # asks and never reads
             flood.send(b'{"do":"decisions","last":1024}\n' * 100)
     for _ in range(3):
-        assert asked("status")["status"]["offered"] == len(steered_engine.records)
+        assert send("status")["status"]["offered"] == len(steered_engine.records)
     for client in [*hanging, flood]:
         client.close()
 
 
 def test_some_clients_are_served_at_once_and_the_others_wait(
-    steered: Control, asked: Ask, monkeypatch: pytest.MonkeyPatch
+    steered: Control, send: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote._Client, "timeout", 0.5)
     idle = [socket.socket(socket.AF_UNIX) for _ in range(4 * MOST_CLIENTS)]
     for client in idle:
         client.connect(str(steered.steer()))
     served: list[dict[str, Any]] = []
-    last, most = threading.Thread(target=lambda: served.append(asked("status"))), 0
+    last, most = threading.Thread(target=lambda: served.append(send("status"))), 0
     last.start()
     while last.is_alive():
         most = max(most, sum("process_request_thread" in thread.name for thread in threading.enumerate()))

@@ -136,8 +136,8 @@ def torn(journal: Path) -> bytes:
 def test_what_is_known_may_be_asked_while_something_is_measured(journal: Path) -> None:
     with open_study(journal, IDENTITY) as study:
         measure(study, 1)
-        asked = study.measured("1", lambda: {"known": [study.measurements.known(key) for key in ("0", "1", "2")]})
-        assert asked == {"known": [True, True, False]}
+        requested = study.measured("1", lambda: {"known": [study.measurements.known(key) for key in ("0", "1", "2")]})
+        assert requested == {"known": [True, True, False]}
         assert measured(study) == ["0", "1"]
 
 
@@ -337,16 +337,16 @@ def small_files() -> Iterator[Callable[[int | None], None]]:
     limit(None)
 
 
-@pytest.mark.parametrize("room", [0, 1, 100, 2000, 2001, 2345])
+@pytest.mark.parametrize("bytes_left", [0, 1, 100, 2000, 2001, 2345])
 def test_a_full_disk_is_said_and_nothing_is_lost(
-    journal: Path, room: int, small_files: Callable[[int | None], None]
+    journal: Path, bytes_left: int, small_files: Callable[[int | None], None]
 ) -> None:
     log: list[int] = []
-    if room >= 2000:
+    if bytes_left >= 2000:
         with open_study(journal, IDENTITY) as study:
             measure(study, 1, log)
-        room += journal.stat().st_size - 2000
-    small_files(room)
+        bytes_left += journal.stat().st_size - 2000
+    small_files(bytes_left)
     with (
         pytest.raises(InputError, match="cannot be written \\(File too large\\)"),
         open_study(journal, IDENTITY) as study,
@@ -372,7 +372,7 @@ def test_a_journal_removed_while_it_is_open(journal: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "asked", "exhausted"),
+    ("finished", "requested", "exhausted"),
     [
         ((None, 60.0), (None, 60.0), True),
         ((None, 60.0), (None, 30.0), True),
@@ -386,13 +386,16 @@ def test_a_journal_removed_while_it_is_open(journal: Path) -> None:
     ],
 )
 def test_a_finished_study_goes_on_only_if_more_is_asked(
-    journal: Path, finished: tuple[int | None, float | None], asked: tuple[int | None, float | None], exhausted: bool
+    journal: Path,
+    finished: tuple[int | None, float | None],
+    requested: tuple[int | None, float | None],
+    exhausted: bool,
 ) -> None:
     with open_study(journal, IDENTITY) as study:
         measure(study, 1)
         assert not study.exhausted(*finished)
         study.finish(*finished)
-        assert study.exhausted(*asked) is exhausted
+        assert study.exhausted(*requested) is exhausted
         assert measured(study.restarted(IDENTITY)) == []
     with open_study(journal, IDENTITY) as study:
         assert measured(study) == [] and study.get("finished") is None

@@ -310,13 +310,15 @@ def test_a_rival_that_serves_nothing_in_a_case_makes_no_ratio_explode() -> None:
 
 class TestKept:
     def test_what_is_done_is_known_again_to_who_asks_the_same(self, tmp_path: Path) -> None:
-        file, asked = tmp_path / "kept.jsonl", {"seeds": (101, 102), "rounds": 3}
+        file, requested = tmp_path / "kept.jsonl", {"seeds": (101, 102), "rounds": 3}
         case = CaseResult("a", "best", 0.9, 3600.0, 12.0, [Result("ours", 101, "knobs", 0.01, 0.05, 7)])
-        kept = Kept(file, asked)
+        kept = Kept(file, requested)
         assert kept.known() == []
         kept.add(asdict(case))
-        file.write_text(file.read_text() + '{"asked": {"see')  # killed while it wrote
+        file.write_text(file.read_text() + '{"requested": {"see')  # killed while it wrote
         kept.add(asdict(replace(case, case="b")))
-        assert [*map(CaseResult.of_json, Kept(file, asked).known())] == [case, replace(case, case="b")]
-        assert Kept(file, {**asked, "rounds": 2}).known() == []
-        assert Kept(None, asked).known() == []
+        assert [*map(CaseResult.of_json, Kept(file, requested).known())] == [case, replace(case, case="b")]
+        assert Kept(file, {**requested, "rounds": 2}).known() == []
+        assert Kept(None, requested).known() == []
+        file.write_text(file.read_text().replace('"requested"', '"asked"'))  # as the version before wrote it
+        assert len(Kept(file, requested).known()) == 2 and Kept(file, {**requested, "rounds": 2}).known() == []

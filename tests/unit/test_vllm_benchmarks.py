@@ -191,11 +191,11 @@ def test_host_overhead_is_the_larger_and_says_of_what() -> None:
     shape = overhead.shape(hosts)
     assert (shape["host_overhead"], shape["host_overhead_of"]) == (0.2, "scheduler")
     assert shape["host_overhead_beside_runner"] == 0.1, "the runner took longer by chance"
-    assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].told()
-    assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].told()
+    assert "scheduler +200 µs: 0.200 (beside the runner +100 µs: 0.100)" in hosts[0].said()
+    assert "beside the runner 0.100 to 0.200 in single rounds" in hosts[1].said()
     bare = [overhead._host(16, few, False), overhead._host(64, many, False)]
     assert (overhead.shape(bare)["host_overhead"], overhead.shape(bare)["host_overhead_of"]) == (0.3, "engine")
-    assert "no controller attached to the scheduler" in bare[0].told()
+    assert "no controller attached to the scheduler" in bare[0].said()
     times = [(0.002 * n, 0.001 * n) for n in range(40)]
     assert _a_step(times) == (pytest.approx(0.002), pytest.approx(0.001))
     with pytest.raises(RuntimeError, match="only 12 steps"):
@@ -220,10 +220,10 @@ class Fixed:
     limits = LIMITS
 
     def __init__(self, worth: dict[Knobs, float]) -> None:
-        self.worth, self.asked = worth, list[tuple[Knobs, int]]()
+        self.worth, self.measured = worth, list[tuple[Knobs, int]]()
 
     def measure(self, knobs: Knobs, seed: int) -> Any:
-        self.asked.append((knobs, seed))
+        self.measured.append((knobs, seed))
         return type("Score", (), {"goodput": self.worth[knobs]})
 
 
@@ -232,8 +232,8 @@ def test_regret_is_against_the_best_of_all_that_was_measured() -> None:
     rig = Fixed({best: 10.0, ours: 9.5, low: 5.0, DEFAULTS: 2.0})
     shares = truth(rig, [best, ours, low, ours, DEFAULTS], 2)  # type: ignore[arg-type]
     assert shares == rig.worth
-    assert len(rig.asked) == 8 and [knobs for knobs, _ in rig.asked[:5]] == [best, ours, low, DEFAULTS, ours]
-    assert len({seed for _, seed in rig.asked[:4]}) == 1 and rig.asked[0][1] != rig.asked[4][1]
+    assert len(rig.measured) == 8 and [knobs for knobs, _ in rig.measured[:5]] == [best, ours, low, DEFAULTS, ours]
+    assert len({seed for _, seed in rig.measured[:4]}) == 1 and rig.measured[0][1] != rig.measured[4][1]
     results = [
         Result(SEARCHED, 1, Choice(ours, 100.0, 8, 8)),
         Result(AUTO_TUNE, 1, Choice(None, 90.0, 1, 1)),

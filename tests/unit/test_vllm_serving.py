@@ -16,6 +16,7 @@ from autotune.engines.vllm.command import ServeCommand
 from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
+from autotune.engines.vllm.steering import family_of
 from autotune.profile import save_profile
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
@@ -229,7 +230,9 @@ JSON = [(b"content-type", b"application/json"), (b"x-request-id", b"7"), (b"cont
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
-def asked(headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200) -> Any:
+def answered(
+    headers: list[tuple[bytes, bytes]], *bodies: bytes, path: str = "/v1/completions", status: int = 200
+) -> Any:
     """(status, headers, body, when the first message went out) of an app that answers so."""
     sent: list[tuple[int, MutableMapping[str, Any]]] = []
     made = 0
@@ -263,15 +266,82 @@ def event(**fields: Any) -> bytes:
 
 
 ABORTED = {"index": 0, "finish_reason": "abort", "stop_reason": WORDS}
+ENDED = {"index": 0, "finish_reason": "abort", "stop_reason": None}
 DONE = b"data: [DONE]\n\n"
 ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
 
 
 def test_a_rejected_request_is_a_429_with_the_reason() -> None:
-    status, headers, body, _ = asked(JSON, whole(ABORTED, ABORTED))
+    status, headers, body, _ = answered(JSON, whole(ABORTED, ABORTED))
     assert status == 429 and headers[b"retry-after"] == b"1" and headers[b"retry-after-ms"] == b"250"
     assert json.loads(body)["error"]["message"] == "its first token would come too late"
     assert headers[b"x-request-id"] == b"7" and int(headers[b"content-length"]) == len(body)
+
+
+@pytest.mark.parametrize("others", [({"finish_reason": "stop"},), (ENDED, {"finish_reason": "length"}), (ABORTED,)])
+def test_several_prompts_or_answers_are_rejected_as_a_whole(others: tuple[dict[str, Any], ...]) -> None:
+    status, headers, body, _ = asked(JSON, whole(*others, ABORTED, tokens=9))
+    assert status == 429 and headers[b"retry-after"] == b"1"
+    assert json.loads(body)["error"]["message"] == "its first token would come too late"
+
+
+def test_what_is_left_of_them_is_ended() -> None:
+    """As soon as one of them is known to be rejected; what the app says of its client's going is of no interest."""
+    heard: list[Any] = []
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        listens = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        rejected = event(choices=[{**ABORTED, "text": ""}])
+        await send({"type": "http.response.body", "body": rejected, "more_body": True})
+        heard.append(await asyncio.wait_for(listens, 5))
+        heard.append(await receive())
+        await send({"type": "http.response.body", "body": event(choices=[{"text": "of another"}]), "more_body": True})
+        raise OSError("the client has gone")
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(RejectionStatus(app)({"type": "http", "path": "/v1/completions"}, receive, send))
+    assert heard == [{"type": "http.disconnect"}] * 2
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"] and sent[0][
+        "status"
+    ] == 429
+
+
+def test_an_error_of_the_app_is_its_own() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert await receive() == {"type": "http.request"}
+        raise OSError("of the app")
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    with pytest.raises(OSError, match="of the app"):
+        asyncio.run(RejectionStatus(app)({"type": "http", "path": "/v1/completions"}, receive, app))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("cmpl-88ad6f58f2d8f3b3-0-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
+        ("cmpl-88ad6f58f2d8f3b3-12-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
+        ("3_cmpl-88ad6f58f2d8f3b3-1-1a2b3c4d", "cmpl-88ad6f58f2d8f3b3"),
+        ("1_chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d", "chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d"),
+        ("0_cmpl-mine-0-1a2b3c4d", "cmpl-mine-0-1a2b3c4d"),
+        ("cmpl-mine-0-1a2b3c4d", None),  # a client may give two requests one id
+        ("chatcmpl-88ad6f58f2d8f3b3-1a2b3c4d", None),
+        ("17", None),
+        ("#1", None),
+    ],
+)
+def test_requests_that_one_http_request_stands_for_are_known_by_their_ids(name: str, family: str | None) -> None:
+    assert family_of(name) == family
 
 
 @pytest.mark.parametrize(
@@ -285,7 +355,7 @@ def test_a_rejected_request_is_a_429_with_the_reason() -> None:
     ],
 )
 def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
-    status, headers, body, _ = asked(EVENTS, *bodies, path="/v1/chat/completions")
+    status, headers, body, _ = answered(EVENTS, *bodies, path="/v1/chat/completions")
     assert status == 429 and headers[b"content-type"] == b"application/json"
     assert json.loads(body)["error"]["code"] == "slo"
     assert headers[b"retry-after-ms"] == (b"250" if b"abort" in b"".join(bodies) else b"1000")
@@ -295,8 +365,8 @@ def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
     ("headers", "bodies", "passed"),
     [
         (JSON, (whole({"finish_reason": "stop"}, tokens=3),), 1),
-        (JSON, (whole(ABORTED, tokens=3),), 1),  # by the client, or a server that stops
-        (JSON, (whole(ABORTED, {"finish_reason": "stop"}, tokens=3),), 1),
+        (JSON, (whole(ENDED, tokens=3),), 1),  # by the client, or a server that stops
+        (JSON, (whole(ENDED, {"finish_reason": "stop"}, tokens=3),), 1),
         (JSON, (b'{"text": "abort", "finish_reason": "abort"', b"}"), 2),
         (JSON, (b'"abort" and no JSON',), 1),
         (EVENTS, (event(choices=[{"text": "", "finish_reason": None}]), event(choices=[{"text": "a"}]), DONE), 1),
@@ -309,9 +379,9 @@ def test_so_is_one_that_is_streamed(bodies: tuple[bytes, ...]) -> None:
 def test_all_other_answers_pass_as_they_are(
     headers: list[tuple[bytes, bytes]], bodies: tuple[bytes, ...], passed: int
 ) -> None:
-    assert asked(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
+    assert answered(headers, *bodies) == (200, dict(headers), b"".join(bodies), passed)
 
 
 def test_errors_and_other_paths_pass_at_once() -> None:
-    assert asked(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
-    assert asked(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)
+    assert answered(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
+    assert answered(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)

@@ -53,9 +53,9 @@ def test_vllm_starts_by_memory_and_on_an_a100_small(device: str, gib: float, sta
 
 
 def test_every_truth_is_asked_with_two_workloads_and_two_slos_and_half_of_them_with_costly_steps() -> None:
-    asked = list(cells())
-    assert len(asked) == len(set(asked)) == (8 + 4) * 2 * 2
-    assert len({cell.truth for cell in asked if cell.variant == "costly"}) == 4
+    every = list(cells())
+    assert len(every) == len(set(every)) == (8 + 4) * 2 * 2
+    assert len({cell.truth for cell in every if cell.variant == "costly"}) == 4
     assert Cell("graphs", "a100-llama2-7b", "chat", "strict").title == "A100, Llama-2-7B"
     assert Cell("graphs", "h200-llama3-8b-fp8", "chat", "strict").title == "H200, Llama-3-8B fp8"
     assert Cell("graphs", "h100-mixtral-8x7b-tp2", "chat", "strict").title == "2 × H100, Mixtral-8x7B"
@@ -168,8 +168,8 @@ def test_a_cell_from_end_to_end_is_kept_and_not_played_again(
     again = capsys.readouterr()
     assert again.err.startswith("1 of 1 cells were kept") and again.out.splitlines() == first
     cell = Cell("graphs", "h100-llama3-8b", "code", "strict")
-    asked = {digest(cell, plan) for plan in (command.QUICK, command.QUICK._replace(reported=(12,)), command.PUBLISHED)}
-    assert entry["digest"] in asked and len(asked) == 3, "other seeds are another question"
+    every = {digest(cell, plan) for plan in (command.QUICK, command.QUICK._replace(reported=(12,)), command.PUBLISHED)}
+    assert entry["digest"] in every and len(every) == 3, "other seeds are another question"
 
 
 def test_an_interruption_keeps_what_is_done(

@@ -112,16 +112,16 @@ def test_folders_and_files_one_may_not_write() -> None:
         os.chmod(mine, 0o777)
         code = TRY + f"from autotune.writing import writable\nfolder = Path({name!r}); drop()\n"
         code += (
-            "names = ('locked/x.yaml', 'locked/y.yaml', 'open/x.yaml'); asked = []\n"
+            "names = ('locked/x.yaml', 'locked/y.yaml', 'open/x.yaml'); refused = []\n"
             "for one in names:\n"
             "    try: writable('--out', folder / one)\n"
-            "    except InputError as error: asked.append(str(error).replace(str(folder), ''))\n"
-            "print(json.dumps([[attempt(folder / one, 'new') for one in names], asked]))"
+            "    except InputError as error: refused.append(str(error).replace(str(folder), ''))\n"
+            "print(json.dumps([[attempt(folder / one, 'new') for one in names], refused]))"
         )
         names = "locked/x.yaml", "locked/y.yaml", "open/x.yaml"
-        told, asked = without_privileges(code)
+        told, refused = without_privileges(code)
         assert told == [f"/{one}: cannot be written (Permission denied)" for one in names]
-        assert asked == [f"--out: /{one} cannot be written (Permission denied)" for one in names]
+        assert refused == [f"--out: /{one} cannot be written (Permission denied)" for one in names]
         assert sorted(str(p.relative_to(name)) for p in Path(name).rglob("*.*")) == ["locked/x.yaml", "open/x.yaml"]
         os.chmod(locked, 0o755)
 

@@ -128,12 +128,18 @@ class BatchingController:
         each = self._costs.mean / self._items.mean
         one = self.predict(1, each)
         hopeless = one > target
-        room = math.inf if hopeless else target / 2 / self._margin.value
+        allowed_s = math.inf if hopeless else target / 2 / self._margin.value
         size = self._turned(
-            LimitedBy.SLOTS, knobs.max_batch_size, self._items.quantile(1), lambda n: self.predict(n, n * each) <= room
+            LimitedBy.SLOTS,
+            knobs.max_batch_size,
+            self._items.quantile(1),
+            lambda n: self.predict(n, n * each) <= allowed_s,
         )
         budget = self._turned(
-            LimitedBy.BUDGET, knobs.token_budget, self._costs.quantile(1), lambda c: self.predict(c / each, c) <= room
+            LimitedBy.BUDGET,
+            knobs.token_budget,
+            self._costs.quantile(1),
+            lambda c: self.predict(c / each, c) <= allowed_s,
         )
         wanted = knobs.with_(
             max_batch_size=min(size, limits.max_batch_size), token_budget=min(budget, limits.token_budget)

@@ -97,36 +97,36 @@ def run(command: ServeCommand) -> NoReturn:
     os.execv(program[0], [*program, *arguments])
 
 
-def serve(asked: ToServe) -> NoReturn:
+def serve(requested: ToServe) -> NoReturn:
     """Become the ``vllm serve`` that ``autotune serve`` was asked for. Raises :class:`InputError`."""
-    if asked.slo is None:
+    if requested.slo is None:
         raise InputError("--engine vllm tunes vLLM to an SLO: add --slo ttft=500ms,tpot=50ms, or a --profile with one")
     run(
         ServeCommand(
-            asked.model,
+            requested.model,
             Options(
-                slo=str(asked.slo),
-                profile=None if asked.profile is None else str(asked.profile.resolve()),
-                classes=asked.classes,
-                controller=asked.controller,
-                log=None if asked.decisions is None else str(asked.decisions.resolve()),
-                reject_late=asked.reject_late,
-                relegate_late=asked.relegate_late,
-                off=not asked.controlled,
-                pinned=asked.pinned,
+                slo=str(requested.slo),
+                profile=None if requested.profile is None else str(requested.profile.resolve()),
+                classes=requested.classes,
+                controller=requested.controller,
+                log=None if requested.decisions is None else str(requested.decisions.resolve()),
+                reject_late=requested.reject_late,
+                relegate_late=requested.relegate_late,
+                off=not requested.controlled,
+                pinned=requested.pinned,
             ),
-            None if asked.profile is None else asked.limits,
-            asked.prefill_rate,
+            None if requested.profile is None else requested.limits,
+            requested.prefill_rate,
             {
-                "--host": asked.host,
-                "--port": asked.port,
-                "--dtype": asked.dtype,
-                "--max-model-len": asked.max_model_len,
-                "--served-model-name": asked.served_model_name,
-                "--seed": asked.seed or None,
-                "--shutdown-timeout": math.ceil(asked.grace_s),
+                "--host": requested.host,
+                "--port": requested.port,
+                "--dtype": requested.dtype,
+                "--max-model-len": requested.max_model_len,
+                "--served-model-name": requested.served_model_name,
+                "--seed": requested.seed or None,
+                "--shutdown-timeout": math.ceil(requested.grace_s),
             },
-            (*as_options(asked.arguments), *asked.more),
+            (*as_options(requested.arguments), *requested.more),
         )
     )
 

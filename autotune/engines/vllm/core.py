@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sized
+from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
@@ -56,6 +57,12 @@ class VllmCore:
             options = {
                 "max_num_seqs": limits.max_batch_size, "max_num_batched_tokens": limits.token_budget, **options
             }  # fmt: skip
+        for name, above in (
+            ("max_num_active_seqs", "max_num_seqs"),
+            ("max_num_scheduled_tokens", "max_num_batched_tokens"),
+        ):
+            if options.get(name) and options.get(above):  # narrower limits than those that it was given for
+                options[name] = min(options[name], options[above])
         config = EngineArgs(**options).create_engine_config()
         if (why := unfit(config)) is not None:
             raise InputError(f"vLLM cannot be tuned: {why}")
@@ -64,8 +71,8 @@ class VllmCore:
         if scheduler.steering is None:
             raise InputError("vLLM cannot be tuned: its scheduler lacks what the log names")
         self._steering = scheduler.steer(
-            self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True
-        )
+            self._clock, knobs=knobs, limits=limits, slos=slos, ordering=ordering, tokens=True, contained=False
+        )  # whoever waits for tokens would wait for ever, were vLLM to go on without the steering
         self.facts = facts_of(config, self._steering)
 
     def shutdown(self) -> None:
@@ -184,14 +191,20 @@ def facts_of(config: Any, steering: Steering) -> Facts:
     """Of an engine of vLLM's that was started by ``config``."""
     import vllm
 
+    kv, model = steering.kv, model_of(config)
+    if kv.bytes:  # what the pool takes is what was made; before that it is an estimate
+        held = kv.bytes * config.parallel_config.tensor_parallel_size
+        model = replace(
+            model, kv_bytes_per_token=-(-held * kv.total_blocks // (kv.total_blocks + 1) // max(1, kv.tokens))
+        )
     return Facts(
         "vllm",
-        kv_tokens=steering.total_blocks * steering.block_size,
-        block_size=steering.block_size,
+        kv_tokens=kv.tokens,
+        block_size=kv.block_size,
         prefix_cache=bool(config.cache_config.enable_prefix_caching),
-        growth_reserve=GROWTH_RESERVE,
+        growth_reserve=GROWTH_RESERVE if kv.grow else 0,
         parallelism=config.parallel_config.world_size,
-        model=model_of(config),
+        model=model,
         version=str(vllm.__version__),
         graph_sizes=graph_sizes_of(config),
     )

@@ -8,6 +8,7 @@ one that ends without any into 429 with Retry-After and the reason. Everything e
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Literal
@@ -29,9 +30,32 @@ class RejectionStatus:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/completions"):
-            send = _Beginning(send)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not scope["path"].endswith("/completions"):
+            await self._app(scope, receive, send)
+            return
+        answer = _Beginning(send)
+        try:
+            await self._app(scope, _until(receive, answer.rejected), answer)
+        except Exception:
+            if not answer.rejected.is_set():  # else it is about a client that has its answer
+                raise
+
+
+def _until(receive: Callable[[], Awaitable[Message]], gone: asyncio.Event) -> Callable[[], Awaitable[Message]]:
+    """What ``receive`` says, and that the client has gone once ``gone`` is set."""
+
+    async def either() -> Message:
+        if gone.is_set():
+            return {"type": "http.disconnect"}
+        says, ends = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
+        try:
+            await asyncio.wait((says, ends), return_when=asyncio.FIRST_COMPLETED)
+            return says.result() if says.done() else {"type": "http.disconnect"}
+        finally:
+            ends.cancel()
+            says.cancel()
+
+    return either
 
 
 class _Beginning:
@@ -43,6 +67,8 @@ class _Beginning:
         self._body = b""
         self._found: _Found = "more"
         self._words = ""  # of the scheduler
+        self.rejected = asyncio.Event()
+        """Set once the client has been told so."""
 
     async def __call__(self, message: Message) -> None:
         if self._found == "answer":
@@ -82,7 +108,8 @@ class _Beginning:
             return "answer"  # an error
         for choice in said["choices"]:
             if choice.get("finish_reason") == "abort":
-                self._note(choice)
+                if self._note(choice):
+                    return "rejected"
             elif choice.get("finish_reason") is not None or "role" not in choice.get("delta", {}):
                 return "answer"
         return "more"  # the beginning of a chat, or how much was used
@@ -92,16 +119,19 @@ class _Beginning:
             return "answer"
         said = _object(self._body)
         choices = said.get("choices") or [{}]
+        if any([self._note(choice) for choice in choices]):
+            return "rejected"
         if any(choice.get("finish_reason") != "abort" for choice in choices) or said["usage"]["completion_tokens"]:
             return "answer"
-        for choice in choices:
-            self._note(choice)
         return "rejected"
 
-    def _note(self, choice: dict[str, Any]) -> None:
+    def _note(self, choice: dict[str, Any]) -> bool:
+        """Whether the scheduler rejected it; remember its words."""
         words = str(choice.get("stop_reason") or "")
-        if words.startswith(REJECTED):
-            self._words = words.removeprefix(REJECTED)
+        if choice.get("finish_reason") != "abort" or not words.startswith(REJECTED):
+            return False
+        self._words = words.removeprefix(REJECTED)
+        return True
 
     async def _reject(self) -> None:
         seconds, _, why = self._words.partition(" s: ")
@@ -113,6 +143,7 @@ class _Beginning:
         self._held.clear()
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
+        self.rejected.set()
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -8,11 +8,17 @@ from runtime.tunable import ModelInfo
 
 
 def model_of(config: Any) -> ModelInfo:
-    """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted."""
+    """``config`` is vLLM's own. Nothing has to be loaded; parameters are not counted.
+
+    ``kv_bytes_per_token`` is what all layers of attention take that keep K and V of every token, or of MLA one latent vector.
+    What layers with sliding windows free again, and states of Mamba, are known when the pool is made, not before.
+    """
     model, cache, parallel, load = config.model_config, config.cache_config, config.parallel_config, config.load_config
     text = model.hf_text_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    per_token = 2 * text.num_hidden_layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
+    layers = model.get_num_layers_by_block_type(parallel) if model.is_hybrid else text.num_hidden_layers
+    vectors = 1 if model.use_mla else 2
+    per_token = vectors * layers * heads * model.get_head_size() * _bytes(cache.cache_dtype, model.dtype)
     return ModelInfo(
         name=str(model.model),
         vocab_size=model.get_vocab_size(),
@@ -30,12 +36,24 @@ def _bytes(cache_dtype: str, dtype: Any) -> int:
     return 1 if cache_dtype.startswith("fp8") else int(dtype.itemsize)
 
 
+def slots_of(scheduler: Any) -> int:
+    """Most sequences at once under ``scheduler``, vLLM's configuration of one: ``max_num_seqs``, or ``max_num_active_seqs`` where
+    that is set, which is lower."""
+    return int(min(scheduler.max_num_seqs, getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs))
+
+
+def budget_of(scheduler: Any) -> int:
+    """Most tokens of a step, likewise: ``max_num_batched_tokens``, or ``max_num_scheduled_tokens`` where that is set."""
+    most = scheduler.max_num_batched_tokens
+    return int(min(most, getattr(scheduler, "max_num_scheduled_tokens", None) or most))
+
+
 def graph_sizes_of(config: Any) -> tuple[int, ...]:
     """For how many rows vLLM has CUDA graphs for steps of decodes alone, ascending; empty where it has none: on a CPU, under
     ``enforce_eager``, in a CUDA graph mode of ``NONE``.
 
     To be asked when vLLM has started: its workers settle the mode when they know what their attention can do. Sizes to which no
-    step of at most ``max_num_seqs`` decodes is padded are left out. Graphs of decodes alone go no further than that many rows.
+    step of as many decodes as may run is padded are left out. Graphs of decodes alone go no further than that many rows.
     """
     compilation = getattr(config, "compilation_config", None)
     mode = getattr(compilation, "cudagraph_mode", None)
@@ -43,7 +61,7 @@ def graph_sizes_of(config: Any) -> tuple[int, ...]:
     name = getattr(mode, "name", None) or "NONE"
     if name == "NONE" or config.model_config.enforce_eager or config.device_config.device_type == "cpu":
         return ()
-    slots = config.scheduler_config.max_num_seqs
+    slots = slots_of(config.scheduler_config)
     below = [size for size in sizes if size < slots]
     reaching = [size for size in sizes if size >= slots][:1]
     if name == "FULL_DECODE_ONLY":

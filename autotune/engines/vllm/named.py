@@ -17,7 +17,7 @@ import yaml
 
 from autotune.engines.named import ByCommand, NamedEngine, ToServe
 from autotune.engines.vllm.engine import VllmEngine, VllmSource
-from autotune.engines.vllm.model import model_of, parameters_of
+from autotune.engines.vllm.model import budget_of, model_of, parameters_of, slots_of
 from autotune.engines.vllm.scheduler import unfit
 from runtime.errors import AutotuneError, InputError
 from runtime.knobs import KnobLimits, Knobs
@@ -104,8 +104,8 @@ class NamedVllm:
         what is free, and 4 GiB at most."""
         if not self._pool_is_ours:
             return None
-        room = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_MOST)
-        blocks = room // max(1, self.model.kv_bytes_per_token * self.block_size)
+        pool_bytes = min(int(psutil.virtual_memory().available * _CPU_SHARE), _CPU_MOST)
+        blocks = pool_bytes // max(1, self.model.kv_bytes_per_token * self.block_size)
         return max(1, min(blocks, 4096 * -(-self.model.max_model_len // self.block_size))) * self.block_size
 
     def free_bytes(self) -> int | None:
@@ -122,6 +122,15 @@ class NamedVllm:
         options = {"enable_prefix_caching": prefix_cache, **self.options, "block_size": block_size}
         return replace(self, options=options, block_size=block_size, kv_tokens=kv_tokens)
 
+    def _blocks_for(self, engine: VllmEngine) -> int | None:
+        """How many blocks hold ``kv_tokens`` in a model whose layers take blocks in several groups, which is not known before it
+        has been loaded; None where those that ``engine`` was started with hold them."""
+        assert self.kv_tokens is not None
+        held, row, blocks = engine.facts.kv_tokens, engine.facts.block_size, engine.view().kv_total_blocks
+        if held < 1 or abs(held - self.kv_tokens) < row:
+            return None
+        return -(-blocks * self.kv_tokens // held) + 1
+
     def start(self, knobs: Knobs | None = None, limits: KnobLimits | None = None, seed: int = 0) -> VllmEngine:
         """Start it, by default at :attr:`stock`. Raises :class:`InputError` with vLLM's own reason where it does not start."""
         limits = limits or self.limits
@@ -133,9 +142,16 @@ class NamedVllm:
             options["num_gpu_blocks_override"] = blocks
             if self._pool_is_ours:
                 options["kv_cache_memory_bytes"] = blocks * self.block_size * self.model.kv_bytes_per_token
+        knobs = limits.clamp(self.stock) if knobs is None else knobs
         try:
-            source = VllmSource(self.model.name, options)
-            return source.start(limits.clamp(self.stock) if knobs is None else knobs, limits, seed)
+            engine = VllmSource(self.model.name, options).start(knobs, limits, seed)
+            if self.kv_tokens is None or (wanted := self._blocks_for(engine)) is None:
+                return engine
+            engine.close()
+            options["num_gpu_blocks_override"] = wanted
+            if self._pool_is_ours and engine.facts.model is not None:
+                options["kv_cache_memory_bytes"] = self.kv_tokens * engine.facts.model.kv_bytes_per_token * 2
+            return VllmSource(self.model.name, options).start(knobs, limits, seed)
         except AutotuneError:
             raise
         except Exception as error:
@@ -181,13 +197,13 @@ def load_vllm(
             "drop the option, or install the build for it"
         )
     scheduler = config.scheduler_config
-    tokens = scheduler.max_num_batched_tokens
+    tokens = budget_of(scheduler)
     chunk = min(scheduler.long_prefill_token_threshold or tokens, tokens)
     return NamedVllm(
         model=found,
         version=version,
         limits=limits,
-        stock=Knobs(scheduler.max_num_seqs, 0, tokens, chunk),
+        stock=Knobs(slots_of(scheduler), 0, tokens, chunk),
         block_size=config.cache_config.block_size,
         options=options,
         arguments=dict(arguments),
@@ -223,12 +239,14 @@ def _options(arguments: Mapping[str, str], known: list[str], version: str) -> di
 def _ceilings(options: Mapping[str, Any]) -> KnobLimits:
     """As wide as settings are searched for, unless ``options`` say otherwise."""
     top = KnobLimits()
-    for name in ("max_num_batched_tokens", "max_num_seqs"):
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs", "max_num_active_seqs"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"--engine-arg: {name} is {value!r}; it must be a whole number of at least 1")
     tokens = options.get("max_num_batched_tokens") or top.token_budget
     slots = options.get("max_num_seqs") or min(top.max_batch_size, tokens)
+    tokens = min(tokens, options.get("max_num_scheduled_tokens") or tokens)
+    slots = min(slots, options.get("max_num_active_seqs") or slots)
     return replace(top, max_batch_size=slots, token_budget=tokens, chunk_size=tokens, draft_tokens=0)
 
 
@@ -245,10 +263,10 @@ def _brief(error: Exception) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
-def _become(asked: ToServe) -> NoReturn:
+def _become(requested: ToServe) -> NoReturn:
     from autotune.engines.vllm.command import serve  # which needs this module
 
-    serve(asked)
+    serve(requested)
 
 
 _INSTEAD: Final = "what vLLM has in its place goes after --"

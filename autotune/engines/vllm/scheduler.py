@@ -2,7 +2,8 @@
 
 :class:`Steered` is for whoever has a controller of their own; :class:`autotune.engines.vllm.serving.Scheduler` brings one.
 Where vLLM cannot be tuned (another version, something needed is missing, a feature that is not known here) one line in the log
-says why, and it schedules as if this were not there.
+says why, and it schedules as if this were not there. So it does after a fault of this code: what is ours is called between calls
+of vLLM's own methods, never around them, so that an exception of vLLM's own passes unchanged.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import logging
 import math
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from autotune.engines.vllm.steering import Aborted, Steering, missing
@@ -25,6 +27,7 @@ REJECTED: Final = "autotune: "
 """How the ``stop_reason`` of a request begins that was ended here; after it come the seconds to retry in, and why."""
 UNTOUCHED: Final = "vLLM schedules as it would without autotune"
 _STRICT_S: Final = 1e9  # vLLM's priorities outweigh any waiting
+_QUEUES: Final = ("waiting", "kv_holding_waiting", "skipped_waiting")  # of which each version has its own
 _AnyScheduler: Any = object  # to mypy: a class that may have any attribute, as vLLM's schedulers may
 
 
@@ -94,6 +97,10 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
     """Mixed over a vLLM scheduler. :attr:`steering` is None where it is left alone."""
 
     steering: Steering | None
+    fault: Exception | None = None
+    """What switched the steering off, if it was a fault of its own."""
+    contained = True
+    """Whether such a fault leaves vLLM running; else it is raised, for whoever cannot go on without the steering."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steering = None
@@ -123,8 +130,9 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
             if self.policy != self._stock_policy:
                 _queue_by(self, self._stock_policy)
 
-    def steer(self, clock: Clock, **options: Any) -> Steering:
-        """Begin anew under ``options`` of :class:`Steering`; nothing may have been added."""
+    def steer(self, clock: Clock, *, contained: bool = True, **options: Any) -> Steering:
+        """Begin anew under ``options`` of :class:`Steering`; nothing may have been added. ``contained``: see the attribute."""
+        self.contained = contained
         ordering = options.pop("ordering", None) or Priority(_STRICT_S)
         self.steering = Steering(self, clock, self._drop, ordering=ordering, **options)
         return self.steering
@@ -139,43 +147,112 @@ class SteeredScheduler(_AnyScheduler):  # type: ignore[misc]  # what it is mixed
         self.adaptive_long_prefill_threshold = self._stock_adaptive
         _queue_by(self, self._stock_policy)
 
+    def _failed(self, error: Exception, doing: str) -> None:
+        """A fault of this code: switch off what is ours, and leave vLLM as it would be without it. Called in an ``except``."""
+        if not self.contained:
+            raise error
+        steering, self.steering, self.fault = self.steering, None, error
+        log.error("autotune failed while %s: %r; it is switched off. %s", doing, error, UNTOUCHED, exc_info=error)
+        if steering is None:
+            return
+        self._each(
+            steering.put_back, steering.give_back_limits, self._stop_adapting, steering.give_back_priorities,
+            lambda: self._unreported.extend(steering.aborted()), self._recover, lambda: _queue_by(self, self._stock_policy),
+        )  # fmt: skip
+
+    def _each(self, *parts: Callable[[], object]) -> None:
+        """Do all of them, whatever becomes of the others."""
+        for part in parts:
+            try:
+                part()
+            except Exception:
+                log.exception("a part of switching autotune off failed")
+
+    def _stop_adapting(self) -> None:
+        self.adaptive_long_prefill_threshold = self._stock_adaptive
+
+    def _recover(self) -> None:
+        """Give back to vLLM's queue whatever was out of it when the fault came."""
+        from vllm.v1.request import RequestStatus
+
+        known = {id(request) for name in _QUEUES for request in getattr(self, name, ())}
+        for request in self.requests.values():
+            waits = not request.is_finished() and request.status != RequestStatus.RUNNING
+            if waits and id(request) not in known:
+                self.waiting.add_request(request)
+
     def _drop(self, names: list[str]) -> None:
         from vllm.v1.request import RequestStatus
 
         super().finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        steering = self.steering
-        fresh = steering is not None and steering.adding(request)
-        found = super().add_request(request, *args, **kwargs)
-        if fresh and steering is not None:
-            steering.added()
+        fresh = False
+        if self.steering is not None:
+            try:
+                fresh = self.steering.adding(request)
+            except Exception as error:
+                self._failed(error, f"it took in request {request.request_id}")
+        try:
+            found = super().add_request(request, *args, **kwargs)
+        except BaseException:
+            if fresh and self.steering is not None:
+                self.steering.refused()
+            raise
+        if fresh and self.steering is not None:
+            try:
+                self.steering.added()
+            except Exception as error:
+                self._failed(error, f"it judged request {request.request_id}")
         return found
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self.steering is None:
             return super().finish_requests(request_ids, *args, **kwargs)
-        names = [request_ids] if isinstance(request_ids, str) else list(request_ids or self.requests)
+        if request_ids is None:
+            names = list(self.requests)
+        else:
+            request_ids = names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         found = super().finish_requests(request_ids, *args, **kwargs)
-        self.steering.dropped(names)
+        try:
+            self.steering.dropped(names)
+        except Exception as error:
+            self._failed(error, "requests were aborted")
         return found
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.steering is None:
             return super().schedule(*args, **kwargs)
-        self.steering.before()
-        output = super().schedule(*args, **kwargs)
-        self.steering.planned(output)
+        try:
+            self.steering.before()
+        except Exception as error:
+            self._failed(error, "it prepared a step")
+            return super().schedule(*args, **kwargs)
+        steering = self.steering
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            steering.put_back()
+        try:
+            steering.planned(output)
+        except Exception as error:
+            self._failed(error, "it took note of a step")
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         if self.steering is not None:
-            self.steering.landed(outputs)
-            self._unreported += self.steering.aborted()
+            try:
+                self.steering.landed(outputs)
+                self._unreported += self.steering.aborted()
+            except Exception as error:
+                self._failed(error, "it took note of what came of a step")
         if self._unreported:
-            _tell(outputs, self._unreported)
-            self._unreported = []
+            unreported, self._unreported = self._unreported, []
+            try:
+                _tell(outputs, unreported)
+            except Exception as error:
+                self._failed(error, f"{len(unreported)} clients were to be told of their rejection")
         return outputs
 
 
@@ -184,7 +261,7 @@ def _queue_by(scheduler: Any, policy: Any) -> None:
     from vllm.v1.core.sched.request_queue import create_request_queue
 
     made = {}
-    for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # of which each version has its own
+    for name in _QUEUES:
         if hasattr(scheduler, name):
             made[name] = create_request_queue(policy)
             for request in sorted(getattr(scheduler, name), key=lambda r: (not r.num_preemptions, r.arrival_time)):

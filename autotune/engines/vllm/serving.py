@@ -229,11 +229,17 @@ class SelfTuningScheduler(SteeredScheduler):
         threading.Thread(target=_end_with_parent, args=(self._control,), name="parent watch", daemon=True).start()
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._tunable is not None:
-            self._tunable.catch_up()  # what comes is judged by all that is known
+        self._catch_up()  # what comes is judged by all that is known
         return super().add_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._between_steps()
+        except Exception as error:
+            self._failed(error, "it stood between two steps")
+        return super().schedule(*args, **kwargs)
+
+    def _between_steps(self) -> None:
         if self._tunable is not None:
             self._tunable.between_steps()
             if not self._tunable.controlled:
@@ -244,13 +250,19 @@ class SelfTuningScheduler(SteeredScheduler):
             if left > 0:  # nothing to do before then: the loop that calls this would spin
                 time.sleep(min(left, _NAP_S))
                 self.steering.prepare()
-        return super().schedule(*args, **kwargs)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         if self._tunable is not None and not self.has_unfinished_requests():
-            self._tunable.catch_up()  # else the next step does, when these outputs are on their way
+            self._catch_up()  # else the next step does, when these outputs are on their way
         return outputs
+
+    def _catch_up(self) -> None:
+        if self._tunable is not None:
+            try:
+                self._tunable.catch_up()
+            except Exception as error:
+                self._failed(error, "it told the controller of steps")
 
     def let_go(self) -> None:
         if self._tunable is not None:
@@ -259,6 +271,12 @@ class SelfTuningScheduler(SteeredScheduler):
             self._tunable = None
             log.warning("no controller is attached any more. %s", UNTOUCHED)
         super().let_go()
+
+    def _failed(self, error: Exception, doing: str) -> None:
+        super()._failed(error, doing)
+        tunable, self._tunable = self._tunable, None
+        if tunable is not None:
+            self._each(lambda: tunable.fail(error, f"autotune failed while {doing}"))
 
     def shutdown(self) -> None:
         try:

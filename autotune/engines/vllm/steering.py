@@ -21,6 +21,7 @@ No vLLM and no torch is imported here: the scheduler is whatever has the attribu
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,7 @@ from itertools import islice
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from autotune.engines.vllm.kv import KvPool
 from runtime.clock import Clock
 from runtime.errors import StepFailedError
 from runtime.expiries import Expiries
@@ -51,16 +53,31 @@ NEEDED: Final = (
     "scheduler_config.max_num_batched_tokens", "scheduler_config.long_prefill_token_threshold", "policy",
     "kv_cache_manager.watermark_blocks", "kv_cache_manager.get_computed_blocks", "kv_cache_manager.enable_caching",
     "kv_cache_manager.block_pool.get_num_free_blocks", "kv_cache_manager.block_pool.num_gpu_blocks", "block_size",
+    "kv_cache_manager.coordinator.single_type_managers", "max_model_len", "kv_cache_config",
 )  # fmt: skip
 """What a scheduler must have to be tuned."""
 GROWTH_RESERVE: Final = 1
-"""KV blocks kept free for each decode while a prompt is admitted."""
+"""KV blocks kept free for each decode while a prompt is admitted: those that hold its next token."""
 CLASS: Final = "request_class"
 TENANT: Final = "tenant"
 """Names under which a client of ``vllm serve`` says in ``vllm_xargs`` whose request it is."""
 _FIRST: Final = -1e15  # of what runs: it stands before all that waits, should it be preempted
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 _NO_PARAMS: Final = SamplingParams()
+
+
+_OF_COMPLETIONS: Final = re.compile(r"(?:\d+_)?(cmpl-[0-9a-f]{16,32})-\d+-[0-9a-f]{8}")
+"""The ids of what ``/v1/completions`` asks the engine for: one for each of its prompts, and for each of their ``n`` answers."""
+_OF_ANSWERS: Final = re.compile(r"\d+_(.+-[0-9a-f]{8})")
+"""The ids of the ``n`` answers to one prompt, by whatever endpoint."""
+_REFUSED: Final = 1024  # families that are remembered, for what of them is still to come
+
+
+def family_of(name: str) -> str | None:
+    """What the requests have in common that one HTTP request stands for; None for a request of its own, as far as its id says.
+    vLLM adds random characters to each id, but a client may give two of its requests one id: then only answers are told."""
+    found = _OF_COMPLETIONS.fullmatch(name) or _OF_ANSWERS.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def missing(scheduler: object) -> list[str]:
@@ -125,7 +142,7 @@ class Steering:
         ordering: Ordering | None = None,
         tokens: bool = False,
     ) -> None:
-        config, pool = scheduler.scheduler_config, scheduler.kv_cache_manager.block_pool
+        config = scheduler.scheduler_config
         slots, most = (
             min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs),
             min(config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
@@ -138,8 +155,7 @@ class Steering:
         stock = Knobs(slots, 0.0, most, min(config.long_prefill_token_threshold or most, most))
         self.settings = Settings(top.clamp(stock) if knobs is None else knobs, top)
         self.clock = clock
-        self.block_size: int = scheduler.block_size
-        self.total_blocks: int = pool.num_gpu_blocks - 1  # one stands for no block
+        self.kv = KvPool(scheduler)
         self.slack = SlackTracker(slos or {})
         self._own_ordering = ordering or ordering_of("priority")
         self.waiting = WaitingQueue(self._own_ordering)
@@ -158,8 +174,7 @@ class Steering:
         self.steps: list[StepRecord] = []
         """The same of steps."""
         self._scheduler, self._drop = scheduler, drop
-        self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
-        self._computed_blocks: Callable[[Any], Any] = scheduler.kv_cache_manager.get_computed_blocks
+        self._free_blocks, self._blocks = self.kv.free, self.kv.blocks
         self._caches: bool = scheduler.kv_cache_manager.enable_caching
         self._watermark: int = scheduler.kv_cache_manager.watermark_blocks
         self._stock = (
@@ -170,6 +185,9 @@ class Steering:
         self._by_name: dict[str, Sequence] = {}
         self._plans: deque[_Planned | None] = deque()
         self._aborted: list[Aborted] = []
+        self._families: dict[str, list[Sequence]] = {}  # what one HTTP request stands for
+        self._refused: dict[str, tuple[str, str, float | None]] = {}  # families of which one was rejected, and why
+        self._doomed: list[Sequence] = []  # the others of those families
         self._tokens: list[Token] | None = [] if tokens else None
         self._step = 0  # that have landed with decodes
         self._advanced = 0  # steps planned in which every decode got its token
@@ -178,15 +196,25 @@ class Steering:
         self._last_end = -inf
         self._prepared = False  # for the coming step
         self._yielding: list[Any] = []  # requests whose prompts wait for the coming step to be over
+        self._yields = False  # whether there are any in the step being planned
         self._yielded_in_vain = False  # in the last step nothing began for which they did
         self._preparing: tuple[float, int, Knobs, int, int, float]
 
     def let_go(self) -> None:
         """Give vLLM the settings back that it was started with, and the requests their priorities."""
+        self.put_back()
+        self.give_back_limits()
+        self.give_back_priorities()
+
+    def give_back_limits(self) -> None:
+        """Of :meth:`let_go` the ceilings that vLLM was started with."""
         scheduler = self._scheduler
         scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens, threshold = self._stock
         scheduler.scheduler_config.long_prefill_token_threshold = threshold
         scheduler.kv_cache_manager.watermark_blocks = self._watermark
+
+    def give_back_priorities(self) -> None:
+        """Of :meth:`let_go` what clients said of their requests."""
         for sequence in self._by_name.values():
             sequence.data.priority = -sequence.request.priority
 
@@ -201,27 +229,40 @@ class Steering:
         sequence.data = request
         self.newest, self.refusal = sequence, None
         self._by_name[request.request_id] = sequence
+        if (family := family_of(request.request_id)) is not None:
+            self._families.setdefault(family, []).append(sequence)
+            if family in self._refused:
+                self._doomed.append(sequence)
         self._queue(sequence)
         request.priority = sequence.key
         if ours.expires is not None:
             self._expiries.add(sequence, ours.expires)
         return True
 
+    def refused(self) -> None:
+        """vLLM has not queued it after all, and whoever added it knows."""
+        if self.newest is not None:
+            self.end(self.newest, FinishReason.ERROR, self.clock.now())
+
     def added(self) -> None:
         """vLLM has queued it: the admission policy decides."""
         sequence, admission = self.newest, self._admission
-        if sequence is None or admission is None:
+        if self._doomed:
+            self._end_doomed()
+        if sequence is None or admission is None or sequence.state == "finished":
             return
         now = self.clock.now()
         first = [s for s in self.prefills if precedes(s, sequence)]
         verdict = admission.arrive(sequence, now, self.waiting.work_before(sequence), first)
         if verdict is not None:
             late = admission.outweighed(sequence, verdict, now, self.waiting) or [sequence]
-            if late[0] is sequence and not admission.relegates(sequence, verdict):
+            if late[0] is sequence and not self._relegates(admission, sequence, verdict):
                 self.refusal = verdict
             for one in late:
                 self._late(admission, one, verdict, now)
-        if self.refusal is None:
+        if self._doomed:
+            self._end_doomed()
+        if self.refusal is None and sequence.state == "waiting":
             admission.queued(sequence)
 
     def _request_of(self, request: Any) -> Request:
@@ -241,23 +282,24 @@ class Steering:
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = "waiting"
-        sequence.pending = sequence.target - self._in_cache(sequence)[0]
+        sequence.pending = sequence.target - self.kv.cached(sequence.data)[0]
         self.waiting.push(sequence)
         self.slack.queued(sequence)
 
-    def _in_cache(self, sequence: Sequence) -> tuple[int, set[int]]:
-        """Tokens of ``sequence`` in vLLM's prefix cache, and those of their blocks that nobody holds."""
-        found = self._computed_blocks(sequence.data)
-        cached = int(found[1])
-        return cached, {block.block_id for block in found[0].blocks[0] if block.ref_cnt == 0} if cached else set()
-
     def _late(self, admission: Admission, sequence: Sequence, verdict: Verdict, now: float) -> None:
         """As the scheduler of our engine: relegate or end ``sequence``."""
-        if admission.relegates(sequence, verdict):
+        if self._relegates(admission, sequence, verdict):
             self._relegate(sequence)
             return
         sequence.retry_after = verdict.retry_after_s
         self.reject(sequence, verdict.reason, now, why=verdict.why)
+
+    @staticmethod
+    def _relegates(admission: Admission, sequence: Sequence, verdict: Verdict) -> bool:
+        """Whether it is late and not rejected. An answer of vLLM's to who wants log probabilities of the prompt cannot be empty:
+        its API server would make it a 500."""
+        wants = getattr(sequence.data.sampling_params, "prompt_logprobs", None) is not None
+        return wants or admission.relegates(sequence, verdict)
 
     def _relegate(self, sequence: Sequence) -> None:
         """Have it go behind those that can still be met, in vLLM's queue too."""
@@ -286,8 +328,35 @@ class Steering:
         record = self.end(sequence, kind, now, reason)
         if record is not None:
             self.ended.append((sequence, record))
-            self._drop([sequence.data.request_id])
-            self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
+            try:
+                self._drop([sequence.data.request_id])
+            finally:
+                if sequence.data.is_finished():
+                    self._aborted.append(Aborted(sequence.data, why or reason, sequence.retry_after))
+                else:  # vLLM goes on with it
+                    sequence.data.priority = -sequence.request.priority
+            if kind is FinishReason.REJECTED:
+                self._refuse_family(sequence, reason, why)
+
+    def _refuse_family(self, sequence: Sequence, reason: str, why: str) -> None:
+        """Who asked for ``sequence`` is told that all of what it asked for was rejected, so none of it is to go on. Not at once:
+        a step may be being planned, and some may still be on their way here."""
+        family = family_of(sequence.data.request_id)
+        if family is None or family in self._refused:
+            return
+        self._refused[family] = reason, why, sequence.retry_after
+        if len(self._refused) > _REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._doomed += self._families.get(family, ())
+
+    def _end_doomed(self) -> None:
+        now, doomed = self.clock.now(), self._doomed
+        self._doomed = []
+        for sequence in doomed:
+            said = self._refused.get(family_of(sequence.data.request_id) or "")
+            if said is not None:
+                reason, why, sequence.retry_after = said
+                self.reject(sequence, reason, now, why=why)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, cause: str = "") -> RequestRecord | None:
         """Forget ``sequence``, which has ended or is about to. None if it had ended before."""
@@ -300,11 +369,18 @@ class Steering:
         self._leave(sequence)
         sequence.generated = len(sequence.token_times)
         sequence.cause = cause
-        del self._by_name[sequence.data.request_id]
         record = sequence.record(reason, now, self.settings.current[0])
         self.waiting.ended(record)
         if self._admission is not None:
             self._admission.ended(record)
+        name = sequence.data.request_id
+        if self._families and (family := family_of(name)) is not None:
+            kept = [one for one in self._families.get(family, ()) if one is not sequence]
+            if kept:
+                self._families[family] = kept
+            else:
+                self._families.pop(family, None)
+        del self._by_name[name]  # the last: until then its priority is known
         return record
 
     def _leave(self, sequence: Sequence) -> None:
@@ -399,7 +475,7 @@ class Steering:
         epoch, knobs = self.settings.current
         return SchedulerView(
             now, decodes, len(in_progress), waiting.count, waiting.tokens, sum([left for _, left in in_progress]),
-            self._offsets + self._advanced * decodes, self.free_blocks(), self.total_blocks,
+            self._offsets + self._advanced * decodes, self.free_blocks(), self.kv.total_blocks,
             inf if oldest is None else oldest.request.arrival, min(slack.fixed(now), decode_slack), decode_slack, knobs,
             epoch, self.settings.effective_limits, slack.step_time_target, in_progress, deadlines, waiting.relegated_tokens,
         )  # fmt: skip
@@ -415,9 +491,6 @@ class Steering:
         for sequence in self.prefills:
             blocks += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
         return blocks
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     # -- a step -----------------------------------------------------------------------------------------------------------
 
@@ -438,9 +511,13 @@ class Steering:
         scheduler, now = self._scheduler, self.clock.now()
         epoch, knobs = self.settings.current
         admission = self._admission
+        if self._yielding:  # of a step that was prepared and did not come
+            self.put_back()
         if self._expiries.heap or (admission is not None and admission.timeouts.heap):
             self.expire(now)
-        asked = knobs.token_budget
+        if self._doomed:
+            self._end_doomed()
+        requested = knobs.token_budget
         if self.settings.policy is None:
             if self.slack.following:
                 self.slack.stop()
@@ -448,7 +525,7 @@ class Steering:
             if not self.slack.following:
                 self.slack.follow((*self.waiting, *self.prefills), self.decodes)
             budget = self.settings.budget(lambda: self.view(now))
-            asked = asked if budget is None else min(asked, budget)
+            requested = requested if budget is None else min(requested, budget)
         running: list[Any] = scheduler.running
         begun: list[Sequence] = []
         ahead: list[float] = []
@@ -462,21 +539,22 @@ class Steering:
             prompts = self._put_in_order(running, begun)
         decodes = len(running) - prompts
         if not decodes:
-            asked = max(asked, 1)  # whatever a policy says, a step with work does some
-        given = max(asked, decodes)
+            requested = max(requested, 1)  # whatever a policy says, a step with work does some
+        given = max(requested, decodes)
         slots = self._slots(knobs)
         held, may_begin, owed, growing, kept = -inf, 0, 0, 0, 0
         yielding: list[Sequence] = []
         if self.waiting.count:
-            kept = GROWTH_RESERVE * decodes
-            growing = sum([r.num_computed_tokens % self.block_size == 0 for r in running[:decodes]])
+            kept = self.kv.grow * decodes
+            growing = self.kv.growing(running[:decodes])
         if self.waiting.count or begun:
             held, may_begin, owed, yielding = self._plan_prompts(
-                knobs, asked - decodes, slots - len(running), growing + kept, begun, ahead, now
+                knobs, requested - decodes, slots - len(running), growing + kept, begun, ahead, now
             )
         if yielding:  # they stand last
             self._yielding = [s.data for s in yielding if s.data.is_prefill_chunk]
             del running[len(running) - len(self._yielding) :]
+        self._yields = bool(self._yielding)
         free = slots - len(self._yielding)
         reserve, active = self._watermark, free
         if self.waiting.count:
@@ -488,7 +566,7 @@ class Steering:
         scheduler.scheduler_config.long_prefill_token_threshold = knobs.chunk_size
         scheduler.max_num_active_reqs = active
         scheduler.kv_cache_manager.watermark_blocks = reserve
-        self._preparing = now, epoch, knobs, asked, slots, held
+        self._preparing = now, epoch, knobs, requested, slots, held
         self._prepared = True
         return held if held > now and not running and not active else -inf
 
@@ -554,7 +632,7 @@ class Steering:
                     self._late(admission, head, verdict, now)
                     head = next(heads, None)
                     continue
-            cached, idle = self._in_cache(head)  # some may have been evicted since it was queued
+            cached, idle = self.kv.cached(head.data)  # some may have been evicted since it was queued
             pending = head.target - cached
             spare -= self._blocks(pending) + len(idle - shared)
             shared |= idle
@@ -572,21 +650,22 @@ class Steering:
             owed += self._blocks(sequence.target) - self._blocks(sequence.data.num_computed_tokens)
         return _Prompts(held, most, owed, yields)
 
-    def planned(self, output: Any) -> None:
-        """Note what is in the step that vLLM has planned."""
-        now, epoch, knobs, asked, slots, held = self._preparing
+    def put_back(self) -> None:
+        """Let vLLM run the requests again that yielded the step that it has planned, or could not plan."""
         self._prepared = False
+        if self._yielding:
+            self._scheduler.running += self._yielding
+            self._yielding = []
+
+    def planned(self, output: Any) -> None:
+        """Note what is in the step that vLLM has planned. :meth:`put_back` was called."""
+        now, epoch, knobs, requested, slots, held = self._preparing
         preempted = 0
         for name in output.preempted_req_ids or ():
             preempted += self._preempted(name)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         begun = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
-        if self._yielding:
-            self._scheduler.running += self._yielding
-            self._yielding = []
-            self._yielded_in_vain = not begun
-        else:
-            self._yielded_in_vain = False
+        self._yielded_in_vain = self._yields and not begun
         if begun:  # vLLM plans them last
             for name in reversed([*islice(reversed(scheduled), begun)]):
                 self._begin(self._by_name[name], scheduled[name], now, epoch)
@@ -626,12 +705,12 @@ class Steering:
             limited = (
                 LimitedBy.WAIT if held > now
                 else LimitedBy.SLOTS if full
-                else LimitedBy.BUDGET if used >= asked
+                else LimitedBy.BUDGET if used >= requested
                 else LimitedBy.KV
             )  # fmt: skip
         record = StepRecord(
             now, now, 1, decodes, context, len(chunks), tokens, prefix, pairs, decodes + len(chunks) - unfinished, 0,
-            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, asked, limited,
+            self.waiting.count, self.waiting.tokens, 0, preempted, epoch, requested, limited,
         )  # fmt: skip
         self._plans.append(_Planned(record, chunks) if used else None)
 

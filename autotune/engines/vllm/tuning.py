@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from autotune.engines.vllm.core import facts_of
@@ -112,3 +113,17 @@ class TunableScheduler(TunableCore):
         """vLLM schedules alone from now on: accept no more changes."""
         with self._changing:
             self._closed = True
+
+    def fail(self, error: Exception, what: str) -> None:
+        """The same after a fault in what steers vLLM: whoever listens and has ``on_fault`` (a controller) hears of it, and before
+        that of the last steps. What others have asked for is not done any more."""
+        try:
+            with suppress(Exception):  # this may be what failed
+                self._tell()
+            for listener in self._listeners.known:
+                heard = getattr(listener, "on_fault", None)
+                if heard is not None:
+                    heard(error, what)
+        finally:
+            self.release()
+            self._posted.clear()

@@ -96,6 +96,8 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
         speed = _speed_in(context, setup, first)
         if given and abs(speed / setup.speed - 1) > off_by:
             speed = _agreed(context, setup, chosen, speed)
+        if not given and _told_apart(first):
+            break
         if abs(speed / setup.speed - 1) <= off_by:
             break
         went_on = context.study.measurements.known(moved_key(context, setup, speed))  # a session of a larger budget did
@@ -107,6 +109,16 @@ def _placed(context: Context, setup: Setup) -> tuple[Setup, list[Candidate], lis
         if setup.rate != rate:
             tried = []  # at another rate than the others will be: not to be compared
     return setup, chosen, tried
+
+
+def _told_apart(run: Run | None) -> bool:
+    """Whether settings can be told apart at the rate of ``run``, of one of the best: whatever speed its steps tell, stay there.
+
+    A cost model that is wrong for large steps alone tells a lower speed at a high rate, and by that a lower rate at which the
+    speed is right again.
+    """
+    low, high = _NOT_TOLD_APART
+    return run is not None and low <= run.score.weighted_attainment <= high
 
 
 def _moved(context: Context, setup: Setup, speed: float) -> Setup:

@@ -199,6 +199,7 @@ class Validation(Generic[SettingT, SetupT, CostT, SpaceT]):
             )
             return context.meter.fits(end, context.run_guess, runs - made)
 
+        # the name it has in studies since their first version
         return context.decided(f"room/{runs}/{first}/{end}/{setup.rate:g}/{setup.speed:.6f}", fits)
 
     def _next(self) -> int | None:

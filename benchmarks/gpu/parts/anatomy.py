@@ -20,7 +20,7 @@ from runtime.torch_backend.kv_pool import default_kv_blocks
 from runtime.torch_backend.loading import LoadedModel, load_model
 
 _BLOCK: Final = 16
-_ROOM: Final = 64  # tokens that a sequence may grow by: more than steps that are measured
+_HEADROOM: Final = 64  # tokens that a sequence may grow by: more than steps that are measured
 _DRIVER: Final = (
     "cudaLaunchKernel",
     "cuLaunchKernel",
@@ -56,16 +56,16 @@ def run(place: Place, model: str) -> None:
     place.keep("model", {"name": loaded.name, "bandwidth": rate, "matmul_flops": flops})
     known = Known(weight_bytes(loaded), layer_parameters(loaded), loaded.kv_bytes_per_token, rate, flops)
     chosen = cases(place.dry)
-    room = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
-    needed = {name: step.blocks(_BLOCK, _ROOM) for name, step in chosen.items()}
-    fit = [blocks for blocks in needed.values() if blocks <= room]
+    capacity = 64 if place.dry else default_kv_blocks(loaded, _BLOCK)
+    needed = {name: step.blocks(_BLOCK, _HEADROOM) for name, step in chosen.items()}
+    fit = [blocks for blocks in needed.values() if blocks <= capacity]
     recorded: dict[str, Any] = (
         {"max_batch_size": 256} if "max_batch_size" in inspect.signature(TorchExecutor).parameters else {}
     )
     executor = TorchExecutor(loaded, kv_blocks=max(fit), block_size=_BLOCK, **recorded)
     failed = []
     for name, step in chosen.items():
-        if needed[name] > room:
+        if needed[name] > capacity:
             place.keep(name, {"left_out": f"its {sum(step.context)} tokens of context do not fit beside the weights"})
             continue
         try:
@@ -95,8 +95,8 @@ class Known(NamedTuple):
 
 def measured(executor: TorchExecutor, known: Known, step: Step, repeats: int) -> dict[str, Any]:
     """Milliseconds of launching and collecting ``step``, its memory floor, and what it asks of the driver."""
-    whole, device = step.plan(_BLOCK, _ROOM), executor.device
-    plans = (whole._replace(step=number) for number in range(_ROOM))  # as in service, each step a token further
+    whole, device = step.plan(_BLOCK, _HEADROOM), executor.device
+    plans = (whole._replace(step=number) for number in range(_HEADROOM))  # as in service, each step a token further
     found: dict[str, Any] = {}
     begun = time.perf_counter()
     _whole(executor, next(plans))

@@ -67,19 +67,19 @@ def run(place: Place, argument: str) -> None:
     dtypes = (torch.float32,) if place.dry else (torch.bfloat16, torch.float16, torch.float32)
     checks: list[tuple[str, Callable[[], dict[str, float]]]] = []
     for dtype in dtypes:
-        told = str(dtype).removeprefix("torch.")
+        kind = str(dtype).removeprefix("torch.")
         for case in DRY if place.dry else FULL:
             if not (case.fp8 and dtype == torch.float32 and not place.dry):
-                checks.append((f"attention {case.name} {told}", _bound(_attention, case, device, dtype)))
+                checks.append((f"attention {case.name} {kind}", _bound(_attention, case, device, dtype)))
         for rows, width in ((3, 48),) if place.dry else ((1, 4096), (64, 4096), (256, 8192), (2048, 1024)):
-            checks.append((f"norm {rows} × {width} {told}", _bound(_norm, rows, width, device, dtype)))
-            checks.append((f"gate {rows} × {width} {told}", _bound(_gate, rows, width, device, dtype)))
+            checks.append((f"norm {rows} × {width} {kind}", _bound(_norm, rows, width, device, dtype)))
+            checks.append((f"gate {rows} × {width} {kind}", _bound(_gate, rows, width, device, dtype)))
         for tokens, normed in ((3, True),) if place.dry else ((1, False), (64, True), (2048, False)):
-            name = f"rope and write {tokens}{', normed' if normed else ''} {told}"
+            name = f"rope and write {tokens}{', normed' if normed else ''} {kind}"
             checks.append((name, _bound(_rope, tokens, normed, device, dtype, place.dry)))
         vocabulary = 300 if place.dry else 128_256
-        checks.append((f"greedy {told}", _bound(_greedy, 3 if place.dry else 64, vocabulary, device, dtype)))
-        checks.append((f"sampling {told}", _bound(_sampled, 12 if place.dry else 20_000, device, dtype)))
+        checks.append((f"greedy {kind}", _bound(_greedy, 3 if place.dry else 64, vocabulary, device, dtype)))
+        checks.append((f"sampling {kind}", _bound(_sampled, 12 if place.dry else 20_000, device, dtype)))
     wrong = []
     for name, check in checks:
         try:
@@ -106,7 +106,7 @@ def _random(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) ->
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def _told(found: Tensor, expected: Tensor, dtype: torch.dtype, seconds: float, moved: float) -> dict[str, float]:
+def _reported(found: Tensor, expected: Tensor, dtype: torch.dtype, seconds: float, moved: float) -> dict[str, float]:
     """``moved``: bytes that had to be."""
     error = float((found.double().cpu() - expected).norm() / expected.norm())
     allowed = max(torch.finfo(dtype).eps, 1e-5)
@@ -161,7 +161,7 @@ def _attention(case: Attention, device: torch.device, dtype: torch.dtype) -> dic
     expected = _by_definition(case, query, kept, None if sinks is None else sinks.double().cpu())
     seen = [c if case.window is None else min(c, case.window + n - 1) for n, c in case.sequences]
     moved = 2 * sum(seen) * kv_heads * dim * keys.element_size() + 2 * query.nbytes
-    return _told(found, expected, dtype, seconds_of(device, work), moved)
+    return _reported(found, expected, dtype, seconds_of(device, work), moved)
 
 
 def _by_definition(case: Attention, query: Tensor, kept: list[list[Tensor]], sinks: Tensor | None) -> Tensor:
@@ -195,13 +195,13 @@ def _norm(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> di
     expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double().cpu()
     found = rms_norm(x, weight, 1e-6, residual=residual.clone())
     seconds = seconds_of(device, lambda: rms_norm(x, weight, 1e-6, residual=residual))
-    return _told(found, expected, dtype, seconds, 4 * x.nbytes)
+    return _reported(found, expected, dtype, seconds, 4 * x.nbytes)
 
 
 def _gate(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     x = _random(1, device, dtype, rows, 2 * width)
     gate, up = x.double().cpu().chunk(2, -1)
-    return _told(
+    return _reported(
         gated(x), torch.nn.functional.silu(gate) * up, dtype, seconds_of(device, lambda: gated(x)), 1.5 * x.nbytes
     )
 
@@ -237,7 +237,7 @@ def _rope(tokens: int, normed: bool, device: torch.device, dtype: torch.dtype, s
     together = torch.cat([found, keys[slots], values[slots]], 1)
     scratch = qkv.clone()
     seconds = seconds_of(device, lambda: work(scratch))
-    return _told(together, torch.cat(expected, 1), dtype, seconds, 2 * qkv.nbytes + cos.nbytes + sin.nbytes)
+    return _reported(together, torch.cat(expected, 1), dtype, seconds, 2 * qkv.nbytes + cos.nbytes + sin.nbytes)
 
 
 def _greedy(rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

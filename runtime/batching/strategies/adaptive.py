@@ -81,7 +81,7 @@ class Adaptive:
         if not model.ready:
             return Decision(found.items, limited_by=found.limited_by)
         due = min(item.deadline for item in found.items)
-        if state.running and not state.closing and state.room > 0 and self._keep_apart(found, due, state, model):
+        if state.running and not state.closing and state.free_places > 0 and self._keep_apart(found, due, state, model):
             window = state.oldest + state.knobs.max_wait_ms / 1e3
             if window > now:
                 return Decision(wake_at=window, wake_items=most if len(found.items) < most else _ONLY_AN_END)

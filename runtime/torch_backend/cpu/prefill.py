@@ -70,12 +70,12 @@ def _laid_out(across: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Keys ``[kv_heads, dim, context]`` and ``values`` as oneDNN reads them without reordering, zeros behind the context.
 
     It prepares each product it meets, which takes 0.15 to 0.5 ms, and keeps some thousands of them by shape and strides. So the
-    room, on which the strides depend, is one of few, as are tiles and contexts.
+    capacity, on which the strides depend, is one of few, as are tiles and contexts.
     """
     context = values.shape[1]
-    room, padded = (1 << (context - 1).bit_length()) + _SKEW, -(-context // _GRAIN) * _GRAIN
-    keys = across.new_empty(*across.shape[:2], room)
-    kept = values.new_empty(values.shape[0], room, values.shape[2])
+    capacity, padded = (1 << (context - 1).bit_length()) + _SKEW, -(-context // _GRAIN) * _GRAIN
+    keys = across.new_empty(*across.shape[:2], capacity)
+    kept = values.new_empty(values.shape[0], capacity, values.shape[2])
     keys[..., :context], kept[:, :context] = across, values
     keys[..., context:padded], kept[:, context:padded] = 0, 0
     return keys, kept

@@ -113,10 +113,10 @@ class AttentionPlan:
         self.sizes = sizes
         self.device = torch.device(device)
         counts = (sizes.items * ITEM, sizes.splits * MERGE, sizes.sequences + 1, sizes.sequences)
-        room = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
-        self._buffer = torch.zeros(sum(room), dtype=torch.int32, device=self.device)
+        padded = [-(-count // 4) * 4 for count in counts]  # parts begin at 16 bytes: Triton compiles others apart
+        self._buffer = torch.zeros(sum(padded), dtype=torch.int32, device=self.device)
         items, merges, self.starts, self.lengths = (
-            part[:count] for part, count in zip(self._buffer.split(room), counts, strict=True)
+            part[:count] for part, count in zip(self._buffer.split(padded), counts, strict=True)
         )
         self.items, self.merges = items.view(-1, ITEM), merges.view(-1, MERGE)
         self._turn = 0
@@ -124,8 +124,8 @@ class AttentionPlan:
             tuple[Tensor, list[Ints]]
         ] = []  # two in turn: the copy of the update before may still read its own
         for _ in range(2):
-            host = torch.zeros(sum(room), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-            arrays = [part[:count].numpy() for part, count in zip(host.split(room), counts, strict=True)]
+            host = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            arrays = [part[:count].numpy() for part, count in zip(host.split(padded), counts, strict=True)]
             arrays[0].reshape(-1, ITEM)[:, 0] = -1
             arrays[1].reshape(-1, MERGE)[:, 0] = -1
             self._hosts.append((host, arrays))

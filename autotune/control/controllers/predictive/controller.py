@@ -245,8 +245,10 @@ class PredictiveController:
         decodes = int(min(batch, max(traffic.decodes.quantile(0.5), 1)))
         budget = self._ceiling_for(decodes, seconds, limits.token_budget)
         if self._budgeted:  # the ceiling leaves it room to spend what requests are ahead, at a typical load
-            room = self.model.most_prefill(decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds)
-            budget = max(budget, decodes + int(min(room, 1e9)), batch)
+            prefill = self.model.most_prefill(
+                decodes, int(decodes * traffic.contexts.mean), constants.CEILING * seconds
+            )
+            budget = max(budget, decodes + int(min(prefill, 1e9)), batch)
         least = self.start.token_budget if self._unsteady else constants.FLOOR
         budget = min(limits.token_budget, max(least, budget))
         chunk = min(limits.chunk_size, budget)
@@ -271,18 +273,18 @@ class PredictiveController:
 
     def _slots(self, seconds: float, knobs: Knobs, limits: KnobLimits) -> tuple[int, str]:
         """``max_batch_size`` for steps of ``seconds``, as predicted, and what had the last word in it."""
-        top, room = limits.max_batch_size, self._learned.slow.room
+        top, max_decodes = limits.max_batch_size, self._learned.slow.max_decodes
         predict, context = self.model.predict, self._traffic.contexts.mean
         self._most = largest(lambda n: predict(StepFeatures(n, int(n * context), 0, 0, 0)) <= seconds, top, self._most)
         at_once = int(self._traffic.decodes.quantile(1))
         known = max(constants.FLOOR, constants.REACH * at_once)  # beyond that the model only guesses
-        batch = int(max(1, min(max(self._most, self._least(top, at_once)), room, known, top)))
+        batch = int(max(1, min(max(self._most, self._least(top, at_once)), max_decodes, known, top)))
         if self._traffic.slots_bound < constants.BINDS and batch > knobs.max_batch_size:
             batch = knobs.max_batch_size
             why = f"max_batch_size {batch} does not bind: not raised"
         elif batch == top:
             why = f"{batch} sequences, as many as the engine takes"
-        elif batch == room:
+        elif batch == max_decodes:
             why = f"{batch} sequences: steps of more have been slow"
         elif batch == known:
             why = f"{batch} sequences: at most {at_once} have run at once"
@@ -317,8 +319,8 @@ class PredictiveController:
             target = min(target, min(self._gain.value, 1.0) * gap / self._learned.margin.value)
             decodes, demand = max(decodes, int(self._traffic.decodes.quantile(0.95))), 0.0
         if self._budgeted:
-            room = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
-            if room >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
+            prefill = self.model.most_prefill(decodes, int(decodes * self._traffic.contexts.mean), target)
+            if prefill >= demand * target:  # nearly always, and cheaper to find out than how large a step may be
                 self._beyond, self._steps.prefill_quantum = False, 0
                 return decodes
         gaps = self._traffic.gaps()

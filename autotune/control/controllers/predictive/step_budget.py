@@ -50,7 +50,7 @@ class StepBudget:
         top, decodes, learned = view.knobs.token_budget, view.decoding, self._learned
         if self._targets.left_out:
             view = self._feasible(view)
-        if not (decodes and learned.trusted and learned.model.ready) or decodes > learned.slow.room:
+        if not (decodes and learned.trusted and learned.model.ready) or decodes > learned.slow.max_decodes:
             self._granted = view, math.inf
             return top
         for_e2e = self._targets.step_time_for_e2e(self._traffic.outputs)
@@ -78,8 +78,8 @@ class StepBudget:
             allowed = min(allowed, gap * learned.bias / learned.margin.value)
         if allowed == math.inf:
             return top
-        room = self._room(view, allowed)
-        return top if room >= top else min(top, decodes + max(0, int(room)))
+        prefill = self._most_prefill(view, allowed)
+        return top if prefill >= top else min(top, decodes + max(0, int(prefill)))
 
     def _feasible(self, view: SchedulerView) -> SchedulerView:
         """Without the targets, and the slack, of decodes that no step is short enough for."""
@@ -98,11 +98,11 @@ class StepBudget:
         if first == math.inf:
             return False
         left = first if view.oldest_arrival == math.inf else view.oldest_arrival + first - view.now
-        room = self._room(view, allowed)
+        prefill = self._most_prefill(view, allowed)
         tokens = view.waiting_tokens - view.relegated_tokens + view.prefilling_tokens
-        return room < 1 or tokens / room * allowed > left
+        return prefill < 1 or tokens / prefill * allowed > left
 
-    def _room(self, view: SchedulerView, seconds: float) -> float:
+    def _most_prefill(self, view: SchedulerView, seconds: float) -> float:
         """Prompt tokens of a step that takes ``seconds``, those of prompts in progress first; negative if decodes take longer."""
         most = view.knobs.chunk_size
         in_progress = [(done, min(left, most)) for done, left in view.in_progress] if view.in_progress else ()
@@ -138,17 +138,17 @@ class StepBudget:
         """How many prompts the last step had room for, each with a chunk."""
         if self._granted is not None:
             view, target = self._granted
-            room = self._fresh(view, target)
-            self._prompts_per_step = max(1, int(room / view.knobs.chunk_size)) if room < math.inf else 1
+            prefill = self._fresh(view, target)
+            self._prompts_per_step = max(1, int(prefill / view.knobs.chunk_size)) if prefill < math.inf else 1
         return self._prompts_per_step
 
     def _fresh(self, view: SchedulerView, target: float) -> float:
         """Prompt tokens of a step within the target and the knobs, all of them of fresh prompts."""
-        room: float = view.knobs.token_budget - view.decoding
+        prefill: float = view.knobs.token_budget - view.decoding
         if target == math.inf:
-            return room
+            return prefill
         learned = self._learned
-        return min(room, learned.model.most_prefill(view.decoding, view.decode_context, target / learned.bias))
+        return min(prefill, learned.model.most_prefill(view.decoding, view.decode_context, target / learned.bias))
 
     def _rate_of(self, view: SchedulerView, target: float) -> float:
         model = self._learned.model

@@ -108,18 +108,18 @@ class Chunks:
             self._prompts[request_class] = Recent(constants.WINDOW)
         self._prompts[request_class].add(tokens)
 
-    def size(self, firsts: Mapping[str, float], seconds: float, room: int, demand: float, most: int) -> int:
-        """At most ``most`` tokens, in steps of ``seconds`` with room for ``room`` prompt tokens.
+    def size(self, firsts: Mapping[str, float], seconds: float, capacity: int, demand: float, most: int) -> int:
+        """At most ``most`` tokens, in steps of ``seconds`` with room for ``capacity`` prompt tokens.
 
         ``firsts``: seconds until a first token that each class served has, inf where it has all the time.
         ``demand``: prompt tokens a second.
         """
         tightest = min(firsts.values(), default=math.inf)
         loose = [name for name, first in firsts.items() if first > tightest]
-        if not loose or demand * seconds > room or not all(name in self._prompts for name in firsts):
+        if not loose or demand * seconds > capacity or not all(name in self._prompts for name in firsts):
             return most
         long = {name: self._prompts[name].quantile(0.95) for name in firsts}
-        if max(long[name] for name in loose) * seconds <= constants.HOLDS_UP * tightest * room:
+        if max(long[name] for name in loose) * seconds <= constants.HOLDS_UP * tightest * capacity:
             return most
         needed = max(long[name] * seconds / (constants.COMPUTED * first) for name, first in firsts.items())
-        return most if needed >= room else min(most, max(constants.FLOOR, math.ceil(needed)))
+        return most if needed >= capacity else min(most, max(constants.FLOOR, math.ceil(needed)))

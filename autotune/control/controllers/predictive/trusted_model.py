@@ -16,7 +16,7 @@ class TrustedModel:
 
     ``model`` may be one that has learned already. It is thrown away when it has been wrong for long. A change of speed, all
     steps longer or shorter by the same factor, is found by cumulative sums (Page, Biometrika 41, 1954) of the logarithm of
-    actual/predicted, and the model is scaled by it at once. Steps of more decodes than ``slow.room`` are not learned from.
+    actual/predicted, and the model is scaled by it at once. Steps of more decodes than ``slow.max_decodes`` are not learned from.
     """
 
     def __init__(self, model: StepLearner | None = None) -> None:
@@ -92,17 +92,17 @@ class TrustedModel:
 
 
 class SlowRegion:
-    """``room``: decodes below a number from which steps take far longer, which no smooth model says; inf where there is none.
+    """``max_decodes``: steps of more take far longer than any smooth model says; inf where no number does.
 
     Such as a batch larger than any graph that was captured. A region counts when steps became ``SLOWER`` in most of the
     crossings into its first decodes, from one step to the next, and at least twice: a machine that becomes slower as a whole does
     so once, and stalls come anywhere. Failure mode: a region that is entered once and never left is learned as if it were all.
     """
 
-    __slots__ = ("_before", "_crossings", "_left", "room")
+    __slots__ = ("_before", "_crossings", "_left", "max_decodes")
 
     def __init__(self) -> None:
-        self.room = math.inf
+        self.max_decodes = math.inf
         self._left = 0  # steps until it is forgotten
         self._crossings: dict[int, tuple[int, int]] = {}  # of each band from below: those that became slower, and all
         self._before = -1, 0.0  # band and ``off`` of the step before
@@ -120,11 +120,11 @@ class SlowRegion:
             slower, crossings = self._crossings.get(band, (0, 0))
             slower, crossings = slower + (off - before > constants.SLOWER + 3 * noise), crossings + 1
             self._crossings[band] = slower, crossings
-            if slower >= constants.ENTRIES and 2 * slower > crossings and band * constants.WIDTH <= self.room:
-                self.room, self._left = band * constants.WIDTH - 1, constants.AGE
+            if slower >= constants.ENTRIES and 2 * slower > crossings and band * constants.WIDTH <= self.max_decodes:
+                self.max_decodes, self._left = band * constants.WIDTH - 1, constants.AGE
         if self._left:
             self._left -= 1
             if not self._left:
-                self.room = math.inf
+                self.max_decodes = math.inf
                 self._crossings.clear()
-        return decodes > self.room
+        return decodes > self.max_decodes

@@ -1,6 +1,6 @@
 """What handles a further knob without having been told of it, or refuses it by name.
 
-Run by :mod:`tests.contract.test_fifth_knob`, in a process where :mod:`tests.contract.fifth_knob` has put one into
+Run by :mod:`tests.contract.test_further_knob`, in a process where :mod:`tests.contract.further_knob` has put one into
 ``runtime/knobs.py``.
 """
 
@@ -40,22 +40,22 @@ from runtime.errors import InputError
 from runtime.knobs import KNOBS, KnobLimits, Knobs
 from runtime.serving.metrics import ServingMetrics
 from runtime.slo import SLO
-from tests.contract.fifth_knob import CEILING, NAME, USUAL
+from tests.contract.further_knob import CEILING, NAME, USUAL
 from tests.engines import bench
 from tests.sample_profile import sample_cost_model, sample_profile
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
 DATA = Path(__file__).parents[1] / "replay" / "data"
-FOUR = Knobs(max_batch_size=64, max_wait_ms=0, token_budget=8192, chunk_size=8192)
-FOUR_AS_SAID = {"max_batch_size": 64, "max_wait_ms": 0, "token_budget": 8192, "chunk_size": 8192}
-FIVE = FOUR.with_(**{NAME: 8})
+KNOWN = Knobs(max_batch_size=64, max_wait_ms=0, token_budget=8192, chunk_size=8192)
+KNOWN_AS_SAID = {"max_batch_size": 64, "max_wait_ms": 0, "token_budget": 8192, "chunk_size": 8192}
+WITH_IT = KNOWN.with_(**{NAME: 8})
 
 
 def test_there_is_one_more() -> None:
     assert [spec.name for spec in KNOBS][5:] == [NAME]
     assert (getattr(Knobs(), NAME), getattr(KnobLimits(), NAME)) == (USUAL, CEILING)
     with pytest.raises(ValueError, match=f"{NAME} is 0; it must be a whole number between 1 and 65536 sequences"):
-        FOUR.with_(**{NAME: 0})
+        KNOWN.with_(**{NAME: 0})
 
 
 # -- the command line ------------------------------------------------------------------------------------------------------
@@ -74,10 +74,10 @@ def test_it_is_set_by_hand() -> None:
     assert parse_settings([f"{NAME}=8"]) == {NAME: 8}
     with pytest.raises(InputError, match=f"{NAME} is 0; it must be"):
         parse_settings([f"{NAME}=0"])
-    engine = SimulatedEngine(h200, knobs=FOUR)
+    engine = SimulatedEngine(h200, knobs=KNOWN)
     with control(engine, slo="ttft=500ms,tpot=30ms") as attached:
         attached.set(**{NAME: 8})
-        assert getattr(engine.knobs, NAME) == 8 and engine.knobs == FIVE
+        assert getattr(engine.knobs, NAME) == 8 and engine.knobs == WITH_IT
         assert "new 8" in str(attached.status())
         assert attached.status().as_dict()["knobs"][NAME] == 8
 
@@ -85,7 +85,7 @@ def test_it_is_set_by_hand() -> None:
 def test_a_setting_to_compare_names_it() -> None:
     made = parse_fixed(f"token_budget=512,{NAME}=8", KnobLimits())
     assert getattr(made.knobs, NAME) == 8
-    assert "new 8" in short(made.knobs) and "new" not in short(FOUR)
+    assert "new 8" in short(made.knobs) and "new" not in short(KNOWN)
 
 
 # -- the search ------------------------------------------------------------------------------------------------------------
@@ -94,13 +94,13 @@ def test_a_setting_to_compare_names_it() -> None:
 def test_it_is_searched_pinned_and_bounded() -> None:
     space = make_space(KnobLimits())
     assert space.ranges[NAME] == (1, 64) and NAME in space.distributions()
-    assert getattr(space.knobs({**FOUR.as_dict(), NAME: 5}), NAME) == 5
-    assert getattr(space.knobs(FOUR_AS_SAID), NAME) == USUAL, "a trial from before it says nothing of it"
+    assert getattr(space.knobs({**KNOWN.as_dict(), NAME: 5}), NAME) == 5
+    assert getattr(space.knobs(KNOWN_AS_SAID), NAME) == USUAL, "a trial from before it says nothing of it"
     assert make_space(KnobLimits(), pins=[f"{NAME}=8"]).pinned[NAME] == 8
     assert make_space(KnobLimits(), ranges=[f"{NAME}=4:9"]).ranges[NAME] == (4, 9)
     assert NAME in whole_space(KnobLimits()).ranges
-    assert space.narrowed(FIVE).ranges[NAME] == (1, 64)
-    labels = dict(starting_points(space, FIVE))
+    assert space.narrowed(WITH_IT).ranges[NAME] == (1, 64)
+    labels = dict(starting_points(space, WITH_IT))
     assert getattr(labels["vLLM defaults"], NAME) == USUAL, "another engine's default has no such bound"
     assert getattr(labels["fitted"], NAME) == 8
     with pytest.raises(InputError, match=NAME):
@@ -125,12 +125,12 @@ def test_one_of_the_first_version_loads() -> None:
     assert getattr(load_profile(path).knobs, NAME) == USUAL
 
 
-def of_five() -> Profile:
-    return sample_profile({"balanced": FIVE, "interactive": FOUR}, cost_model=sample_cost_model())
+def profile_with_it() -> Profile:
+    return sample_profile({"balanced": WITH_IT, "interactive": KNOWN}, cost_model=sample_cost_model())
 
 
 def test_a_profile_holds_it(tmp_path: Path) -> None:
-    made = of_five()
+    made = profile_with_it()
     save_profile(made, tmp_path / "p.yaml")
     data = yaml.safe_load((tmp_path / "p.yaml").read_text(encoding="utf-8"))
     assert data["knobs"][NAME] == 8 and data["engine"]["limits"][NAME] == CEILING
@@ -149,11 +149,11 @@ def test_a_profile_holds_it(tmp_path: Path) -> None:
 
 
 def test_it_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_profile(of_five(), tmp_path / "p.yaml")
+    save_profile(profile_with_it(), tmp_path / "p.yaml")
     assert run(["show", str(tmp_path / "p.yaml")]) == 0
     shown = capsys.readouterr().out
     assert shown.count("new 8") >= 1 and "…" not in shown
-    evidence = Evidence(of_five(), "p.yaml")
+    evidence = Evidence(profile_with_it(), "p.yaml")
     assert [(f.name, f.value) for f in headline(evidence).knobs][5:] == [(NAME, "8")]
     assert NAME in headline(evidence).purposes.columns
     assert any(f"{NAME} {CEILING:,}" in cell for row in origins(evidence).tables[0].rows for cell in row)
@@ -163,7 +163,7 @@ def test_it_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_exporter_that_has_no_row_for_it_refuses_it_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"the knobs differ in {NAME}"):
-        export(of_five(), TARGETS[name], model="Qwen/Qwen3-8B")
+        export(profile_with_it(), TARGETS[name], model="Qwen/Qwen3-8B")
 
 
 # -- what runs -------------------------------------------------------------------------------------------------------------
@@ -171,18 +171,18 @@ def test_an_exporter_that_has_no_row_for_it_refuses_it_by_name(name: str) -> Non
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_controller_leaves_it_alone(name: str, tmp_path: Path) -> None:
-    engine = SimulatedEngine(h200, knobs=FIVE)
+    engine = SimulatedEngine(h200, knobs=WITH_IT)
     load = poisson(20, 12, 3000, 200, seed=8)
     with control(engine, slo=SLO(ttft_ms=2000, tpot_ms=15), controller=name, log=tmp_path / "log") as attached:
         assert len(engine.play(load)) == len(load)
         assert getattr(engine.knobs, NAME) == 8
         assert all(decision.new[NAME] == 8 for decision in attached.decisions)
         assert not attached.status().ended
-    assert {n for d in read_decisions(tmp_path / "log") for n, _, _ in d.changes} <= set(FOUR_AS_SAID)
+    assert {n for d in read_decisions(tmp_path / "log") for n, _, _ in d.changes} <= set(KNOWN_AS_SAID)
 
 
 def test_a_bound_and_a_pin_hold_it() -> None:
-    engine = SimulatedEngine(h200, knobs=FIVE)
+    engine = SimulatedEngine(h200, knobs=WITH_IT)
     with control(engine, slo="tpot=30ms", pinned={NAME: 4}):
         engine.play(poisson(20, 4, 500, 50, seed=8))
         assert getattr(engine.knobs, NAME) == 4
@@ -197,7 +197,7 @@ def test_a_decision_log_from_before_is_read() -> None:
     for decision, line in zip(read, lines, strict=True):
         assert decision.new == {**line["new"], "draft_tokens": 0, NAME: USUAL}
         assert NAME not in dict((name, old) for name, old, _ in decision.changes)
-    turned = read[-1]._replace(old=FOUR.as_dict(), new=FIVE.as_dict())
+    turned = read[-1]._replace(old=KNOWN.as_dict(), new=WITH_IT.as_dict())
     assert describe(turned)[0].endswith(f"new {USUAL} → 8")
 
 
@@ -212,13 +212,13 @@ def test_a_change_of_it_is_a_new_epoch_and_a_metric() -> None:
 
 def test_a_batcher_is_not_bothered_with_it() -> None:
     assert getattr(first_knobs({}, KnobLimits(), Adaptive()), NAME) == CEILING
-    made = CallableProfile.model_construct(slo=SLO(e2e_ms=200), strategy="dynamic", knobs=FIVE, replicas=1)
+    made = CallableProfile.model_construct(slo=SLO(e2e_ms=200), strategy="dynamic", knobs=WITH_IT, replicas=1)
     assert NAME not in made.options and made.options["token_budget"] == 8192
 
 
 def test_a_table_has_room_for_it() -> None:
     for width in (80, 120, 200):
-        drawn = table(of_five(), width)
+        drawn = table(profile_with_it(), width)
         console = Console(width=width, file=StringIO(), record=True)
         console.print(drawn, soft_wrap=True)
         text = console.export_text()

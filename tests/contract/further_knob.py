@@ -21,7 +21,7 @@ LAST = "    draft_tokens: int = 16\n"
 LIMIT = f"{LAST}    {NAME}: int = {CEILING}\n"
 
 
-def with_a_fifth(source: str) -> str:
+def with_a_further_knob(source: str) -> str:
     """``runtime/knobs.py`` with one field more in each of its classes."""
     knobs, begin, rest = source.partition("\n    def __post_init__(")
     made = knobs + FIELD + rest.replace(LAST, LIMIT, 1)
@@ -34,4 +34,4 @@ assert "runtime.knobs" not in sys.modules, "too late: somebody has imported the 
 module = ModuleType("runtime.knobs")
 module.__file__ = str(path)
 sys.modules["runtime.knobs"] = module
-exec(compile(with_a_fifth(path.read_text(encoding="utf-8")), str(path), "exec"), module.__dict__)
+exec(compile(with_a_further_knob(path.read_text(encoding="utf-8")), str(path), "exec"), module.__dict__)

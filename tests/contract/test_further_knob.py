@@ -1,8 +1,8 @@
-"""What a further knob takes: :mod:`tests.contract.fifth_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
+"""What a further knob takes: :mod:`tests.contract.further_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
 
 Command line (options of ``serve``, ``set``, ``--fixed``, ``--pin``, ``--range``), search space, profile (form, schema, files from
 before), tables, report, metrics, decision log, guardrails, controllers, simulator and batcher handle it as they are
-(:mod:`tests.contract.fifth_knob_cases`); the exporters refuse it by name. Six files are written for a real one, each but the
+(:mod:`tests.contract.further_knob_cases`); the exporters refuse it by name. Six files are written for a real one, each but the
 first because a test fails until it is:
 
 1. ``runtime/knobs.py``: the field, with all there is to say of it, and its ceiling
@@ -50,7 +50,7 @@ TESTS = (
 )
 
 
-CASES = "tests/contract/fifth_knob_cases.py"
+CASES = "tests/contract/further_knob_cases.py"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def named() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def said(named: dict[str, str]) -> str:
     """What pytest says in a process of its own, where there is one knob more."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.contract.fifth_knob", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.contract.further_knob", "-p", "no:cacheprovider"]
     tests = [CASES, *TESTS, *(there for there in named.values() if not there.startswith(TESTS))]
     return subprocess.run(
         [*command, "-q", "-rfEp", "-n", "0", *tests], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
@@ -74,7 +74,7 @@ def outcomes(said: str, *kinds: str) -> list[str]:
     return re.findall(rf"^(?:{'|'.join(kinds)}) ([\w/.]+::\w+)", said, re.MULTILINE)
 
 
-def test_whatever_handles_knobs_handles_a_fifth_one_or_refuses_it_by_name(said: str) -> None:
+def test_whatever_handles_knobs_handles_a_further_one_or_refuses_it_by_name(said: str) -> None:
     assert not [name for name in outcomes(said, "FAILED", "ERROR") if name.startswith(CASES)], said
     assert 20 <= len([name for name in outcomes(said, "PASSED") if name.startswith(CASES)]) < 30, said
 
