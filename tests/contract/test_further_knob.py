@@ -1,4 +1,4 @@
-"""What a further knob takes: :mod:`tests.contract.further_knob` puts one into ``runtime/knobs.py``, and nothing else is told of it.
+"""What a further knob takes: :mod:`tests.contract.further_knob` puts one into ``runtime/knobs.py``; nothing else is told of it.
 
 Command line (options of ``serve``, ``set``, ``--fixed``, ``--pin``, ``--range``), search space, profile (form, schema, files from
 before), tables, report, metrics, decision log, guardrails, controllers, simulator and batcher handle it as they are
