@@ -134,7 +134,8 @@ def test_it_agrees_with_the_reference_event_by_event(drafts: bool) -> None:
         seen["drafted"] += sum(step.drafted for step in heard.steps)
         seen["accepted"] += sum(step.accepted for step in heard.steps)
         assert sum(s.sampled * s.steps for s in heard.steps) >= sum(r.output_tokens for r in heard.requests)
-    assert seen["preempted"] > 100 and seen["cached"] > 1000 and seen["timeout"] > 20, seen
+    cases = len(CASES)
+    assert seen["preempted"] > cases and seen["cached"] > 10 * cases and seen["timeout"] > cases / 5, seen
     assert (seen["drafted"] > 1000 and 0 < seen["accepted"] < seen["drafted"]) if drafts else not seen["drafted"], seen
 
 
