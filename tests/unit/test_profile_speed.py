@@ -94,10 +94,10 @@ def test_where_settings_can_be_told_apart_no_speed_moves_the_rate(
 ) -> None:
     """A cost model that is wrong for large steps alone tells 85% at one rate, and 100% again at the rate that follows from it."""
     monkeypatch.setattr("autotune.profiling.stages.engine_validation.speed_in", lambda *_: 0.85)
-    found, told = session(journal, question(rate=None, sim_trials=10), schedule=SHORTER)
+    found, reported = session(journal, question(rate=None, sim_trials=10), schedule=SHORTER)
     first = next(run for run in found.runs if run.stage == "validation")
-    assert told.setup is not None and first.score.rate == told.setup.rate
-    assert 0.7 <= first.score.weighted_attainment <= 0.98 and not rates(told)
+    assert reported.setup is not None and first.score.rate == reported.setup.rate
+    assert 0.7 <= first.score.weighted_attainment <= 0.98 and not rates(reported)
 
 
 @pytest.mark.slow
