@@ -248,7 +248,7 @@ def off_by(expected_over_true: float) -> float:
 
 def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
     """The line of JSON. ``…_worst_region``: of each region the median over the truths, then the worst region; ``…_worst_truth``:
-    the worst region of the worst truth; ``expected_vs_true``: the factor between the error that was expected and the true one,
+    the worst region of the worst truth; ``told_vs_true``: the factor between the error that was expected and the true one,
     whichever is larger, over regions and truths."""
     made: dict[str, float] = {}
     for variant in dict.fromkeys(variant for _, variant in found):
@@ -261,9 +261,9 @@ def summary(found: dict[tuple[str, str], Found]) -> dict[str, float]:
             f"p90_worst_region{tail}": max(statistics.median(e.p90 for e in each) for each in by_region.values()),
             f"median_worst_truth{tail}": max(e.median for each in by_region.values() for e in each),
             f"p90_worst_truth{tail}": max(e.p90 for each in by_region.values() for e in each),
-            f"expected_vs_true{tail}": statistics.median(factors),
-            f"expected_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
-            f"expected_vs_true_worst{tail}": max(factors),
+            f"told_vs_true{tail}": statistics.median(factors),
+            f"told_vs_true_p90{tail}": percentile(factors, 90) or 0.0,
+            f"told_vs_true_worst{tail}": max(factors),
             f"budget_over_true{tail}": statistics.median(f.budgets.ratio for f in of),
             f"budget_missed{tail}": statistics.median(f.budgets.missed for f in of),
             f"learner_median{tail}": max(f.cold.median for f in of),

@@ -46,7 +46,7 @@ def test_a_calibration_of_the_default_budget_knows_a_gpu(variant: str, capsys: p
     tail = "" if variant == "base" else f"_{variant}"
     assert figures[f"median_worst_region{tail}"] <= 0.04
     assert figures[f"p90_worst_region{tail}"] <= 0.12
-    assert 1 <= figures[f"expected_vs_true{tail}"] <= 1.6
+    assert 1 <= figures[f"told_vs_true{tail}"] <= 1.6
     assert figures[f"learner_median{tail}"] <= 0.06 and figures[f"learner_p90{tail}"] <= 0.24
     assert figures[f"calibration_s{tail}"] < 1.2 * 28.8
     assert any(line.startswith("h100-llama3-8b") for line in out)
