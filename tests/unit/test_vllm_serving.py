@@ -280,7 +280,7 @@ def test_a_rejected_request_is_a_429_with_the_reason() -> None:
 
 @pytest.mark.parametrize("others", [({"finish_reason": "stop"},), (ENDED, {"finish_reason": "length"}), (ABORTED,)])
 def test_several_prompts_or_answers_are_rejected_as_a_whole(others: tuple[dict[str, Any], ...]) -> None:
-    status, headers, body, _ = asked(JSON, whole(*others, ABORTED, tokens=9))
+    status, headers, body, _ = answered(JSON, whole(*others, ABORTED, tokens=9))
     assert status == 429 and headers[b"retry-after"] == b"1"
     assert json.loads(body)["error"]["message"] == "its first token would come too late"
 
