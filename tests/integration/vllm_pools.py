@@ -25,6 +25,7 @@ from autotune.engines.vllm.kv import KvPool
 from autotune.engines.vllm.model import model_of
 from autotune.engines.vllm.named import load_vllm
 from runtime.knobs import KnobLimits, Knobs
+from tests.integration.llama_folder import weightless_folder
 from tests.integration.vllm_agrees import BLOCK, Load, Steered, Stock
 from tests.vllm_fakes import CountingExecutor, vllm_engine
 
@@ -186,13 +187,11 @@ def test_bytes_of_a_token_in_windows_are_fewer_than_in_full_attention() -> None:
 
 def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> None:
     """Two groups take two blocks for what one takes one for."""
-    from tests.vllm_fakes import model_folder
-
     made = type(
         "Executor", (Layered,), {"specs": (FULL, SlidingWindowSpec(block_size=BLOCK, sliding_window=4096, **WIDTH))}
     )
     named = load_vllm(
-        str(model_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
+        str(weightless_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
         arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK)},
     )  # fmt: skip
     named = replace(named, options={**named.options, "distributed_executor_backend": made}).with_kv_tokens(4096)
@@ -202,11 +201,9 @@ def test_a_pool_of_so_many_tokens_has_as_many_in_every_model(tmp_path: Path) -> 
 
 def test_ceilings_and_defaults_heed_what_vllm_may_run_at_once(tmp_path: Path) -> None:
     """Not only how many it has room for."""
-    from tests.vllm_fakes import model_folder
-
     given = {"max_num_active_seqs": "5", "max_num_scheduled_tokens": "96"}
     named = load_vllm(
-        str(model_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
+        str(weightless_folder(tmp_path / "model")), dtype="float32", device="cpu", seed=0, max_model_len=1024,
         arguments={"load_format": "dummy", "enforce_eager": "true", "block_size": str(BLOCK), **given},
     )  # fmt: skip
     assert (named.limits.max_batch_size, named.limits.token_budget, named.limits.chunk_size) == (5, 96, 96)
