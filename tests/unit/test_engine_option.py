@@ -215,20 +215,29 @@ class Started:
     """In place of vLLM's own source: what it was started with."""
 
     calls: list[tuple[str, dict[str, Any], Knobs | None, KnobLimits | None]]
+    closed: list[Started]
+    groups: int
+    """In how many groups the model's layers take blocks."""
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path, self.options = path, options
 
     def start(self, knobs: Knobs | None, limits: KnobLimits | None, seed: int) -> Any:
-        Started.calls.append((self.path, self.options, knobs, limits))
+        Started.calls.append((self.path, dict(self.options), knobs, limits))
         if self.options.get("load_format") == "broken":
             raise RuntimeError("Engine core\n  initialization failed")
-        return SimpleNamespace()
+        blocks, size = self.options.get("num_gpu_blocks_override", 1), self.options.get("block_size", 128)
+        facts = SimpleNamespace(kv_tokens=(blocks - 1) * size // Started.groups, block_size=size, model=None)
+        return SimpleNamespace(
+            facts=facts,
+            view=lambda: SimpleNamespace(kv_total_blocks=blocks - 1),
+            close=lambda: Started.closed.append(self),
+        )
 
 
 @pytest.fixture
 def starts(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[Started]:
-    Started.calls = []
+    Started.calls, Started.closed, Started.groups = [], [], 1
     monkeypatch.setattr(vllm_named, "VllmSource", Started)
     return Started
 
@@ -248,6 +257,13 @@ def test_the_pool_is_given_in_blocks_and_one_that_stands_for_none(
     assert source.default_kv_tokens() is None
     source.with_kv_tokens(12_800).start()
     assert "kv_cache_memory_bytes" not in starts.calls[1][1] and starts.calls[1][1]["num_gpu_blocks_override"] == 101
+
+
+def test_a_pool_that_holds_less_in_several_groups_is_started_anew_with_what_holds_it(starts: type[Started]) -> None:
+    starts.groups = 4
+    engine = loaded().with_kv_tokens(12_800).start()
+    assert [options["num_gpu_blocks_override"] for _, options, *_ in starts.calls] == [101, 401]
+    assert engine.facts.kv_tokens == 12_800 and len(starts.closed) == 1
 
 
 def test_a_check_starts_it_as_it_was_profiled(starts: type[Started]) -> None:
