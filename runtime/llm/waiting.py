@@ -202,9 +202,13 @@ class WaitingQueue:
     def oldest(self) -> Sequence | None:
         """The earliest arrival among those that never ran and are not relegated: the one the wait window counts from."""
         arrived = self._arrived
-        while arrived and (arrived[0].state != "waiting" or arrived[0].preemptions or arrived[0].relegated is not None):
+        while arrived and not _never_ran(arrived[0]):
             arrived.popleft()
         return arrived[0] if arrived else None
+
+    def look_for_oldest(self) -> Sequence | None:
+        """The same for another thread than the scheduler's: nothing is taken out. Raises RuntimeError where the queue changes."""
+        return next(filter(_never_ran, self._arrived), None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the counters disagree with the queue."""
@@ -217,6 +221,10 @@ class WaitingQueue:
             assert self.tokens == sum(work.tokens for work in self._buckets.values())
             assert sum(work_of(s).pairs for s in live) == sum(work.pairs for work in self._buckets.values())
         assert not any(s.blocks for s in live), "a waiting sequence holds blocks"
+
+
+def _never_ran(sequence: Sequence) -> bool:
+    return sequence.state == "waiting" and not sequence.preemptions and sequence.relegated is None
 
 
 def _stands(entry: tuple[bool, float, int, Sequence]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from autotune.engines.vllm.middleware import RejectionStatus
 from autotune.engines.vllm.scheduler import REJECTED, SteeredScheduler
 from autotune.engines.vllm.serving import Options
 from autotune.engines.vllm.steering import family_of
+from autotune.engines.vllm.tuning import TunableScheduler
 from autotune.profile import save_profile
+from runtime.clock import VirtualClock
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 from runtime.llm.admission import AdmissionPolicy
@@ -385,3 +389,21 @@ def test_all_other_answers_pass_as_they_are(
 def test_errors_and_other_paths_pass_at_once() -> None:
     assert answered(EVENTS, DONE, path="/metrics") == (200, dict(EVENTS), DONE, 0)
     assert answered(JSON, whole(ABORTED), status=503) == (503, dict(JSON), whole(ABORTED), 0)
+
+
+def test_another_thread_looks_again_where_something_changed_and_puts_nothing_in_order() -> None:
+    looks: list[bool] = []
+
+    class Changing:
+        def view(self, now: float, *, elsewhere: bool) -> float:
+            looks.append(elsewhere)
+            if len(looks) in (2, 3):
+                raise (IndexError if len(looks) == 2 else RuntimeError)("changed")
+            return now
+
+    engine = object.__new__(TunableScheduler)
+    vars(engine).update(_steering=Changing(), _thread=threading.get_ident(), clock=VirtualClock(7.0))
+    assert engine.view() == 7.0
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(engine.view).result() == 7.0
+    assert looks == [False, True, True, True]

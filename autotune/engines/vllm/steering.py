@@ -461,13 +461,17 @@ class Steering:
     def has_work(self) -> bool:
         return bool(self._by_name or self._aborted)
 
-    def view(self, now: float) -> SchedulerView:
-        """As :meth:`runtime.llm.core.EngineCore.view`."""
+    def view(self, now: float, *, elsewhere: bool = False) -> SchedulerView:
+        """As :meth:`runtime.llm.core.EngineCore.view`. ``elsewhere``: on another thread than vLLM's, so what is kept in order
+        there must not be put in order here; raises RuntimeError or IndexError where something changes meanwhile.
+        """
         waiting, slack = self.waiting, self.slack
-        if not slack.following:
+        if elsewhere or not slack.following:
             slack = SlackTracker(slack.slos)
             slack.follow((*waiting, *self.prefills), self.decodes)
-        oldest = waiting.oldest() if waiting.count else None
+        oldest = None
+        if waiting.count:
+            oldest = waiting.look_for_oldest() if elsewhere else waiting.oldest()
         in_progress = tuple([(s.computed, s.target - s.computed) for s in self.begun()]) if self.prefills else ()
         deadlines = slack.token_deadlines(now, self._step, self._last_end if self._step else now)
         decode_slack = min([left for _, left in deadlines], default=inf)

@@ -33,6 +33,7 @@ class TunableScheduler(TunableCore):
         self._facts = facts_of(config, steering)
         self._changing = threading.Lock()  # held for microseconds
         self._closed = False
+        self._thread = threading.get_ident()  # vLLM's
         self._posted: deque[Callable[[], None]] = deque()
 
     @property
@@ -65,12 +66,13 @@ class TunableScheduler(TunableCore):
 
     def view(self) -> SchedulerView:
         """The scheduler as it is. Exact on vLLM's thread; from another it may be in the middle of a step."""
+        elsewhere = threading.get_ident() != self._thread
         for _ in range(_LOOKS):
             try:
-                return self._steering.view(self.clock.now())
-            except RuntimeError:  # something came or went while it was looked at
+                return self._steering.view(self.clock.now(), elsewhere=elsewhere)
+            except (RuntimeError, IndexError):  # something came or went while it was looked at
                 continue
-        return self._steering.view(self.clock.now())
+        return self._steering.view(self.clock.now(), elsewhere=elsewhere)
 
     @property
     def controlled(self) -> bool:
@@ -86,7 +88,7 @@ class TunableScheduler(TunableCore):
         While decodes run alone, up to four steps are told together. A model has flushed the caches of this code in each of them,
         and what is told next takes a fourth of the time that the first takes.
         """
-        steering = self._steering
+        steering, self._thread = self._steering, threading.get_ident()
         if not steering.decodes_alone or steering.ended or len(steering.steps) >= _TOGETHER or self._posted:
             self.catch_up()
 
