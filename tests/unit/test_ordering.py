@@ -94,6 +94,17 @@ def test_leaving_early_is_remembered() -> None:
     assert len(queue._heap) < 200, "those that left are still held"
 
 
+def test_looking_for_the_oldest_from_elsewhere_takes_nothing_out() -> None:
+    queue = WaitingQueue(ordering_of("fcfs"))
+    gone, there = make("gone", 0), make("there", 1)
+    for sequence in (gone, there):
+        queue.push(sequence)
+    gone.state = "finished"
+    queue.removed(gone)
+    assert queue.look_for_oldest() is there and [*queue._arrived] == [gone, there]
+    assert queue.oldest() is there and [*queue._arrived] == [there]
+
+
 def relegating(ordering: str, *sequences: Sequence) -> WaitingQueue:
     queue = WaitingQueue(ordering_of(ordering))
     for sequence in sequences:
