@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from autotune.writing import write_whole
+
 PYTHON = "AUTOTUNE_VLLM_PYTHON"
 BUILD = "AUTOTUNE_BUILD_ENVIRONMENTS"
 VERSIONS = "AUTOTUNE_VLLM_VERSIONS"
@@ -65,7 +67,7 @@ def vllm_python() -> Path:
 
 def scheduler_python(version: str) -> Path:
     """The Python of an environment in which the scheduler of that ``version`` runs, but no model; skips as above."""
-    return _kept(f"vllm-scheduler-{version}", lambda folder: _build_scheduler(folder, version))
+    return _kept(f"vllm-scheduler-{version}", lambda folder: _build_scheduler(folder, version), _reach_outer)
 
 
 def scheduler_versions() -> list[str]:
@@ -73,8 +75,8 @@ def scheduler_versions() -> list[str]:
     return os.environ.get(VERSIONS, "").replace(",", " ").split() or [VERSION]
 
 
-def _kept(name: str, build: Callable[[Path], None]) -> Path:
-    """The Python of the environment of that ``name`` in the user's cache, built there if it is missing."""
+def _kept(name: str, build: Callable[[Path], None], use: Callable[[Path], None] = lambda folder: None) -> Path:
+    """The Python of the environment of that ``name`` in the user's cache, built there if missing; ``use`` runs each time."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-autotune"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / f"{name}-python{sys.version_info.major}.{sys.version_info.minor}"
@@ -85,6 +87,7 @@ def _kept(name: str, build: Callable[[Path], None]) -> Path:
                 pytest.skip(f"needs {name} in {cache}; `make test-integration` makes it")
             build(folder)
             (folder / READY).touch()
+        use(folder)
     return folder / "bin" / "python"
 
 
@@ -124,8 +127,7 @@ def _build_scheduler(folder: Path, version: str) -> None:
         (about,) = [member for member in opened.namelist() if member.endswith(".dist-info/METADATA")]
         needs = [line for line in opened.read(about).decode().splitlines() if line.startswith("Requires-Dist: ")]
     shutil.rmtree(wheels)
-    outer = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (packages / "outer.pth").write_text("\n".join(outer) + "\n", encoding="utf-8")
+    _reach_outer(folder)  # before pip looks what is there
     wanted = {need.removeprefix("Requires-Dist: ").partition(";")[0].strip() for need in needs}
     pinned = [next((want for want in wanted if want.startswith(name)), name) for name in PINNED]
     for command in ([*pip, "install", *FOR_ITS_SCHEDULER], [*pip, "install", "--no-deps", *pinned]):
@@ -133,6 +135,12 @@ def _build_scheduler(folder: Path, version: str) -> None:
         if done.returncode:
             pytest.skip(f"what vllm {version} needs cannot be had: {_last(done.stderr)}")
     _say_cpu(folder, version)
+
+
+def _reach_outer(folder: Path) -> None:
+    """Take torch and the rest from the environment that runs now: the one that made ``folder`` may be gone."""
+    outer = [os.path.realpath(path) for path in site.getsitepackages() if Path(path).is_dir()]
+    write_whole(_packages(folder) / "outer.pth", "\n".join(outer) + "\n")
 
 
 def _new(folder: Path) -> list[str]:
