@@ -16,11 +16,11 @@ from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
 from runtime.tunable import Listener
+from tests.tiers import SLOW, slow_but_for
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 CHAT = SLO(ttft_ms=1000, tpot_ms=30)
 Load = list[tuple[float, int, int]]
-BESIDE = (pytest.mark.slow, pytest.mark.beside)
 
 
 def kept(records: list[RequestRecord], slo: SLO = CHAT) -> float:
@@ -49,7 +49,7 @@ def swinging(period: float, seconds: float) -> Load:
     )
 
 
-@pytest.mark.parametrize("period", [0.125, pytest.param(0.25, marks=BESIDE), 0.5, pytest.param(1.0, marks=BESIDE)])
+@pytest.mark.parametrize("period", [0.125, pytest.param(0.25, marks=SLOW), 0.5, pytest.param(1.0, marks=SLOW)])
 def test_traffic_that_swings_as_fast_as_decisions(period: float) -> None:
     """Whatever a decision rests on is over when it takes effect."""
     load = swinging(period, 30)
@@ -61,6 +61,8 @@ def test_traffic_that_swings_as_fast_as_decisions(period: float) -> None:
     assert turns(attached) < 30, "it does not turn knobs with every swing"
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_an_slo_that_is_changed_every_ten_seconds() -> None:
     """Requests are judged by the SLO in force when they came; a second after each change it is kept again."""
     targets = [SLO(ttft_ms=500, tpot_ms=15), SLO(ttft_ms=2000, tpot_ms=100), SLO(ttft_ms=500, tpot_ms=30)]
@@ -134,6 +136,8 @@ class _Shuffled:
             self.kept.append(record)
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_records_that_are_lost_or_out_of_order_all_the_time() -> None:
     load = poisson(13, 40, 1500, 150, seed=7)
     shares = []
@@ -156,7 +160,7 @@ class InRegion:
         pass
 
 
-@pytest.mark.parametrize("rate", [18, pytest.param(20, marks=BESIDE), 22])
+@pytest.mark.parametrize("rate", slow_but_for((22,), (18, 20, 22)))
 def test_a_region_ten_times_slower_that_no_model_explains(rate: float) -> None:
     """Steps of 48 to 63 decodes take ten times as long: a graph that was never captured, say. The loads run into it."""
 

@@ -20,6 +20,7 @@ from runtime.torch_backend.cpu.backend import CPUAttention
 from runtime.torch_backend.inputs import DecodeRows, PackedBatch, chunk_slots
 from runtime.torch_backend.kv_pool import KVPool
 from runtime.torch_backend.padded import PaddedAttention
+from tests.tiers import SLOW
 from tests.unit.plain_attention import by_definition
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
@@ -37,7 +38,6 @@ except MissingTritonError:
 else:
     if language.INTERPRETED.value:  # tensors are on the CPU here
         BACKENDS["cuda"] = lambda pool: PagedAttention(pool, CPU, splits=2)
-INTERPRETED = (pytest.mark.slow, pytest.mark.beside)
 TERMS = {
     "plain": Terms(0.3, None, None, None),
     "window": Terms(0.3, 7, None, None),
@@ -125,7 +125,7 @@ class Driver:
             make,
             terms,
             id=f"{name}-{term}",
-            marks=INTERPRETED if name == "cuda" and term in ("plain", "softcap") else (),
+            marks=SLOW if name == "cuda" and term != "sinks" else (),
         )
         for name, make in BACKENDS.items()
         for term, terms in TERMS.items()
@@ -143,7 +143,7 @@ def test_batches_that_stand_alone(make: Callable[[KVPool], AttentionBackend], te
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(b, id=name, marks=INTERPRETED if name == "cuda" else ()) for name, b in BACKENDS.items()],
+    [pytest.param(b, id=name, marks=SLOW if name == "cuda" else ()) for name, b in BACKENDS.items()],
 )
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
 def test_rows_that_are_followed_from_step_to_step(

@@ -5,6 +5,7 @@ What a controller must not do there is cut what the starting knobs serve.
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_right
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from runtime.knobs import Knobs
 from runtime.records import RequestRecord, StepRecord
 from runtime.slo import SLO, attainment
 from runtime.step_model import StepFeatures
+from tests.tiers import slow_but_for
 from tests.unit.control_world import SimulatedEngine, poisson
 
 START = Knobs(256, 0, 2048, 2048)
@@ -102,8 +104,10 @@ def served(
     return records, most.running, decisions
 
 
-@pytest.mark.parametrize("rate", [5, 12])
-@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    slow_but_for((("bursts of 3 s", 12), ("shared cores", 5), ("any step", 5)), itertools.product(NEIGHBOURS, (5, 12))),
+)
 def test_a_busy_host_costs_no_batch_and_no_goodput(name: str, rate: float) -> None:
     """The batch stays above what the starting knobs ran at once (a burst of seconds is another machine, and may shrink it, but
     not to nothing); fallback takes nothing from the starting knobs; goodput is theirs."""

@@ -14,6 +14,7 @@ from runtime.records import FinishReason, LimitedBy, RequestRecord, StepRecord
 from runtime.slo import attainment
 from runtime.tunable import Listener
 from tests.contract.contract_of_controllers import FALLS_BACK, NAMES, SLOS, explained
+from tests.tiers import SLOW
 from tests.unit.control_world import SimulatedEngine, h200, poisson
 
 Bad = Callable[[StepRecord | RequestRecord, random.Random], list[StepRecord | RequestRecord]]
@@ -123,16 +124,15 @@ class _Through:
                 self.listener.on_request(told)
 
 
-SOON = {"predictive": set(DISTURBANCES)}
-"""Of each controller those that run in the default tier, after sound records; of others the first two."""
+SOON = {"predictive": {"NaN", "silence", "absurd", "time jumps back", "out of order"}}
+"""Of each controller those that run in the default tier, after sound records; of others one."""
 WITH_NOTHING_LEARNED = {"NaN", "silence", "absurd"}
 """From the start on, for controllers that have no model of steps to spoil."""
-LATER = (pytest.mark.slow, pytest.mark.beside)
 CASES = [
     pytest.param(
         name, what, sound_first,
         id=f"{name}-{what}-{'after sound records' if sound_first else 'from the start'}",
-        marks=() if sound_first and what in SOON.get(name, {"NaN", "silence"}) else LATER,
+        marks=() if sound_first and what in SOON.get(name, {"silence"}) else SLOW,
     )
     for name in NAMES for what in DISTURBANCES for sound_first in (True, False)
     if sound_first or name in FALLS_BACK or what in WITH_NOTHING_LEARNED

@@ -74,6 +74,8 @@ def outcomes(said: str, *kinds: str) -> list[str]:
     return re.findall(rf"^(?:{'|'.join(kinds)}) ([\w/.]+::\w+)", said, re.MULTILINE)
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_whatever_handles_knobs_handles_a_further_one_or_refuses_it_by_name(said: str) -> None:
     assert not [name for name in outcomes(said, "FAILED", "ERROR") if name.startswith(CASES)], said
     assert 20 <= len([name for name in outcomes(said, "PASSED") if name.startswith(CASES)]) < 30, said

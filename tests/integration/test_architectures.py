@@ -32,6 +32,7 @@ from runtime.torch_backend.executor import TorchExecutor
 from runtime.torch_backend.loading import LoadedModel, from_model
 from runtime.torch_backend.self_test import self_test
 from tests.integration.architectures import ARCHITECTURES, REFUSED, VOCABULARY, build
+from tests.tiers import SLOW
 from tests.unit.executor_harness import Oracle
 
 BLOCK = 4
@@ -46,8 +47,10 @@ EACH_KIND = (
     "llama", "mistral", "ministral", "gemma2", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "phi", "phimoe", "olmo2", "cohere2",
     "opt", "qwen3", "qwen3_moe", "deepseek_v3", "granitemoe", "minicpm3",
 )  # fmt: skip
-"""One of each kind of attention, position, norm and experts: these run in the default tier, all the others in the slow one,
-under one seed: how requests come between one another is the scheduler's, and the kinds show it under three."""
+"""One of each kind of attention, position, norm and experts. These run under three seeds, all the others under one: how requests
+come between one another is the scheduler's, and the kinds show it."""
+HERE = ("llama", "gemma2", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3")
+"""Those that run in the default tier, under one seed: windows and softcaps, learned positions, sinks, experts, latent KV."""
 DRAFTED_HERE = ("llama", "gemma2", "deepseek_v3")
 """Those that are run with drafts in the default tier, too."""
 
@@ -207,9 +210,7 @@ def known_here(architecture: str) -> None:
         pytest.param(
             name,
             seed,
-            marks=()
-            if (name in EACH_KIND and seed == 1) or (name in DRAFTED_HERE and seed == DRAFTED)
-            else (pytest.mark.slow, pytest.mark.beside),
+            marks=() if (name in HERE and seed == 1) or (name in DRAFTED_HERE and seed == DRAFTED) else SLOW,
         )
         for name in ARCHITECTURES
         for seed in (*(SEEDS if name in EACH_KIND else SEEDS[:1]), DRAFTED)

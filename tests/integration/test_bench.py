@@ -72,6 +72,8 @@ def test_calibrated_compared_and_plotted(model: str, capsys: pytest.CaptureFixtu
     assert Path("plot.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_with_a_profile_its_setting_and_its_load_are_used(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = profile()
     save_profile(made, Path("made.yaml"))

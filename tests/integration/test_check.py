@@ -114,6 +114,8 @@ def check(profile: Profile, folder: Path, capsys: pytest.CaptureFixture[str], *w
     return told
 
 
+@pytest.mark.slow
+@pytest.mark.beside
 def test_it_fits_right_after_it_was_measured_and_not_once_the_machine_is_slower(
     measured: Profile, hardware: Hardware, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from runtime.batching.groupings import (
 )
 from runtime.batching.item import ENDED, RUNNING, WAITING, Item
 from runtime.batching.strategies import Adaptive, Dynamic
+from tests.tiers import slow_but_for
 from tests.unit.batching_world import SLO_400, core_of, poisson, run
 
 
@@ -122,7 +123,7 @@ def test_two_greedy_tenants_share_within_five_percent(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "offered"), [(1, (1.0, 1.0)), (2, (2.0, 0.75)), pytest.param(3, (3.0, 0.6), marks=pytest.mark.slow)]
+    ("seed", "offered"), slow_but_for(((1, (1.0, 1.0)),), ((1, (1.0, 1.0)), (2, (2.0, 0.75)), (3, (3.0, 0.6))))
 )
 @pytest.mark.parametrize("strategy", [Adaptive, Dynamic])
 def test_two_greedy_tenants_share_within_five_percent_whatever_is_dropped(

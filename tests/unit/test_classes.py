@@ -189,6 +189,7 @@ def test_a_scenario_of_the_profile_has_its_classes_and_others_may_be_given(made:
     )
 
 
+@pytest.mark.slow
 def test_simulate_and_capacity_go_by_classes(made: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "two.yaml"
     save_profile(made, path)
@@ -297,6 +298,7 @@ def lowest_mean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Kee
     return found, reported, profile(found, requested)
 
 
+@pytest.mark.slow
 def test_a_run_for_the_lowest_mean_e2e(lowest_mean: tuple[Findings, KeepingReporter, Profile], tmp_path: Path) -> None:
     """Chosen is what is expected to have the lowest mean, measured and simulated, and no worse than vLLM's defaults."""
     found, reported, made = lowest_mean

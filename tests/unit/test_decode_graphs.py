@@ -117,6 +117,7 @@ def sampled(executor: TorchExecutor, params: list[dict[str, Any]], tokens: int =
     return found
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_steps_that_are_not_recorded() -> None:
     params: list[dict[str, Any]] = [
         {"temperature": 1.5, "seed": -4},

@@ -21,12 +21,15 @@ from benchmarks.controller.adversaries import (
     windows,
     worst,
 )
+from tests.tiers import slow_but_for
 
 SEEDS, SECONDS = (1, 2), 70  # one window of a minute
 QUICK = (
     "neighbour-gpu-best", "neighbour-cpu-slack", "crowded-cpu-best", "stalls-cpu-best", "scatter-cpu", "flips-gpu-best",
     "flips-cpu", "infeasible-cpu", "full-cpu", "full-cpu-best",
 )  # fmt: skip
+HERE = ("neighbour-cpu-slack", "infeasible-cpu", "full-cpu")
+"""Of these in the default tier."""
 
 
 _serve = adversaries.serve
@@ -56,14 +59,14 @@ def least(name: str) -> Window:
     return found
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but_for(HERE, QUICK))
 def test_knobs_alone_meet_as_many_targets_as_the_starting_knobs(name: str) -> None:
     window = least(name)
     assert window.theirs >= FEWEST
     assert window.ratio >= BOUND
 
 
-@pytest.mark.parametrize("name", ["full-cpu", "full-cpu-best", "stalls-cpu-best"])
+@pytest.mark.parametrize("name", slow_but_for(("full-cpu",), ("full-cpu", "full-cpu-best", "stalls-cpu-best")))
 def test_without_the_comparison_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StartComparison, "holds", lambda self, now, worth_trying: False)
     assert least(name).ratio < 0.9

@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from runtime.request import SamplingParams
+from tests.tiers import slow_but_for
 from tests.unit.kernels import DEVICE, randn
 from tests.unit.sampled_rows import reference
 
@@ -173,7 +174,9 @@ def test_extreme_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=1.0, min_p=1.0), PARAMS["top-1"], PARAMS["tiny p"]], ids=str
+    "params",
+    slow_but_for((PARAMS["tiny p"],), (SamplingParams(temperature=1.0, min_p=1.0), PARAMS["top-1"], PARAMS["tiny p"])),
+    ids=str,
 )
 def test_all_that_tie_at_the_edge_are_kept(params: SamplingParams) -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0, 2.0, 1.9, -0.0, 0.0]], device=DEVICE).expand(4, 7).contiguous()

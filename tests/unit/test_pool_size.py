@@ -261,6 +261,7 @@ class Refuses(Recorder):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+@pytest.mark.slow
 def test_the_pool_leaves_room_for_all_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest is recorded to see what it takes, then the two largest; and once the pool is there, all of them, once."""
     loaded = loaded_model()

@@ -52,6 +52,7 @@ def test_at_a_rate_that_was_given_the_search_ends_on_a_hill(given: Findings) -> 
     assert best >= max(served(run.knobs) for run in given.simulated) - 0.02
 
 
+@pytest.mark.slow
 def test_candidates_are_tried_and_may_be_candidates(given: Findings) -> None:
     assert NEAR_BEST in {run.label for run in given.simulated}
     assert given.setup is not None

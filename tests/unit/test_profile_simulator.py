@@ -145,6 +145,7 @@ def test_steps_of_a_kind_are_one_point_at_their_mean() -> None:
 # -- what is expected -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_differences_from_simulation_are_of_one_speed_and_one_cost_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

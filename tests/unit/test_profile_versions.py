@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -121,6 +122,7 @@ def test_the_schema_in_the_repository_is_that_of_the_models() -> None:
     assert (ROOT / "profiles" / SCHEMA_FILE).read_text(encoding="utf-8") == schema_text(), f"make it again: {command}"
 
 
+@functools.cache
 def validator() -> jsonschema.Draft202012Validator:
     jsonschema.Draft202012Validator.check_schema(profile_schema())
     return jsonschema.Draft202012Validator(profile_schema())

@@ -16,6 +16,7 @@ from runtime.ordering import ORDERINGS
 from runtime.slo import SLO
 from runtime.tunable import SchedulerView
 from tests.examples import examples
+from tests.tiers import slow_but_for
 from tests.unit.scheduler_world import BLOCK, World
 
 # A few prompts with common beginnings: prefixes are shared all the time.
@@ -138,7 +139,13 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize(("ordering", "drafts"), [*((name, 0) for name in sorted(ORDERINGS)), ("priority", 4)])
+@pytest.mark.parametrize(
+    ("ordering", "drafts"),
+    slow_but_for(
+        (("deadline", 0), ("fair", 0), ("priority", 4)),
+        [*((name, 0) for name in sorted(ORDERINGS)), ("priority", 4)],
+    ),
+)
 def test_thousands_of_steps_under_pressure(ordering: str, drafts: int) -> None:
     """One long life with a small pool: everything happens, and it happens often."""
     dice = random.Random(ordering)

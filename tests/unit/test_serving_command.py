@@ -24,6 +24,7 @@ from runtime.serving.record_log import RecordLog, read_records
 from runtime.serving.run import bind, url_of
 from runtime.slo import SLO
 from tests.building import request_record
+from tests.tiers import slow_but_for
 from tests.unit.profiles import profile
 
 
@@ -146,7 +147,9 @@ def test_a_profile_gives_knobs_and_ceilings_and_options_win(tmp_path: Path) -> N
     assert code == 2 and f"--for is fun; {tmp_path / 'mine.yaml'} holds {', '.join(found.settings)}" in text
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client", "starlette"])
+@pytest.mark.parametrize(
+    "missing", slow_but_for(("uvicorn",), ("fastapi", "uvicorn", "prometheus_client", "starlette"))
+)
 def test_without_the_extra_it_says_so_in_one_line(missing: str) -> None:
     """In a process of its own, in which the package cannot be imported."""
     code = (

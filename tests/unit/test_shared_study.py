@@ -62,6 +62,7 @@ def test_several_processes_measure_nothing_twice_and_never_at_the_same_time(
     assert noted(log) == [f"{what} {number}" for number in range(6) for what in ("begin", "end")]
 
 
+@pytest.mark.slow
 def test_what_a_dead_process_was_measuring_is_measured_by_who_waits(shared: SharedStorage, tmp_path: Path) -> None:
     """Its signs of life stay away, and there is nothing else to be told it by."""
     log = tmp_path / "log"
@@ -84,6 +85,7 @@ def test_a_claim_without_any_sign_of_life_is_given_up(shared: SharedStorage, mon
         assert study.measured("a", lambda: {"run": 1}) == {"run": 1}
 
 
+@pytest.mark.slow
 def test_who_began_before_and_has_not_said_what_it_measures_is_waited_for(
     shared: SharedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

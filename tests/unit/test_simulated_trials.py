@@ -18,6 +18,7 @@ from autotune.profiling.search import InProcesses, ObjectiveFunction, SimulatedT
 from autotune.profiling.space import make_space
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs
+from tests.tiers import slow_but_for
 from tests.unit.simulating import SPACE, STARTING, Fatal, Refusing, Valley, noted
 
 TRIALS = 40
@@ -52,7 +53,7 @@ def test_the_trials_are_the_same_for_any_number_of_processes() -> None:
     assert tried(workers=2) == found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_but_for((1,), (1, 2)))
 def test_a_setting_proposed_again_is_not_tried_again(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "tried"
     narrow = make_space(KnobLimits(), ["max_wait_ms=0", "max_batch_size=48", "token_budget=512"])  # chunks alone
@@ -80,7 +81,7 @@ def test_it_finds_better_settings_than_chance() -> None:
     assert max(values) > -0.35
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", slow_but_for((1,), (1, 2)))
 def test_what_cannot_be_tried_is_a_failed_trial_with_its_cause(workers: int) -> None:
     found = tried(Refusing(), workers=workers, trials=14)
     failed = [t for t in found if t.failed]
@@ -110,7 +111,7 @@ class Obeying(Valley):
         return super().__call__(knobs, stop)
 
 
-@pytest.mark.parametrize("times", [2, 99])
+@pytest.mark.parametrize("times", slow_but_for((2,), (2, 99)))
 def test_what_kills_its_process_is_tried_three_times(tmp_path: Path, times: int) -> None:
     log = tmp_path / "deaths"
     found = tried(Fatal(log, times), workers=2, trials=6)
@@ -143,6 +144,7 @@ def _hold(pipe: Any) -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_began_them() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -191,6 +191,7 @@ def test_a_flood_leaves_a_live_engine_its_speed(socket_home: Path) -> None:
         assert len(world.engine.generate([[1]] * 4, max_tokens=4)) == 4
 
 
+@pytest.mark.slow
 def test_operators_and_the_engine_at_once(socket_home: Path) -> None:
     """Every face of a control from several threads while the engine decides: nothing locks up and no reply is lost."""
     with bench(max_queue=64) as world, control(world.engine, slo=SLO_, steer=True, interval_s=0.001) as attached:

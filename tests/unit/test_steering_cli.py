@@ -24,6 +24,7 @@ from autotune.report.tables import latency
 from runtime.errors import InputError
 from runtime.knobs import KNOBS
 from runtime.slo import SLO
+from tests.tiers import slow_but_for
 from tests.unit.control_world import VLLM, SimulatedEngine, h200, poisson
 
 SLO_ = SLO(ttft_ms=500, tpot_ms=30)
@@ -152,7 +153,7 @@ def watching(*words: str, terminal: int | None = None) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("as_json", [False, True], ids=["lines", "json"])
+@pytest.mark.parametrize("as_json", slow_but_for((False,), (False, True)), ids=["lines", "json"])
 def test_watching_ends_cleanly_with_ctrl_c(attached: Control, as_json: bool) -> None:
     process = watching(*(["--json"] if as_json else []))
     assert process.stdout is not None

@@ -267,6 +267,7 @@ def test_killed_while_it_takes_over(journal: Path, additions: int, monkeypatch: 
         assert study.measurements.results() == list(kept.items()), "each once, in the order in which they were made"
 
 
+@pytest.mark.slow
 def test_a_run_of_the_version_before_is_gone_on_with(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, made, real = former(journal), [], measuring.evaluate
 

@@ -136,6 +136,7 @@ def test_a_contest_in_pieces_serves_each_load_at_what_is_good_beside_it(
     assert capsys.readouterr().err.count("is served at") == 2
 
 
+@pytest.mark.slow
 def test_from_the_loads_to_the_json_line(machine: Machine) -> None:
     chosen = [case for case in cases(machine, COST, SECONDS) if case.name in ("over", "prompts")]
     statics = [SMALL_STEPS, fixed(Knobs(8, 0, 256, 256)), admitted(SMALL_STEPS.knobs), admitted(Knobs(8, 0, 32, 32))]

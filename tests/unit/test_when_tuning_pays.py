@@ -172,6 +172,7 @@ def test_a_cell_from_end_to_end_is_kept_and_not_played_again(
     assert entry["digest"] in every and len(every) == 3, "other seeds are another question"
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
     assert sizes == {"x.yaml": 3}
 
 
+@pytest.mark.slow
 def test_every_verb_says_of_a_read_only_disk_that_it_is(tmp_path: Path) -> None:
     told = on_small_disk(
         tmp_path,
