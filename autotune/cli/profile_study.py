@@ -13,21 +13,19 @@ from autotune.cli.display import Display
 from autotune.cli.exits import INTERRUPTED
 from autotune.cli.profiled import Files, Subject
 from autotune.cli.target import running
-from autotune.engines import Engine
 from autotune.engines.named import NamedSource, engine_identity
 from autotune.profile import Machine, ModelFacts
 from autotune.profiling.findings import Findings, Question
+from autotune.profiling.pool import started
 from autotune.profiling.session import Session
 from autotune.profiling.storage import SharedStorage, unwritable
-from autotune.profiling.study import SweepStudy, open_study, study_name
+from autotune.profiling.study import open_study, study_name
 from autotune.version import __version__
-from runtime.errors import InputError
 from runtime.knobs import KnobLimits
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_POOL = "pool"
 _LAYOUT = 2  # of what is kept in a study: another is refused, and not misread
 
 
@@ -114,49 +112,6 @@ def work(
                 study.finish(*bounds)
                 before.unlink(missing_ok=True)
             return code
-
-
-def started(
-    study: SweepStudy, source: NamedSource, place: Path | SharedStorage, limits: KnobLimits, seed: int
-) -> Engine:
-    """The engine with the KV pool of ``study``, which is the one that it chooses itself if it is the first to be started."""
-    tokens = pool_of(study, source, place)
-    engine = (source if tokens is None else source.with_kv_tokens(tokens)).start(limits=limits, seed=seed)
-    has = engine.facts.kv_tokens
-    if tokens is None:
-        tokens = int(study.measured(_POOL, lambda: {"kv_tokens": has})["kv_tokens"])
-        if has != tokens:  # another machine was first
-            engine.close(drain=False)
-            return started(study, source, place, limits, seed)
-    if has != tokens:
-        engine.close(drain=False)
-        raise InputError(
-            f"{place}: this study was begun with a KV pool of {tokens} tokens, and {source.name} {source.version} has one of "
-            f"{has} here; --fresh begins anew with that"
-        )
-    return engine
-
-
-def pool_of(study: SweepStudy, source: NamedSource, place: Path | SharedStorage) -> int | None:
-    """Tokens of the KV pool that everything in ``study`` was measured with, on whichever machine; now chosen if it is new.
-    None if the engine chooses it as it is started.
-
-    How many fit hangs on what memory is free just then, and settings measured with another pool are not to be compared.
-    Raises :class:`InputError` where there is no longer, or not here, room for it.
-    """
-    pool = study.measurements.find(_POOL)
-    if pool is None:
-        if (chosen := source.default_kv_tokens()) is None:
-            return None
-        pool = study.measured(_POOL, lambda: {"kv_tokens": chosen})
-    tokens = int(pool["kv_tokens"])
-    needed, free = tokens * source.model.kv_bytes_per_token, source.free_bytes()
-    if free is not None and needed > free:
-        raise InputError(
-            f"{place}: this study was begun with a KV pool of {tokens} tokens ({needed / 2**30:.2g} GiB), and "
-            f"{free / 2**30:.2g} GiB of memory are free here; free some, or --fresh begins anew with a smaller pool"
-        )
-    return tokens
 
 
 def stem(model: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ Seeds = Annotated[int, Option(min=1, max=1000, help="Independent sets of request
 FirstSeed = Annotated[int, Option(min=0, max=2**31, help="The first of them.")]
 Requests = Annotated[int, Option(min=10, max=10_000_000, help="Requests in each simulation.")]
 _ALIKE = 0.03  # relative difference of two capacities that is no difference
-_DRAWS, _DRAWS_APART = 8, 1_000_003  # draws of the step-time noise over one measurement; between their seeds
 
 
 def one_profile(argument: str | None, option: str | None, verb: str) -> str:
@@ -148,8 +146,7 @@ class Requested:
 
     def around(self, knobs: Knobs) -> list[Knobs]:
         """Settings a small step away from ``knobs``: the profile's were searched for under its own load, on its own machine."""
-        from autotune.profiling.space import whole_space
-        from autotune.profiling.stages.rate import neighbours
+        from autotune.profiling.space import neighbours, whole_space
 
         return neighbours(whole_space(self.scenario.limits), knobs)
 
@@ -209,39 +206,21 @@ class Requested:
     def _measured_and_simulated(self, point: Point, stop: Callable[[], bool]) -> str:
         """What ``point`` measured, and what simulations of its very requests say, under several draws of the step-time noise:
         how much it differs, and that the simulation is off where no draw comes to what was measured."""
+        from autotune.simulate.paired import DRAWS, paired_attainment
+
         load = self.profile.workload
-
-        def simulated(scenario: Scenario, draw: int) -> float:
-            scores = [
-                scenario.measure_over(
-                    point.knobs,
-                    point.rate,
-                    seed,
-                    load.warmup_s,
-                    load.window_s,
-                    scatter=seed + draw * _DRAWS_APART,
-                    stop=stop,
-                )
-                for seed in dict.fromkeys(point.seeds)
-            ]
-            return sum(score.met for score in scores) / max(1, sum(score.offered for score in scores))
-
-        even = simulated(self.scenario.even(), 0)
-        noisy = self.scenario.cost.facts.jitter is not None
-        draws = [simulated(self.scenario, draw) for draw in range(_DRAWS)] if noisy else [even]
-        mean, low, high = statistics.fmean(draws), min(draws), max(draws)
+        found = paired_attainment(self.scenario, point, load, stop)
+        mean, low, high = found.mean, min(found.draws), max(found.draws)
         said = f"{mean:.1%}"
         if high - low > _ALIKE / 3:
-            said += f" on average ({low:.1%} to {high:.1%} in {_DRAWS} draws of the step-time noise)"
-        if abs(even - mean) > _ALIKE / 3:
-            said += f", {even:.1%} if each step took its mean time"
-        beyond = max(low - point.attainment_high, point.attainment_low - high)
-        if beyond > 0:
-            how = "pessimistic" if mean < point.attainment else "optimistic"
+            said += f" on average ({low:.1%} to {high:.1%} in {DRAWS} draws of the step-time noise)"
+        if abs(found.even - mean) > _ALIKE / 3:
+            said += f", {found.even:.1%} if each step took its mean time"
+        if found.pessimistic or found.optimistic:
+            how, steps = ("pessimistic", "less") if found.pessimistic else ("optimistic", "more")
             said += (
                 f"; simulations of this machine are {how} by {abs(mean - point.attainment) * 100:.0f} points here: steps took "
-                f"{'less' if mean < point.attainment else 'more'} time, or scattered "
-                f"{'less' if mean < point.attainment else 'more'}, than while the machine was calibrated"
+                f"{steps} time, or scattered {steps}, than while the machine was calibrated"
             )
         return (
             f"{point.attainment:.1%} of {point.offered} requests, in windows of {load.window_s:.3g} s; "

@@ -25,6 +25,15 @@ WIDEST = KnobLimits(**{spec.name: spec.high for spec in KNOBS})  # type: ignore[
 
 NEAR_BEST = "near the best"
 
+_AROUND_GUESS = (  # slots, budget and chunk over the calibration's guess; the chunk is cut to the budget
+    (1, 1, 1), (2, 1, 1), (0.5, 1, 1), (1, 2, 1), (1, 0.5, 0.5), (2, 2, 2), (4, 2, 0.5), (2, 4, 4), (4, 4, 1), (4, 1, 0.5),
+    (0.5, 0.5, 0.5), (1, 4, 1), (8, 8, 8), (4, 8, 2),
+)  # fmt: skip
+_SMALL_STEPS = (
+    (1, 0.84, 0.84), (1, 1.19, 1.19), (1, 0.7, 0.7), (1, 1.41, 1.41), (1.5, 1, 1), (0.67, 1, 1), (1, 1, 0.6), (1, 1, 0.3),
+    (1, 1, 1.6),
+)  # fmt: skip
+
 _RANGE = re.compile(r"^(?P<low>[^:]*):(?P<high>[^:]*)$")
 
 
@@ -196,6 +205,26 @@ def starting_points(space: SearchSpace, fitted: Knobs) -> list[tuple[str, Knobs]
         if all(knobs != known for _, known in points):
             points.append((label, knobs))
     return points
+
+
+def around_guess(space: SearchSpace, fitted: Knobs) -> list[Knobs]:
+    """A few settings spread around the calibration's guess, all inside the space."""
+    return _scaled(space, fitted, _AROUND_GUESS)
+
+
+def neighbours(space: SearchSpace, knobs: Knobs) -> list[Knobs]:
+    """Settings a small step away from ``knobs``, inside the space."""
+    return _scaled(space, knobs, _SMALL_STEPS)
+
+
+def _scaled(space: SearchSpace, knobs: Knobs, factors: Iterable[tuple[float, float, float]]) -> list[Knobs]:
+    found = []
+    for slots, budget, chunk in factors:
+        by = {"max_batch_size": slots, "token_budget": budget, "chunk_size": chunk}
+        values = {s.name: min(max(getattr(knobs, s.name) * by.get(s.name, 1.0), s.low), s.high) for s in KNOBS}
+        whole = {s.name: int(values[s.name]) if s.integer else values[s.name] for s in KNOBS}
+        found.append(space.knobs(space.params(Knobs(**whole))))
+    return list(dict.fromkeys(found))
 
 
 ALIKE = 1.2

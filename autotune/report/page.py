@@ -15,7 +15,7 @@ from autotune.report.figure import Plot
 from autotune.report.headline import Headline, headline
 from autotune.report.panels import capacity, classes, history, latency, paired, pareto, provenance, sensitivity, steps
 from autotune.report.section import Section
-from autotune.report.sweep import Sweep, sweep
+from autotune.simulate.sensitivity import Sensitivity, one_at_a_time
 from autotune.version import __version__
 
 _HERE = Path(__file__).parent / "template"
@@ -33,7 +33,7 @@ class Report:
 def compose(evidence: Evidence, *, advance: Callable[[float], None] | None = None) -> Report:
     """Every section in reading order. ``advance`` gets the share of the simulations that is done."""
     chosen = evidence.recommended
-    swept: Sweep | None = sweep(evidence.profile, chosen.knobs, chosen.point.rate, advance=advance)
+    swept: Sensitivity | None = one_at_a_time(evidence.profile, chosen.knobs, chosen.point.rate, advance=advance)
     sections = (
         *classes.sections(evidence),
         pareto.section(evidence),

@@ -346,7 +346,7 @@ def test_the_page_of_a_run_for_the_lowest_mean_e2e(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ranks settings by their mean E2E, and speaks of that; goodput is a column of its tables, and no more."""
-    monkeypatch.setattr("autotune.report.sweep.REQUESTS", 100)
+    monkeypatch.setattr("autotune.simulate.sensitivity.REQUESTS", 100)
     found, _, made = lowest_mean
     base = next(p for p in made.points if p.stage == "validation" and p.knobs == found.baseline)
     made = made.model_copy(update={"baseline": base} | ({} if with_model else {"cost_model": None}))

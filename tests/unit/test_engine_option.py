@@ -15,13 +15,14 @@ import pytest
 
 from autotune.cli.main import run
 from autotune.cli.options import engine_of
-from autotune.cli.profile_study import Requested, started
+from autotune.cli.profile_study import Requested
 from autotune.cli.target import model_facts
 from autotune.engines.named import check_engine, load, named
 from autotune.engines.own import OwnSource
 from autotune.engines.vllm import named as vllm_named
 from autotune.engines.vllm.named import NamedVllm
 from autotune.profile.fingerprint import machine, measured_on_another
+from autotune.profiling.pool import started
 from autotune.profiling.study import open_study
 from runtime.errors import InputError
 from runtime.knobs import KnobLimits, Knobs

@@ -14,10 +14,9 @@ from autotune.measure.evaluate import EvaluationError
 from autotune.profiling.findings import Findings
 from autotune.profiling.setup import spread_seeds
 from autotune.profiling.simulator import Simulator
-from autotune.profiling.space import NEAR_BEST, make_space
+from autotune.profiling.space import NEAR_BEST, around_guess, make_space, neighbours
 from autotune.profiling.stages import engine_validation, rate
 from autotune.profiling.stages.candidates import candidate, pairs
-from autotune.profiling.stages.rate import around_guess, neighbours
 from autotune.simulate import SimulatedEngine
 from autotune.workload import parse_workload
 from runtime.knobs import Knobs

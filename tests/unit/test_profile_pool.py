@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from autotune.cli.profile_study import pool_of
 from autotune.engines.own import OwnSource
+from autotune.profiling.pool import pool_of
 from autotune.profiling.study import open_study
 from runtime.errors import InputError
 from runtime.torch_backend import kv_pool

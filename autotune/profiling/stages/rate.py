@@ -19,13 +19,13 @@ from autotune.profiling.objective import Objective
 from autotune.profiling.points import points
 from autotune.profiling.setup import Setup, balanced_seeds, in_window, rounded, spread_seeds
 from autotune.profiling.simulator import requests_of
-from autotune.profiling.space import SearchSpace, alike
+from autotune.profiling.space import SearchSpace, alike, around_guess, neighbours
 from autotune.profiling.stages.candidates import FASTEST, SLOWEST, shortlist
 from autotune.profiling.stages.context import Context
 from autotune.profiling.timing import CANDIDATES, RATE, RATE_AGAIN
 from autotune.simulate.capacity import Search, uphill
 from runtime.errors import InputError
-from runtime.knobs import KNOBS, Knobs
+from runtime.knobs import Knobs
 
 FOUND = "rate"
 TARGET = 0.9
@@ -38,14 +38,6 @@ _FEW = 4  # candidates
 _MANY = 8  # candidates to simulate
 _PRECISION, _FIRST_STEP = 0.03, 1.1
 _LOWEST = 1 / 64  # of the first guess: below it, nobody meets the SLO at any rate worth serving
-_AROUND_GUESS = (  # slots, budget and chunk over the calibration's guess; the chunk is cut to the budget
-    (1, 1, 1), (2, 1, 1), (0.5, 1, 1), (1, 2, 1), (1, 0.5, 0.5), (2, 2, 2), (4, 2, 0.5), (2, 4, 4), (4, 4, 1), (4, 1, 0.5),
-    (0.5, 0.5, 0.5), (1, 4, 1), (8, 8, 8), (4, 8, 2),
-)  # fmt: skip
-_SMALL_STEPS = (
-    (1, 0.84, 0.84), (1, 1.19, 1.19), (1, 0.7, 0.7), (1, 1.41, 1.41), (1.5, 1, 1), (0.67, 1, 1), (1, 1, 0.6), (1, 1, 0.3),
-    (1, 1, 1.6),
-)  # fmt: skip
 
 
 def find_rate(context: Context, setup: Setup, space: SearchSpace) -> Setup:
@@ -92,16 +84,6 @@ def with_candidates(context: Context, setup: Setup, speed: float) -> Setup:
 def moved_key(context: Context, setup: Setup, speed: float) -> str:
     """What the study keeps the move from ``setup`` to another ``speed`` under."""
     return f"rate/{setup.rate:g}/{speed:.6f}/{context.cost_name}"
-
-
-def around_guess(space: SearchSpace, fitted: Knobs) -> list[Knobs]:
-    """A few settings spread around the calibration's guess, all inside the space."""
-    return _scaled(space, fitted, _AROUND_GUESS)
-
-
-def neighbours(space: SearchSpace, knobs: Knobs) -> list[Knobs]:
-    """Settings a small step away from ``knobs``, inside the space."""
-    return _scaled(space, knobs, _SMALL_STEPS)
 
 
 def _again(context: Context, setup: Setup, *, fixed: bool = False) -> Setup:
@@ -220,13 +202,3 @@ def _simulated(context: Context, setup: Setup) -> Callable[[Knobs, float, int], 
             return None
 
     return simulate
-
-
-def _scaled(space: SearchSpace, knobs: Knobs, factors: Iterable[tuple[float, float, float]]) -> list[Knobs]:
-    found = []
-    for slots, budget, chunk in factors:
-        by = {"max_batch_size": slots, "token_budget": budget, "chunk_size": chunk}
-        values = {s.name: min(max(getattr(knobs, s.name) * by.get(s.name, 1.0), s.low), s.high) for s in KNOBS}
-        whole = {s.name: int(values[s.name]) if s.integer else values[s.name] for s in KNOBS}
-        found.append(space.knobs(space.params(Knobs(**whole))))
-    return list(dict.fromkeys(found))

@@ -12,8 +12,8 @@ from autotune.profiling.objective import Measure, Objective
 from autotune.report.evidence import Evidence, Trial
 from autotune.report.figure import Plot, View, axis, dots, layout, line, log_axis, note, rule
 from autotune.report.section import Section, absent
-from autotune.report.sweep import Sweep
 from autotune.report.wording import ms, percent, reached, short_setting
+from autotune.simulate.sensitivity import Sensitivity
 from runtime.knobs import KNOBS, Knobs, KnobSpec
 
 KEY, TOPIC = "sensitivity", "Each knob around the choice"
@@ -25,10 +25,10 @@ _GOOD = 0.95  # of the best
 _ENVELOPE = 40  # trials from which the best of each part of the range is more than chance
 
 
-def section(evidence: Evidence, swept: Sweep | None) -> Section:
+def section(evidence: Evidence, swept: Sensitivity | None) -> Section:
     objective = Objective.of(evidence.profile)
     if swept is not None and any(objective.value(score) > 0 for score in _scores(swept)):
-        return _from_sweep(evidence, swept)
+        return _of_knobs(evidence, swept)
     trials = max((evidence.trials(stage) for stage in ("simulation", "search")), key=len)
     nothing = "" if swept is None else _none_served(objective.measure)
     if len(trials) < _FEWEST:
@@ -41,7 +41,7 @@ def section(evidence: Evidence, swept: Sweep | None) -> Section:
     return _from_trials(evidence, trials, nothing)
 
 
-def _scores(swept: Sweep) -> list[Score]:
+def _scores(swept: Sensitivity) -> list[Score]:
     return [score for values in swept.by_knob.values() for _, score in values]
 
 
@@ -59,7 +59,7 @@ def _why(profile: Profile, trials: int) -> str:
     return f"{lacking}, and {trials or 'no'} trials are too few to show what a knob does by itself."
 
 
-def _from_sweep(evidence: Evidence, swept: Sweep) -> Section:
+def _of_knobs(evidence: Evidence, swept: Sensitivity) -> Section:
     here, objective = evidence.recommended.knobs, Objective.of(evidence.profile)
     measure = objective.measure
     losses = {s.name: _losses(objective, s, here, swept.by_knob[s.name]) for s in KNOBS if s.name in swept.by_knob}
@@ -177,7 +177,7 @@ def _cost(measure: Measure, loss: float) -> str:
     return measure.costs.format(percent(loss, 0)) if loss > 0 else measure.gains.format(percent(-loss, 0))
 
 
-def _better(evidence: Evidence, swept: Sweep) -> str:
+def _better(evidence: Evidence, swept: Sensitivity) -> str:
     """Said when the simulator thinks that one knob alone could do better: the choice was made by measuring."""
     here, objective = evidence.recommended.knobs.as_dict(), Objective.of(evidence.profile)
     found = [(s, name, value) for name, values in swept.by_knob.items() for value, s in values]

@@ -19,7 +19,7 @@ from tests.unit.report.reporting import TRIALS
 def quick() -> Iterator[None]:
     """Fewer requests a simulated setting than for people; nothing here depends on how sharp the picture is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autotune.report.sweep.REQUESTS", 100)
+        patch.setattr("autotune.simulate.sensitivity.REQUESTS", 100)
         yield
 
 

@@ -16,8 +16,8 @@ from autotune.report.headline import headline
 from autotune.report.panels import pareto
 from autotune.report.panels.steps import regions
 from autotune.report.standing import standing
-from autotune.report.sweep import around, sweep
 from autotune.report.wording import defaults, names, number
+from autotune.simulate.sensitivity import one_at_a_time, values_of
 from runtime.knobs import KNOBS, Knobs
 from tests.sample_profile import sample_point, sample_profile
 from tests.unit.report.reporting import SECTIONS, TRIALS, Page, section
@@ -126,7 +126,7 @@ def test_plots_show_the_figures_of_the_profile(report: Report, evidence: Evidenc
 def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:
     chosen = evidence.recommended
     shares: list[float] = []
-    found = sweep(evidence.profile, chosen.knobs, chosen.point.rate, advance=shares.append)
+    found = one_at_a_time(evidence.profile, chosen.knobs, chosen.point.rate, advance=shares.append)
     assert found is not None and found.complete and shares == sorted(shares) and shares[-1] == 1
     assert set(found.by_knob) == {s.name for s in KNOBS if s.searched}
     here = chosen.knobs.as_dict()
@@ -143,10 +143,10 @@ def test_a_knob_is_turned_alone_around_the_choice(evidence: Evidence) -> None:
 def test_values_around_a_knob_stay_below_its_ceiling() -> None:
     specs = {s.name: s for s in KNOBS}
     knobs = Knobs(max_batch_size=3, max_wait_ms=0, token_budget=1000, chunk_size=64)
-    assert around(specs["token_budget"], knobs, 1500)[-1] == 1500
-    assert {500.0, 1000.0} <= set(around(specs["token_budget"], knobs, 1500))
-    assert around(specs["max_batch_size"], knobs, 1024)[0] == 1
-    assert around(specs["max_wait_ms"], knobs, 5) == [0, 1, 2, 5]
+    assert values_of(specs["token_budget"], knobs, 1500)[-1] == 1500
+    assert {500.0, 1000.0} <= set(values_of(specs["token_budget"], knobs, 1500))
+    assert values_of(specs["max_batch_size"], knobs, 1024)[0] == 1
+    assert values_of(specs["max_wait_ms"], knobs, 5) == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from autotune.report import Evidence, compose, gather, html
 from autotune.report import profile_table as table
 from autotune.report.headline import headline
 from autotune.report.panels import capacity, paired, sensitivity, steps
-from autotune.report.sweep import Sweep, sweep
 from autotune.report.wording import number, off
+from autotune.simulate.sensitivity import Sensitivity, one_at_a_time
 from runtime.knobs import Knobs
 from tests.sample_profile import sample_profile
 from tests.unit.report.reporting import Page, changed, section
@@ -35,7 +35,7 @@ def slower(evidence: Evidence, speed: float) -> Profile:
 
 def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence: Evidence) -> None:
     found = replace(evidence, profile=slower(evidence, 0.1))
-    swept = sweep(found.profile, found.recommended.knobs, found.recommended.point.rate)
+    swept = one_at_a_time(found.profile, found.recommended.knobs, found.recommended.point.rate)
     assert swept is not None and {s.goodput for values in swept.by_knob.values() for _, s in values} == {0.0}
     made = sensitivity.section(found, swept)
     assert made.title.startswith("At this rate no simulated request meets the SLO") and made.plots
@@ -51,7 +51,7 @@ def test_a_simulation_where_nothing_meets_the_slo_says_nothing_of_knobs(evidence
         name: [(v, s if s.setting == here else s.model_copy(update={"goodput": 5.0})) for v, s in values]
         for name, values in swept.by_knob.items()
     }
-    at_choice = sensitivity.section(found, Sweep(elsewhere, 100, True))
+    at_choice = sensitivity.section(found, Sensitivity(elsewhere, 100, True))
     assert "No simulated request meets the SLO at the choice itself" in at_choice.title
 
 
@@ -59,7 +59,7 @@ def test_knobs_are_turned_at_the_speed_the_machine_served_at(evidence: Evidence)
     slow, facts, chosen = slower(evidence, 0.1), evidence.profile.simulation, evidence.recommended
     assert facts is not None
     served = slow.model_copy(update={"simulation": facts.model_copy(update={"speed": 10.0})})
-    found = [sweep(profile, chosen.knobs, chosen.point.rate) for profile in (served, evidence.profile)]
+    found = [one_at_a_time(profile, chosen.knobs, chosen.point.rate) for profile in (served, evidence.profile)]
     corrected, fitted = ([s.goodput for values in each.by_knob.values() for _, s in values] for each in found if each)
     assert max(corrected) > 0 and corrected == pytest.approx(fitted, rel=0.05)
 

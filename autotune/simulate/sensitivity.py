@@ -24,7 +24,7 @@ _WAITS_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sensitivity:
     """For each knob that was turned: (value, score), by value. ``requests``: how many each was simulated with, about."""
 
     by_knob: dict[str, list[tuple[float, Score]]]
@@ -32,7 +32,7 @@ class Sweep:
     complete: bool
 
 
-def around(spec: KnobSpec, knobs: Knobs, high: float) -> list[float]:
+def values_of(spec: KnobSpec, knobs: Knobs, high: float) -> list[float]:
     """Values of one knob around its own, up to the engine's ceiling; half and double are among them where they may be."""
     here = float(getattr(knobs, spec.name))
     wanted = [here * factor for factor in _FACTORS] if spec.log else [here, here / 2, here * 2, *_WAITS_MS]
@@ -40,9 +40,9 @@ def around(spec: KnobSpec, knobs: Knobs, high: float) -> list[float]:
     return sorted({float(round(v)) if spec.integer else round(v, 2) for v in values} | {here})
 
 
-def sweep(
+def one_at_a_time(
     profile: Profile, knobs: Knobs, rate: float, *, advance: Callable[[float], None] | None = None
-) -> Sweep | None:
+) -> Sensitivity | None:
     """Goodput and latencies with one knob changed at a time; None where the profile has no cost model or its load is gone.
 
     All values meet the same arrivals (common random numbers). ``advance`` gets the share that is done.
@@ -55,11 +55,11 @@ def sweep(
         return None
     known: dict[Knobs, Score] = {}
     found: dict[str, list[tuple[float, Score]]] = {}
-    plan = [(s, v) for s in knobs.shown for v in around(s, knobs, getattr(profile.engine.limits, s.name))]
+    plan = [(s, v) for s in knobs.shown for v in values_of(s, knobs, getattr(profile.engine.limits, s.name))]
     begun = time.process_time()
     for done, (spec, value) in enumerate(plan):
         if time.process_time() - begun > LONGEST_S:
-            return Sweep(found, REQUESTS, False) if found else None
+            return Sensitivity(found, REQUESTS, False) if found else None
         turned = knobs.with_(**{spec.name: int(value) if spec.integer else value})
         if turned not in known:
             try:
@@ -72,4 +72,4 @@ def sweep(
         found.setdefault(spec.name, []).append((value, known[turned]))
         if advance is not None:
             advance((done + 1) / len(plan))
-    return Sweep(found, REQUESTS, True) if found else None
+    return Sensitivity(found, REQUESTS, True) if found else None
